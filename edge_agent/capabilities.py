@@ -1,0 +1,142 @@
+"""What this device can do, found without importing anything heavy: packages are looked up, not loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import struct
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from .task import Frozen
+
+Tier = Literal["train", "head", "idle"]
+
+_PACKAGES = {
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "paho-mqtt": "paho",
+    "safetensors": "safetensors",
+    "onnxruntime": "onnxruntime",
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "cryptography": "cryptography",
+}
+"""Distribution -> module. Vendors ship a module under another distribution's name, so both are looked for."""
+
+_TRAIN_BYTES = 1 << 30
+"""Least memory for training with torch: an agent with torch takes 375 MB before the first batch."""
+
+
+class Capabilities(Frozen):
+    """One device, as `doctor` shows it and an agent announces it."""
+
+    python: str
+    system: str = Field(description="operating system and kernel release")
+    machine: str = Field(description="processor architecture, as the kernel names it")
+    board: str | None = Field(None, description="model of a single-board computer")
+    is_64bit: bool = Field(description="whether this Python is a 64-bit program; ONNX Runtime needs one")
+    cores: int = Field(ge=1, description="processor cores that this process may use")
+    memory_bytes: int | None = Field(None, description="memory in all; a limit of the service's cgroup counts")
+    available_bytes: int | None = Field(None, description="memory that could be used now")
+    accelerators: tuple[str, ...] = ()
+    packages: dict[str, str] = Field(default_factory=dict, description="installed package -> version")
+
+    @property
+    def tier(self) -> Tier:
+        """What the device may be: ``train``, ``head``, or ``idle`` while no package lets it compute anything."""
+        if "torch" in self.packages and (self.memory_bytes is None or self.memory_bytes >= _TRAIN_BYTES):
+            return "train"
+        return "head" if "onnxruntime" in self.packages and self.is_64bit else "idle"
+
+    @property
+    def head(self) -> str:
+        """The head to begin with: logistic regression needs 0.03 s and nothing but numpy."""
+        return "lr"
+
+    def advice(self) -> tuple[str, ...]:
+        """What would let this device do more, one sentence each."""
+        found = []
+        if not self.is_64bit:
+            found.append("this Python is a 32-bit program: ONNX Runtime needs a 64-bit system (Raspberry Pi OS 64-bit)")
+        elif "onnxruntime" not in self.packages:
+            found.append("no onnxruntime: pip install 'headwater[agent]' (on a Jetson: NVIDIA's wheel) to run encoders")
+        if "pillow" not in self.packages:
+            found.append("no pillow: pip install 'headwater[agent]' to read image files")
+        if "scikit-learn" not in self.packages:
+            found.append("no scikit-learn: head 'svm' cannot be fitted here; lr, mlp and prototype can")
+        if "torch" in self.packages and self.tier != "train":
+            found.append(f"torch is installed, but less than {_TRAIN_BYTES >> 20} MB of memory: tier head is safer")
+        return tuple(found)
+
+
+def find() -> Capabilities:
+    """The capabilities of this device now."""
+    return Capabilities(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()}",
+        machine=platform.machine(),
+        board=_text(Path("/proc/device-tree/model")),
+        is_64bit=struct.calcsize("P") == 8,
+        cores=_cores(),
+        memory_bytes=_memory_bytes(),
+        available_bytes=_meminfo().get("MemAvailable"),
+        accelerators=_accelerators(),
+        packages=packages(),
+    )
+
+
+def packages() -> dict[str, str]:
+    """Versions of the optional and required packages that are installed; nothing is imported."""
+    return {name: _version(name) for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is not None}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    total = _meminfo().get("MemTotal")
+    limit = _text(Path("/sys/fs/cgroup/memory.max"))
+    if limit is not None and limit.isdigit():
+        return min(total, int(limit)) if total is not None else int(limit)
+    return total
+
+
+def _meminfo() -> dict[str, int]:
+    """Sizes in bytes by name; empty where the system has no /proc."""
+    lines = (_text(Path("/proc/meminfo")) or "").splitlines()
+    fields = [line.replace(":", " ").split() for line in lines]
+    return {field[0]: int(field[1]) * 1024 for field in fields if len(field) > 1 and field[1].isdigit()}
+
+
+def _accelerators() -> tuple[str, ...]:
+    known = {
+        "/dev/nvidia0": "nvidia gpu",
+        "/dev/nvhost-gpu": "jetson gpu",
+        "/dev/hailo0": "hailo",
+        "/dev/apex_0": "coral",
+    }
+    return tuple(name for path, name in known.items() if Path(path).exists())
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip("\x00\n ") or None
+    except OSError:
+        return None

@@ -1,0 +1,226 @@
+"""Configuration files: TOML in, frozen and checked models out, all mistakes reported at once.
+
+Durations are seconds (``_s``), sizes are bytes (``_bytes``). Relative paths count from the folder of the file.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from .errors import ConfigError, nearest
+from .task import Frozen
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Model = TypeVar("Model", bound=BaseModel)
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+"""Names of agents and federations: they become topic levels, and some brokers give other characters a meaning."""
+
+
+class TlsConfig(Frozen):
+    """How the broker proves itself, and how this side does."""
+
+    ca: Path | None = Field(None, description="file of trusted authorities; default: those of the system")
+    cert: Path | None = Field(None, description="client certificate (PEM)")
+    key: Path | None = Field(None, description="private key of the client certificate (PEM)")
+
+
+class BrokerConfig(Frozen):
+    """Where the broker is and who we are to it."""
+
+    url: str = Field("mqtt://127.0.0.1:1883", description="mqtt://host[:port] or mqtts://host[:port]")
+    user: str | None = Field(None, description="MQTT user name; agents use their id")
+    password_file: Path | None = Field(None, description="file whose first line is the password")
+    keepalive_s: int = Field(30, ge=5, le=600)
+    wait: bool = Field(True, description="keep trying while the broker is away; false: give up with exit code 75")
+    max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest payload we ever publish")
+    tls: TlsConfig | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname:
+            raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
+        _ = parts.port  # raises ValueError on a port that is not a number below 65536
+        return url
+
+    @property
+    def host(self) -> str:
+        """Host name or address."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """Port; 1883 or 8883 where the URL names none."""
+        return urlsplit(self.url).port or (8883 if self.uses_tls else 1883)
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the URL asks for TLS."""
+        return urlsplit(self.url).scheme == "mqtts"
+
+    def password(self) -> str | None:
+        """First line of the password file.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        if self.password_file is None:
+            return None
+        try:
+            return self.password_file.read_text(encoding="utf-8").splitlines()[0]
+        except (OSError, IndexError) as error:
+            raise ConfigError("broker.password_file", [f"cannot read a line from {self.password_file}: {error}"]) from error
+
+
+class DataConfig(Frozen):
+    """Local data of one device; they never leave it."""
+
+    source: str = Field(description="kind:where[?option=value], see 'edge-agent fit --help'")
+    test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held back for evaluation")
+    seed: int = Field(0, ge=0, description="seed of that split")
+
+
+class TrainingConfig(Frozen):
+    """How a train-tier device works."""
+
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable")
+
+
+class HeadConfig(Frozen):
+    """The personal head of a head-tier device."""
+
+    name: str = Field("lr", description="a file name in edge_agent/heads")
+    params: dict[str, Any] = Field(default_factory=dict)
+    precision: Literal["auto", "fp32", "int8"] = Field("auto", description="auto: time both once, keep the faster")
+    min_gain: float = Field(
+        -0.02, ge=-1, le=1, description="a new pair replaces the old only if acc.personal changes by at least this"
+    )
+
+
+class AgentConfig(Frozen):
+    """One device's agent."""
+
+    id: str = Field(default_factory=lambda: default_agent_id(), pattern=NAME_PATTERN)
+    federation: str = Field("home", pattern=NAME_PATTERN)
+    tier: Literal["auto", "train", "head"] = Field("auto", description="auto: train where torch is installed")
+    state: Path = Field(Path("agent-state"), description="folder for what the device keeps")
+    cache_bytes: int = Field(512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first")
+    heartbeat_s: float = Field(15.0, gt=0, le=300)
+    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    data: DataConfig
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    head: HeadConfig = Field(default_factory=HeadConfig)
+
+
+def default_agent_id() -> str:
+    """The host name, reduced to the characters that a topic may hold."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in socket.gethostname().lower())
+    return kept.strip("-_")[:63] or "agent"
+
+
+def load(model: type[Model], path: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+    """The model that a TOML file describes; ``overrides`` (nested) win over the file.
+
+    Raises:
+        ConfigError: no such file, not TOML, or mistakes; every mistake is listed with the nearest known key.
+    """
+    return parse(model, _merge(read_toml(path), overrides or {}), where=str(path), base=path.parent)
+
+
+def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path | None = None) -> Model:
+    """The model that ``raw`` describes; relative paths count from ``base``.
+
+    Raises:
+        ConfigError: mistakes; every one is listed.
+    """
+    try:
+        parsed = model.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError(where, mistakes_of(error, model)) from error
+    return _anchor(parsed, base) if base is not None else parsed
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Contents of a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"cannot be read: {error}"]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
+
+
+def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line for each mistake that pydantic found, with the nearest known key for each unknown one."""
+    return [_mistake(detail, model) for detail in error.errors(include_url=False, include_context=False)]
+
+
+def _mistake(detail: Any, model: type[BaseModel]) -> str:
+    place = tuple(str(step) for step in detail["loc"])
+    key = ".".join(place) or "(whole)"
+    if detail["type"] == "extra_forbidden":
+        known = _fields_at(model, place[:-1])
+        close = nearest(place[-1], known)
+        hint = f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: is missing"
+    return f"{key} = {_short(detail.get('input'))}: {detail['msg']}"
+
+
+def _fields_at(model: type[BaseModel], place: Iterable[str]) -> list[str]:
+    """Field names of the nested model that ``place`` leads to; empty where that cannot be told."""
+    for step in place:
+        field = model.model_fields.get(step)
+        found = _models_in(field.annotation) if field is not None else []
+        if len(found) != 1:
+            return []
+        model = found[0]
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]
+
+
+def _short(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _anchor(model: Model, base: Path) -> Model:
+    changes: dict[str, Any] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, Path) and not value.is_absolute():
+            changes[name] = base / value
+        elif isinstance(value, BaseModel):
+            changes[name] = _anchor(value, base)
+    return model.model_copy(update=changes)

@@ -1,0 +1,303 @@
+"""A frozen encoder on a device: inputs in, features (n, d) float32 out. The only importer of onnxruntime here.
+
+The device makes an .ort file of its own from the bundle's .onnx once, and maps it into memory: ResNet18 then loads in
+5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it ends, and bound to
+the ONNX file, the runtime's version and the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from .bundle import Bundle, Precision
+from .errors import BundleDamaged, DataError, MissingCapability
+from .store import read_json, sha256_file, write_json
+
+_log = logging.getLogger(__name__)
+
+_WANTED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
+_LARGE_INPUT = 3 * 64 * 64
+"""Inputs above this many values go one by one: at 224 x 224 a batch of 4 takes 21 MB more and is no faster."""
+
+FP32_TOLERANCE = 1e-4
+"""Largest difference from the golden features, as a share of the largest feature (or of 1)."""
+
+INT8_TOLERANCE = 0.05
+"""The same for int8: exact on ARM and on x86 with VNNI, but older x86 saturates sums of 8-bit products."""
+
+Progress = Callable[[int, int], None]
+"""Called with (inputs done, inputs in all)."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A session that is ready to run; ``providers`` are those in effect, which may be fewer than those asked for."""
+
+    session: Any
+    input_name: str
+    input_shape: tuple[int, ...]
+    feature_dim: int
+    precision: Precision
+    providers: tuple[str, ...]
+    format: Literal["ort", "onnx"]
+
+    @classmethod
+    def open(
+        cls,
+        bundle: Bundle,
+        precision: Literal["auto", "fp32", "int8"] = "auto",
+        threads: int = 1,
+        *,
+        cache: bool = True,
+    ) -> Encoder:
+        """The bundle's encoder, on the fastest provider there is.
+
+        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle and loads the .onnx.
+
+        Raises:
+            MissingCapability: onnxruntime is not installed.
+            StateError: the bundle has no variant of that precision.
+            BundleDamaged: ONNX Runtime refuses the file, or its output has another size than the manifest promises.
+        """
+        chosen = choose_precision(bundle, threads, cache=cache) if precision == "auto" else precision
+        onnx = bundle.encoder_path(chosen)
+        runtime = onnxruntime()
+        wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
+        mapped = _mapped(onnx, bundle.manifest.files[onnx.name].sha256, runtime) if cache and len(wanted) == 1 else None
+        session = _ort_session(runtime, mapped, threads) if mapped is not None else None
+        kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
+        if session is None:
+            session = _onnx_session(runtime, onnx, wanted, threads)
+        found = cls(
+            session=session,
+            input_name=session.get_inputs()[0].name,
+            input_shape=bundle.manifest.task.input_shape,
+            feature_dim=bundle.manifest.feature_dim,
+            precision=chosen,
+            providers=tuple(session.get_providers()),
+            format=kind,
+        )
+        _log.info("encoder_loaded precision=%s format=%s providers=%s", chosen, kind, ",".join(found.providers))
+        return found
+
+    @property
+    def batch_size(self) -> int:
+        """Inputs that are run at once."""
+        return 1 if int(np.prod(self.input_shape)) > _LARGE_INPUT else 32
+
+    def features(self, inputs: np.ndarray, progress: Progress | None = None) -> np.ndarray:
+        """Features (n, d) float32 of preprocessed ``inputs`` (n, *input_shape).
+
+        Raises:
+            DataError: inputs of another shape than the task's.
+            BundleDamaged: the encoder does not run, or gives something else than (n, d).
+        """
+        if inputs.shape[1:] != self.input_shape:
+            raise DataError(
+                f"inputs {inputs.shape}, expected (n, {', '.join(map(str, self.input_shape))}); see the task"
+            )
+        found = np.empty((len(inputs), self.feature_dim), np.float32)
+        for begin in range(0, len(inputs), self.batch_size):
+            batch = np.ascontiguousarray(inputs[begin : begin + self.batch_size], np.float32)
+            found[begin : begin + len(batch)] = self._run(batch)
+            if progress is not None:
+                progress(begin + len(batch), len(inputs))
+        return found
+
+    def self_test(self, golden: Mapping[str, np.ndarray]) -> float:
+        """Largest difference from the exporter's golden features, as a share of the largest of them (or of 1).
+
+        Raises:
+            BundleDamaged: the difference is above the tolerance of this precision; the numbers are named.
+        """
+        missing = [name for name in ("inputs", f"features_{self.precision}") if name not in golden]
+        if missing:
+            raise BundleDamaged(f"golden tensors lack {', '.join(missing)}; export the bundle again")
+        expected = golden[f"features_{self.precision}"]
+        found = self.features(golden["inputs"])
+        if found.shape != expected.shape:
+            raise BundleDamaged(f"golden features are {expected.shape}, this device computes {found.shape}")
+        scale = max(1.0, float(np.abs(expected).max(initial=0)))
+        difference = float(np.abs(found - expected).max(initial=0)) / scale
+        tolerance = FP32_TOLERANCE if self.precision == "fp32" else INT8_TOLERANCE
+        if not difference <= tolerance:
+            raise BundleDamaged(
+                f"self-test: {self.precision} features differ from the golden ones by {difference:.3g} of their scale "
+                f"{scale:.3g}, at most {tolerance:g} is accepted; this device cannot run the bundle as it was exported"
+            )
+        return difference
+
+    def _run(self, batch: np.ndarray) -> np.ndarray:
+        try:
+            features = self.session.run(None, {self.input_name: batch})[0]
+        # ONNX Runtime's exceptions have no common base besides this one.
+        except Exception as error:
+            raise BundleDamaged(f"the encoder does not run: {_first_line(error)}") from error
+        if features.shape != (len(batch), self.feature_dim):
+            raise BundleDamaged(f"the encoder gives {features.shape}, expected ({len(batch)}, {self.feature_dim})")
+        return np.asarray(features, np.float32)
+
+
+def choose_precision(
+    bundle: Bundle, threads: int = 1, *, cache: bool = True, clock: Callable[[], float] = time.perf_counter
+) -> Precision:
+    """The precision that runs faster here; both are timed once, and the answer is kept beside the bundle.
+
+    int8 must be at least a tenth faster: where it gains nothing, exact features are worth more.
+    """
+    if "int8" not in bundle.manifest.variants:
+        return "fp32"
+    note = bundle.folder / "precision.json"
+    machine = {"onnxruntime": onnxruntime().__version__, "machine": platform.machine(), "threads": threads}
+    known = read_json(note) if cache else None
+    if known is not None and known.get("measured_on") == machine and known.get("chosen") in get_args(Precision):
+        answer: Precision = known["chosen"]
+        return answer
+    seconds = {name: _time(bundle, name, threads, cache=cache, clock=clock) for name in get_args(Precision)}
+    chosen: Precision = "int8" if seconds["int8"] < 0.9 * seconds["fp32"] else "fp32"
+    _log.info("precision_chosen precision=%s fp32_s=%.4f int8_s=%.4f", chosen, seconds["fp32"], seconds["int8"])
+    if cache:
+        with contextlib.suppress(OSError):  # a read-only bundle folder only means measuring again
+            write_json(note, {"chosen": chosen, "measured_on": machine, "seconds": seconds})
+    return chosen
+
+
+def onnxruntime() -> ModuleType:
+    """The module ``onnxruntime``, imported with its telemetry switched off.
+
+    Raises:
+        MissingCapability: it is not installed.
+    """
+    # Later would be too late: importing it writes a device id below the home folder and starts an upload thread.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    try:
+        import onnxruntime as module
+    except ImportError as error:
+        raise MissingCapability.package("onnxruntime", "agent", "running an encoder") from error
+    found: ModuleType = module
+    return found
+
+
+def write_ort(onnx: str, target: str) -> None:
+    """Write ONNX Runtime's own format for this machine; called in a child process."""
+    runtime = onnxruntime()
+    options = _options(runtime, 1)
+    # ALL stores weights in the layout of this machine (blocked on x86): 25 ms instead of 33 for ResNet18, and no more
+    # memory, because they are mapped. Loading the .onnx at this level would hold them three times.
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.optimized_model_filepath = target
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    runtime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
+
+
+def _time(
+    bundle: Bundle,
+    precision: Precision,
+    threads: int,
+    *,
+    cache: bool,
+    clock: Callable[[], float],
+    budget_s: float = 1.0,
+) -> float:
+    """Least seconds of one batch, out of as many runs as fit into ``budget_s`` (3 to 50) after one to warm up."""
+    encoder = Encoder.open(bundle, precision, threads, cache=cache)
+    batch = np.zeros((encoder.batch_size, *encoder.input_shape), np.float32)
+    encoder.features(batch)
+    runs: list[float] = []
+    while len(runs) < 3 or (sum(runs) < budget_s and len(runs) < 50):
+        begin = clock()
+        encoder.features(batch)
+        runs.append(clock() - begin)
+    return min(runs)
+
+
+def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
+    """The .ort twin of ``onnx``, made where it is missing or damaged; None where it cannot be made."""
+    stem = f"{onnx.name}.{sha256[:16]}.{runtime.__version__}.{platform.machine()}"
+    target, note = onnx.with_name(f"{stem}.ort"), onnx.with_name(f"{stem}.json")
+    known = read_json(note)
+    if known is not None and target.is_file() and sha256_file(target) == known.get("sha256"):
+        return target
+    temporary = onnx.with_name(f".{stem}.{os.getpid()}.tmp")
+    try:
+        _write_ort_in_child(onnx.resolve(), temporary.resolve())
+        write_json(note, {"sha256": sha256_file(temporary)})
+        temporary.replace(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("ort_not_made file=%s reason=%s: the .onnx is loaded instead", onnx.name, type(error).__name__)
+        temporary.unlink(missing_ok=True)
+        return None
+    for old in {*onnx.parent.glob(f"{onnx.name}.*.ort"), *onnx.parent.glob(f"{onnx.name}.*.json")} - {target, note}:
+        old.unlink(missing_ok=True)
+    return target
+
+
+def _write_ort_in_child(onnx: Path, target: Path) -> None:
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    code = f"from {__name__} import write_ort; write_ort({str(onnx)!r}, {str(target)!r})"
+    # The working folder comes first on a child's import path: the root, where only the system's owner may write.
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, timeout=600, env=environment, cwd=os.sep
+    )
+
+
+def _options(runtime: ModuleType, threads: int) -> Any:
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Spinning threads burn a core between two inferences.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    return options
+
+
+def _ort_session(runtime: ModuleType, path: Path, threads: int) -> Any | None:
+    options = _options(runtime, threads)
+    options.add_session_config_entry("session.load_model_format", "ORT")
+    options.add_session_config_entry("session.use_memory_mapped_ort_model", "1")
+    options.add_session_config_entry("session.use_ort_model_bytes_directly", "1")
+    options.add_session_config_entry("session.use_ort_model_bytes_for_initializers", "1")
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    # Whatever is wrong with a cache, the original is still there.
+    except Exception as error:  # noqa: BLE001
+        _log.warning("ort_not_loaded file=%s reason=%s: the .onnx is loaded instead", path.name, _first_line(error))
+        return None
+
+
+def _onnx_session(runtime: ModuleType, path: Path, providers: list[str], threads: int) -> Any:
+    engines = str(path.parent / "engines")
+    settings: dict[str, dict[str, Any]] = {
+        "TensorrtExecutionProvider": {
+            "trt_engine_cache_enable": True,
+            "trt_engine_cache_path": engines,
+            "trt_timing_cache_enable": True,
+            "trt_timing_cache_path": engines,
+        }
+    }
+    try:
+        return runtime.InferenceSession(
+            str(path), _options(runtime, threads), providers=[(name, settings.get(name, {})) for name in providers]
+        )
+    # ONNX Runtime's exceptions have no common base besides this one.
+    except Exception as error:
+        raise BundleDamaged(f"{path.name}: ONNX Runtime refuses it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,147 @@
+"""Every error that Headwater raises on purpose.
+
+HeadwaterError                  exit 1   something failed
+├── UsageError                  exit 2   the request cannot be carried out as written
+│   ├── ConfigError             exit 2   a configuration file has mistakes (all of them are listed)
+│   ├── UnknownName             exit 2   no such method, head, encoder or data source (nearest name suggested)
+│   └── DataError               exit 2   local data are missing, empty, or not of the expected form
+├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
+├── BundleError                 exit 4   a bundle cannot be used
+│   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
+│   ├── BundleUnsigned          exit 4   a signature is required and is missing or wrong
+│   └── FingerprintMismatch     exit 4   a head belongs to another encoder
+├── MissingCapability           exit 5   an optional package or a device feature is not there
+├── CodecError                  exit 1   bytes from a peer or a file are not what they claim to be
+│   ├── MessageError            exit 1   a control message
+│   ├── TensorsError            exit 1   a tensor container
+│   └── ChunkError              exit 1   a chunk of a blob
+├── UpdateRefused               exit 1   an update does not fit its round
+├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
+├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
+├── StateError                  exit 1   files kept on disk are damaged or belong to somebody else
+└── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
+
+A message has three parts: what was found (with the value), what was expected, what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class HeadwaterError(Exception):
+    """Root of the tree; catching it catches every error that Headwater raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(HeadwaterError):
+    """The request cannot be carried out as written."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration has mistakes; ``mistakes`` holds one line for each."""
+
+    def __init__(self, where: str, mistakes: Iterable[str]) -> None:
+        self.where = where
+        self.mistakes = tuple(mistakes)
+        count = len(self.mistakes)
+        lines = "\n".join(f"  - {mistake}" for mistake in self.mistakes)
+        super().__init__(f"{where}: {count} mistake{'s' if count != 1 else ''}\n{lines}")
+
+
+class UnknownName(UsageError):
+    """A name is not in a registry; ``nearest`` is the closest name that is, or None."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        self.nearest = nearest(name, self.known)
+        hint = f"did you mean '{self.nearest}'? " if self.nearest else ""
+        super().__init__(f"unknown {kind} '{name}': {hint}known: {', '.join(self.known) or 'none'}")
+
+
+class DataError(UsageError):
+    """Local data are missing, empty, or not of the expected form."""
+
+
+class ProtocolMismatch(HeadwaterError):
+    """The two sides speak different protocol versions."""
+
+    exit_code = 3
+
+
+class BundleError(HeadwaterError):
+    """A bundle cannot be used."""
+
+    exit_code = 4
+
+
+class BundleDamaged(BundleError):
+    """Bytes of a bundle are not those that its manifest promises."""
+
+
+class BundleUnsigned(BundleError):
+    """A signature is required and is missing or wrong."""
+
+
+class FingerprintMismatch(BundleError):
+    """A head was fitted on the features of another encoder."""
+
+
+class MissingCapability(HeadwaterError):
+    """An optional package or a device feature is needed and is not there."""
+
+    exit_code = 5
+
+    @classmethod
+    def package(cls, module: str, extra: str, purpose: str) -> MissingCapability:
+        """An error that names the extra which brings ``module``."""
+        return cls(f"{purpose} needs '{module}', which is not installed; pip install 'headwater[{extra}]'")
+
+
+class CodecError(HeadwaterError):
+    """Bytes from a peer or a file are not what they claim to be."""
+
+
+class MessageError(CodecError):
+    """A control message is malformed."""
+
+
+class TensorsError(CodecError):
+    """A tensor container is malformed, or holds other tensors than expected."""
+
+
+class ChunkError(CodecError):
+    """A chunk of a blob is malformed or does not fit its transfer."""
+
+
+class UpdateRefused(HeadwaterError):
+    """An update does not fit its round; the message is the reason that is sent back and counted."""
+
+
+class TrainingFailed(HeadwaterError):
+    """Local training stopped and its result must not be used."""
+
+
+class ExportRejected(HeadwaterError):
+    """An export did not pass its gates; the previous bundle stays."""
+
+
+class StateError(HeadwaterError):
+    """Files kept on disk are damaged or belong to somebody else."""
+
+
+class BrokerAway(HeadwaterError):
+    """The broker cannot be reached now; trying again later may help."""
+
+    exit_code = 75
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like ``name``, or None when nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return close[0] if close else None

@@ -1,0 +1,139 @@
+"""What a side keeps on disk. Every file is written beside its place, synced, and moved there: old or new, never torn."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import StateError
+from .task import Tensors
+
+
+def write_atomic(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
+    """Put ``data`` at ``path`` so that a crash at any moment leaves the old file or the new one.
+
+    ``durable=False`` skips the syncs: still never torn for readers, but a power cut may lose the new file. Meant for
+    caches whose contents are verified when read. Raises OSError when the disk is full; the old file stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """`write_atomic` of a JSON object."""
+    write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object at ``path``; None where there is no file.
+
+    Raises:
+        StateError: the file is there and is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path}: cannot be read as JSON ({error}); remove it to start afresh") from error
+    if not isinstance(content, dict):
+        raise StateError(f"{path}: holds {type(content).__name__}, expected an object; remove it to start afresh")
+    return content
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> str:
+    """`write_atomic` of named arrays; returns the SHA-256 (hex) of the file."""
+    from .wire.tensors import encode
+
+    data = encode(tensors, metadata)
+    write_atomic(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_tensors(path: Path) -> Tensors:
+    """Named arrays from a file, read-only.
+
+    Raises:
+        StateError: no such file.
+        TensorsError: the file is damaged.
+    """
+    from .wire.tensors import decode
+
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read ({error})") from error
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, owner: str) -> Iterator[None]:
+    """Hold ``folder`` for one process; the lock goes with the process, also when it is killed.
+
+    Raises:
+        StateError: another live process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a+")
+    try:
+        _lock(file.fileno())
+    except OSError as error:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        file.close()
+        raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
+    try:
+        file.truncate(0)
+        file.write(f"{owner} (process {os.getpid()})")
+        file.flush()
+        yield
+    finally:
+        file.close()
+
+
+if os.name == "nt":  # pragma: no cover - exercised on Windows only
+    import msvcrt
+
+    def _lock(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+else:
+    import fcntl
+
+    def _lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

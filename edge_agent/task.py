@@ -1,0 +1,92 @@
+"""What is to be learned: inputs, classes and encoder. Coordinator, agents, bundles and heads all speak of one `Task`.
+
+Preprocessing is part of the task because an encoder is only defined together with it: the same spec is executed when
+training, when exporting, and on the device, and it enters the encoder's fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+Tensors = dict[str, np.ndarray]
+"""Named arrays: model parts, checkpoints, updates and heads. One codec serves them all (`wire.tensors`)."""
+
+State = Tensors
+"""What a method keeps at the coordinator between rounds; also `Tensors`, so that it can be checkpointed."""
+
+
+class Frozen(BaseModel):
+    """Base of every message and configuration model: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class ImageInput(Frozen):
+    """Images become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
+
+    kind: Literal["image"] = "image"
+    channels: Literal[1, 3] = Field(3, description="1 = grey, 3 = RGB")
+    height: int = Field(32, ge=4, le=2048, description="pixels after resizing")
+    width: int = Field(32, ge=4, le=2048, description="pixels after resizing")
+    resize: Literal["bilinear"] = "bilinear"
+    antialias: bool = Field(True, description="triangle filter widened when shrinking, as Pillow does")
+    mean: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
+    std: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one input without the batch axis."""
+        return (self.channels, self.height, self.width)
+
+
+class WindowInput(Frozen):
+    """Sensor recordings become float32 windows (channels, length) = (value - mean) / std for each channel."""
+
+    kind: Literal["window"] = "window"
+    channels: int = Field(6, ge=1, le=1024)
+    length: int = Field(100, ge=4, le=65536, description="samples in one window")
+    stride: int = Field(50, ge=1, le=65536, description="samples between the starts of two windows")
+    mean: tuple[float, ...] = Field((0.0,), description="one value, or one for each channel, in sensor units")
+    std: tuple[float, ...] = Field((1.0,), description="one value, or one for each channel, in sensor units")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one input without the batch axis."""
+        return (self.channels, self.length)
+
+
+InputSpec = Annotated[ImageInput | WindowInput, Field(discriminator="kind")]
+
+
+class Task(Frozen):
+    """Inputs, classes and encoder of one federation's learning problem."""
+
+    input: InputSpec = Field(default_factory=ImageInput)
+    class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000, description="label map: position is the label")
+    encoder: str = Field("small_cnn", description="a file name in edge_agent/models")
+    encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, K."""
+        return len(self.class_names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one preprocessed input without the batch axis."""
+        return self.input.shape
+
+
+def digest(model: BaseModel) -> str:
+    """SHA-256 (hex) of a model's canonical JSON; equal models have equal digests on every machine."""
+    return hashlib.sha256(canonical_json(model)).hexdigest()
+
+
+def canonical_json(model: BaseModel) -> bytes:
+    """JSON with sorted keys and no spaces, as UTF-8."""
+    return json.dumps(model.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

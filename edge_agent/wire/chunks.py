@@ -1,0 +1,264 @@
+"""Blobs in pieces: the chunk frame, which chunks are there, and how a blob is read and assembled.
+
+A frame is a fixed 40-byte little-endian header and raw bytes; it never exceeds the smallest payload limit of the
+brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts is the SHA-256 of the
+whole, which is also the blob's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ChunkError, StateError
+from ..store import sync_folder, write_atomic
+from .messages import MAX_RANGES, BlobRef
+
+FRAME_BYTES = 61_440
+"""Header and data of one chunk: 60 KiB, below every limit we know (Azure's 64 KiB is the lowest)."""
+
+_HEADER = struct.Struct("<2sBBQIIQIII")
+HEADER_BYTES = _HEADER.size
+CHUNK_BYTES = FRAME_BYTES - HEADER_BYTES
+_MAGIC, _VERSION = b"HW", 1
+_SAVE_EVERY = 64  # chunks between two notes of what has arrived; at worst so many are sent again after a crash
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on, of the blob whose digest begins ``transfer``."""
+
+    transfer: int
+    index: int
+    count: int
+    offset: int
+    data: bytes | memoryview
+
+    def encode(self) -> bytes:
+        """Header and data."""
+        length, crc = len(self.data), zlib.crc32(self.data)
+        header = _HEADER.pack(_MAGIC, _VERSION, 0, self.transfer, self.index, self.count, self.offset, length, crc, 0)
+        return b"".join((header, self.data))
+
+
+def decode_frame(payload: bytes) -> Frame:
+    """The frame in ``payload``; its data are a view, not a copy.
+
+    Raises:
+        ChunkError: not a frame, cut short, or its checksum is wrong.
+    """
+    if len(payload) < HEADER_BYTES:
+        raise ChunkError(f"{len(payload)} bytes cannot hold a chunk header of {HEADER_BYTES}")
+    magic, version, _, transfer, index, count, offset, length, crc, _ = _HEADER.unpack_from(payload)
+    if magic != _MAGIC or version != _VERSION:
+        raise ChunkError(f"chunk begins {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}")
+    data = memoryview(payload)[HEADER_BYTES:]
+    if length != len(data) or index >= count:
+        raise ChunkError(f"chunk {index} of {count} promises {length} bytes and holds {len(data)}")
+    if zlib.crc32(data) != crc:
+        raise ChunkError(f"chunk {index} of {count}: checksum is wrong, the bytes were changed on the way")
+    return Frame(transfer, index, count, offset, data)
+
+
+def transfer_id(digest: str) -> int:
+    """Number that marks the chunks of a blob: the first 8 bytes of its digest."""
+    return int(digest[:16], 16)
+
+
+def chunk_count(ref: BlobRef) -> int:
+    """Number of chunks of a blob."""
+    return -(-ref.size_bytes // ref.chunk_bytes)
+
+
+class Chunks:
+    """A set of chunk numbers out of ``count``."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.present = count, 0
+        self._flags = bytearray(count)
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._flags[index])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are there."""
+        return self.present == self.count
+
+    def add(self, index: int) -> bool:
+        """Note one; False when it was there already."""
+        if self._flags[index]:
+            return False
+        self._flags[index] = 1
+        self.present += 1
+        return True
+
+    def missing(self, below: int | None = None, limit: int = MAX_RANGES) -> tuple[tuple[int, int], ...]:
+        """The first ``limit`` half-open ranges of chunks that are not there."""
+        end, ranges, position = self.count if below is None else below, list[tuple[int, int]](), 0
+        while len(ranges) < limit and (start := self._flags.find(0, position, end)) >= 0:
+            stop = self._flags.find(1, start, end)
+            position = end if stop < 0 else stop
+            ranges.append((start, position))
+        return tuple(ranges)
+
+    def prefix(self) -> int:
+        """Number of chunks that are there without a gap from the first on."""
+        gap = self._flags.find(0)
+        return self.count if gap < 0 else gap
+
+    def highest(self) -> int:
+        """One more than the highest chunk that is there."""
+        return self._flags.rfind(1) + 1
+
+
+def expand(ranges: Iterable[tuple[int, int]], count: int) -> Iterator[int]:
+    """Chunk numbers in ``ranges``, checked.
+
+    Raises:
+        ChunkError: a range that is not within 0..count.
+    """
+    for start, stop in ranges:
+        if not 0 <= start < stop <= count:
+            raise ChunkError(f"range {start}..{stop} of a blob with {count} chunks")
+        yield from range(start, stop)
+
+
+class Outgoing:
+    """A blob to be sent: a file, mapped, or bytes."""
+
+    def __init__(self, ref: BlobRef, data: memoryview) -> None:
+        self.ref, self.count, self._data = ref, chunk_count(ref), data
+        self._transfer = transfer_id(ref.digest)
+
+    @classmethod
+    def of(cls, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
+        """A blob in memory."""
+        digest = hashlib.sha256(data).hexdigest()
+        return cls(BlobRef(digest=digest, size_bytes=len(data), chunk_bytes=chunk_bytes), memoryview(data))
+
+    @classmethod
+    def open(cls, path: Path, digest: str, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
+        """A blob on disk, mapped.
+
+        Raises:
+            StateError: the file is not there or empty.
+        """
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise StateError(f"{path}: blob cannot be opened ({error})") from error
+        return cls(BlobRef(digest=digest, size_bytes=len(mapped), chunk_bytes=chunk_bytes), memoryview(mapped))
+
+    def frame(self, index: int) -> bytes:
+        """Chunk number ``index``, ready to publish."""
+        offset = index * self.ref.chunk_bytes
+        data = self._data[offset : offset + self.ref.chunk_bytes]
+        return Frame(self._transfer, index, self.count, offset, data).encode()
+
+
+class Incoming:
+    """A blob being put together in a file; survives a restart, and is believed only when its SHA-256 is right.
+
+    The file gets its full length before the first chunk (sparse), so the caller must have agreed to the size.
+    """
+
+    def __init__(self, ref: BlobRef, folder: Path) -> None:
+        self.ref, self.chunks = ref, Chunks(chunk_count(ref))
+        self.received_bytes = 0
+        self._path, self._notes = folder / f"{ref.digest}.part", folder / f"{ref.digest}.chunks"
+        self._digest, self._hashed = hashlib.sha256(), 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._resume()
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, ref.size_bytes)
+
+    def add(self, frame: Frame) -> bool:
+        """Keep one chunk; False when it was there already.
+
+        Raises:
+            ChunkError: the frame does not belong to this blob.
+        """
+        self._check(frame)
+        if not self.chunks.add(frame.index):
+            return False
+        os.pwrite(self._file, frame.data, frame.offset)
+        self.received_bytes += len(frame.data)
+        if frame.index == self._hashed:  # in order: hash while the bytes are in the cache
+            self._digest.update(frame.data)
+            self._hashed += 1
+        if self.chunks.present % _SAVE_EVERY == 0:
+            self.save_notes()
+        return True
+
+    def finish(self, place: Path, *, durable: bool) -> None:
+        """Check the whole blob and move it to ``place``.
+
+        Raises:
+            ChunkError: the bytes are not those that the digest names; everything is forgotten, to be sent again.
+        """
+        self._hash_rest()
+        if self._digest.hexdigest() != self.ref.digest:
+            self.discard()
+            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 is {self._digest.hexdigest()[:16]}; asked for again")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if durable:
+            os.fsync(self._file)
+        os.close(self._file)
+        self._path.replace(place)
+        self._notes.unlink(missing_ok=True)
+        if durable:
+            sync_folder(place.parent)
+
+    def save_notes(self) -> None:
+        """Note on disk which chunks are there, for a restart. Damage shows in the hash, so no sync is needed."""
+        notes = {"chunk_bytes": self.ref.chunk_bytes, "missing": self.chunks.missing(limit=self.chunks.count)}
+        write_atomic(self._notes, json.dumps(notes).encode(), durable=False)
+
+    def close(self) -> None:
+        """Stop for now; what has arrived stays."""
+        self.save_notes()
+        os.close(self._file)
+
+    def discard(self) -> None:
+        """Forget everything that has arrived."""
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+        self._notes.unlink(missing_ok=True)
+
+    def _check(self, frame: Frame) -> None:
+        ref = self.ref
+        expected = min(ref.chunk_bytes, ref.size_bytes - frame.index * ref.chunk_bytes)
+        if (frame.transfer, frame.count) != (transfer_id(ref.digest), self.chunks.count):
+            raise ChunkError(f"chunk of another blob: count {frame.count}, expected {self.chunks.count}")
+        if frame.offset != frame.index * ref.chunk_bytes or len(frame.data) != expected:
+            raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
+
+    def _resume(self) -> None:
+        """Take over what an earlier process left, where both of its files are whole."""
+        try:
+            notes = json.loads(self._notes.read_bytes())
+            missing = set(expand(((a, b) for a, b in notes["missing"]), self.chunks.count))
+            usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self._path.stat().st_size == self.ref.size_bytes
+        except (OSError, ValueError, KeyError, TypeError, ChunkError):
+            usable, missing = False, set[int]()
+        if not usable:
+            self._path.unlink(missing_ok=True)
+            return
+        for index in range(self.chunks.count):
+            if index not in missing:
+                self.chunks.add(index)
+
+    def _hash_rest(self) -> None:
+        size = self.ref.chunk_bytes
+        for index in range(self._hashed, self.chunks.count):
+            self._digest.update(os.pread(self._file, size, index * size))
+        self._hashed = self.chunks.count

@@ -1,0 +1,315 @@
+"""Control messages: small JSON objects, checked before anything is believed.
+
+Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
+repeated or replayed message is recognised. Errors cross the wire as `Fault`, never as a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError
+
+from ..config import NAME_PATTERN, mistakes_of
+from ..errors import MessageError, ProtocolMismatch
+from ..task import Frozen, Task
+
+PROTOCOL = 1
+OLDEST_PROTOCOL = 1
+"""Versions from this one up to `PROTOCOL` are understood."""
+
+SHA256 = r"^[0-9a-f]{64}$"
+MAX_MESSAGE_BYTES = 48 * 1024
+MAX_RANGES = 64
+MAX_SAMPLES = 1_000_000_000
+
+Digest = Annotated[str, Field(pattern=SHA256)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+RoundNumber = Annotated[int, Field(ge=0, le=1_000_000)]
+Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
+"""Half-open ranges of chunk numbers."""
+Metrics = Annotated[dict[str, float | None], Field(max_length=64)]
+
+
+class Control(Frozen):
+    """What every control message carries."""
+
+    v: int = PROTOCOL
+    boot: str = Field("", max_length=32, description="the sender's start; a new one after each restart")
+    seq: int = Field(0, ge=0, description="counts up within one boot")
+    type: str
+
+
+class BlobRef(Frozen):
+    """A blob by content: what it is, not where."""
+
+    digest: Digest
+    size_bytes: int = Field(ge=1, le=1 << 33)
+    chunk_bytes: int = Field(ge=64, le=1 << 20)
+
+
+# --- agent -> coordinator --------------------------------------------------------------------------------------------
+
+
+class Hello(Control):
+    """An agent is here. Sent after each connect, and whenever the coordinator asks or announces itself."""
+
+    type: Literal["hello"] = "hello"
+    software: str = Field(max_length=40)
+    tier: Literal["train", "head"]
+    samples: int = Field(ge=0, le=MAX_SAMPLES, description="training samples at hand")
+    fingerprint: str = Field("", max_length=64, description="running encoder, empty when none")
+    facts: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=32)
+
+
+class Have(Control):
+    """The blob is in the agent's cache: nothing needs to be sent."""
+
+    type: Literal["have"] = "have"
+    digest: Digest
+
+
+class Want(Control):
+    """These chunks are missing; the agent is subscribed to the blob's broadcast topic."""
+
+    type: Literal["want"] = "want"
+    digest: Digest
+    ranges: Ranges
+
+
+class Progress(Control):
+    """How many frames of the blob this agent has seen since its `Want`."""
+
+    type: Literal["progress"] = "progress"
+    digest: Digest
+    seen: int = Field(ge=0)
+
+
+class UpdateManifest(Control):
+    """An update is ready to be sent; repeated until its receipt comes."""
+
+    type: Literal["update"] = "update"
+    run: RunId
+    round: RoundNumber
+    blob: BlobRef
+    samples: int = Field(ge=0, le=MAX_SAMPLES)
+    metrics: Metrics = Field(default_factory=dict)
+
+
+class Report(Control):
+    """What a device got out of a run: accuracies on its own held-back data, and what it took."""
+
+    type: Literal["report"] = "report"
+    run: RunId
+    fingerprint: str = Field("", max_length=64)
+    samples: int = Field(ge=0, le=MAX_SAMPLES)
+    head: str = Field("", max_length=64)
+    acc_local: float | None = Field(None, ge=0, le=1)
+    acc_global: float | None = Field(None, ge=0, le=1)
+    acc_personal: float | None = Field(None, ge=0, le=1)
+    rss_mb: float = Field(0, ge=0)
+    torch_loaded: bool = False
+    metrics: Metrics = Field(default_factory=dict)
+
+
+class Fault(Control):
+    """An error of ours, told to the other side: class name and message."""
+
+    type: Literal["fault"] = "fault"
+    error: str = Field(max_length=64)
+    message: str = Field(max_length=2000)
+    run: str = Field("", max_length=64)
+    round: RoundNumber = 0
+
+
+class Heartbeat(Control):
+    """The agent lives, and this is the round that it works for (empty: none)."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+    run: str = Field("", max_length=64)
+    round: RoundNumber = 0
+
+
+class Bye(Control):
+    """The agent stops on purpose."""
+
+    type: Literal["bye"] = "bye"
+
+
+# --- coordinator -> agent --------------------------------------------------------------------------------------------
+
+
+class Announce(Control):
+    """A coordinator is here; agents answer with `Hello`. A lower epoch than one already seen is ignored."""
+
+    type: Literal["announce"] = "announce"
+    epoch: int = Field(ge=0)
+    software: str = Field(max_length=40)
+
+
+class Who(Control):
+    """A sign of life from an agent that is not on the roster: say hello."""
+
+    type: Literal["who"] = "who"
+
+
+class Welcome(Control):
+    """The agent is on the roster."""
+
+    type: Literal["welcome"] = "welcome"
+    epoch: int = Field(ge=0)
+    software: str = Field(max_length=40)
+    lease_s: float = Field(gt=0)
+    time: str = Field("", max_length=40, description="coordinator's clock, for logs only")
+
+
+class Refused(Control):
+    """The agent cannot take part; the reason says what to do."""
+
+    type: Literal["refused"] = "refused"
+    error: str = Field(max_length=64)
+    message: str = Field(max_length=2000)
+
+
+class Job(Control):
+    """Work for one round. ``purpose`` ``finish`` comes after the last round: personalize and report, send no update."""
+
+    type: Literal["job"] = "job"
+    purpose: Literal["train", "finish"] = "train"
+    run: RunId
+    round: RoundNumber
+    rounds: RoundNumber
+    seed: int = Field(ge=0, lt=1 << 63)
+    method: Name
+    params: dict[str, Any] = Field(default_factory=dict)
+    task: Task
+    blobs: tuple[BlobRef, ...] = Field(max_length=4)
+    deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
+    evaluate: bool = True
+
+
+class Cancel(Control):
+    """The round is over for this agent; whatever it still does for it is in vain."""
+
+    type: Literal["cancel"] = "cancel"
+    run: RunId
+    round: RoundNumber
+    reason: str = Field(max_length=500)
+
+
+class Grant(Control):
+    """Send the update: ``missing`` chunks, at most ``credits`` of them unacknowledged."""
+
+    type: Literal["grant"] = "grant"
+    digest: Digest
+    credits: int = Field(ge=1, le=4096)
+    missing: Ranges
+
+
+class Ack(Control):
+    """Chunks that have arrived, counted, and the gaps below the highest of them."""
+
+    type: Literal["ack"] = "ack"
+    digest: Digest
+    received: int = Field(ge=0)
+    missing: Ranges = ()
+
+
+class Receipt(Control):
+    """The update is on disk (or was refused): the agent may forget it."""
+
+    type: Literal["receipt"] = "receipt"
+    digest: Digest
+    accepted: bool
+    reason: str = Field("", max_length=1000)
+
+
+class Install(Control):
+    """A bundle for this device: fetch, verify, test, refit, compare, switch, report."""
+
+    type: Literal["install"] = "install"
+    run: RunId
+    fingerprint: Digest
+    blob: BlobRef
+
+
+FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
+FromCoordinator = Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | Fault
+
+
+class _Parser:
+    """Bytes to one of a set of messages."""
+
+    def __init__(self, *kinds: type[Control]) -> None:
+        self.kinds = {kind.model_fields["type"].default: kind for kind in kinds}
+
+    def __call__(self, payload: bytes) -> Control:
+        """The message in ``payload``.
+
+        Raises:
+            MessageError: not one of the expected messages, or a field out of bounds.
+            ProtocolMismatch: it speaks another protocol version.
+        """
+        raw = _json_object(payload)
+        check_version(raw.get("v"))
+        kind = self.kinds.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
+        if kind is None:
+            raise MessageError(f"type {str(raw.get('type'))[:40]!r} is not one of {', '.join(self.kinds)}")
+        try:
+            return kind.model_validate_json(payload)
+        except ValidationError as error:
+            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes_of(error, kind)[:5])}") from error
+
+
+parse_from_agent = _Parser(*get_args(FromAgent))
+parse_from_coordinator = _Parser(*get_args(FromCoordinator))
+
+
+def encode(message: Control) -> bytes:
+    """A message as UTF-8 JSON; top-level fields at their default are left out, ``v`` and ``type`` never.
+
+    Raises:
+        MessageError: larger than the other side reads.
+    """
+    plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
+    fields = message.model_dump(mode="json", exclude=plain - {"v", "type"})
+    payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    return payload
+
+
+def check_version(version: object) -> None:
+    """Return quietly for a protocol version that we understand.
+
+    Raises:
+        ProtocolMismatch: names both versions and the side to upgrade.
+        MessageError: no version at all.
+    """
+    if type(version) is not int:
+        raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
+    if version > PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {version}, this side up to {PROTOCOL}; upgrade this side")
+    if version < OLDEST_PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {version}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
+
+
+def _json_object(payload: bytes) -> dict[str, Any]:
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        raw = json.loads(payload, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"not JSON: {str(error)[:120]}") from error
+    if not isinstance(raw, dict):
+        raise MessageError(f"JSON {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found

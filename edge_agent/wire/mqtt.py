@@ -1,0 +1,226 @@
+"""MQTT transport on paho: own network thread, callbacks that only enqueue, a new session after each break.
+
+MQTT 3.1.1 with clean sessions, QoS 0 and 1: the intersection of all brokers. Each connection is a new paho client with
+a new epoch in its id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.reasoncodes import ReasonCode
+
+from ..config import BrokerConfig
+from ..errors import BrokerAway, ConfigError, MessageError
+from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
+
+log = logging.getLogger(__name__)
+
+INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
+INBOX_BYTES = 64 << 20  # more than this unread means the reader is stuck: further messages are dropped and asked for again
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass
+class _Inbox:
+    """Events from the network thread to the reader, bounded by bytes."""
+
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    unread_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put_message(self, message: Message) -> bool:
+        with self.lock:
+            if self.unread_bytes + len(message.payload) > INBOX_BYTES:
+                return False
+            self.unread_bytes += len(message.payload)
+        self.events.put(message)
+        return True
+
+    def get(self, timeout_s: float) -> Event | None:
+        try:
+            event = self.events.get(timeout=timeout_s) if timeout_s > 0 else self.events.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(event, Message):
+            with self.lock:
+                self.unread_bytes -= len(event.payload)
+        return event
+
+
+class MqttTransport:
+    """A `wire.transport.Transport` over one broker."""
+
+    def __init__(self, config: BrokerConfig, client_id: str, *, will: Will | None = None, rng: random.Random | None = None) -> None:
+        self.config, self.client_id, self.will = config, client_id, will
+        self.max_payload_bytes = config.max_packet_bytes
+        self.traffic = Traffic()
+        self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
+        self._inbox = _Inbox()
+        self._filters: list[str] = []
+        self._pending_filters: dict[int, tuple[str, ...]] = {}
+        self._client: paho.Client | None = None
+        self._up = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._epoch = self._rng.randrange(1 << 24)
+
+    def start(self) -> None:
+        """Begin connecting in a thread of its own.
+
+        Raises:
+            BrokerAway: ``config.wait`` is false and the broker does not answer.
+            ConfigError: certificates or the password file cannot be read.
+        """
+        self._new_client()  # reads certificates and password: a mistake in them is told here, not in a thread
+        self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
+        self._thread.start()
+        if not self.config.wait and not self._up.wait(CONNECT_TIMEOUT_S):
+            self.close()
+            raise BrokerAway(f"broker {self.config.url} does not answer within {CONNECT_TIMEOUT_S:.0f} s; is it running?")
+
+    def close(self) -> None:
+        """Leave politely."""
+        self._stopping.set()
+        client = self._client
+        if client is not None:
+            client.disconnect()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CONNECT_TIMEOUT_S)
+
+    def subscribe(self, *filters: str) -> None:
+        """Kept across reconnects; at most 8 filters go into one packet."""
+        self._filters += [f for f in filters if f not in self._filters]
+        if self._up.is_set():
+            self._ask_for(filters)
+
+    def unsubscribe(self, *filters: str) -> None:
+        """Effective when the broker has read it."""
+        self._filters = [f for f in self._filters if f not in filters]
+        if self._client is not None and self._up.is_set():
+            self._client.unsubscribe(list(filters))
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+        """Hand one message to the network thread; dropped and counted while there is no session.
+
+        Raises:
+            MessageError: larger than the broker is known to carry.
+        """
+        if len(payload) > self.max_payload_bytes:
+            raise MessageError(f"payload of {len(payload)} bytes, broker.max_packet_bytes is {self.max_payload_bytes}")
+        client = self._client
+        if client is None or not self._up.is_set():
+            self.traffic.dropped += 1
+            return
+        client.publish(topic, payload, qos=qos, retain=retain)
+        self.traffic.bytes_up += len(payload)
+        self.traffic.messages_up += 1
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event, waiting at most ``timeout_s`` seconds."""
+        return self._inbox.get(timeout_s)
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return at once, from any thread."""
+        self._inbox.events.put(Woken())
+
+    # --- network thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            reason, was_up = self._session()
+            failures = 0 if was_up else failures + 1
+            self._up.clear()
+            if self._stopping.is_set():
+                return
+            pause_s = self._rng.uniform(0.05, min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**failures))
+            log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
+            self._inbox.events.put(Disconnected(reason, pause_s))
+            self._stopping.wait(pause_s)
+
+    def _session(self) -> tuple[str, bool]:
+        """One connection from start to end: why it ended, and whether it ever stood."""
+        try:
+            client = self._new_client()
+            client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}", False
+        self._client = client
+        was_up, code = False, paho.MQTT_ERR_SUCCESS
+        while code == paho.MQTT_ERR_SUCCESS:
+            code = client.loop(timeout=1.0)
+            was_up = was_up or self._up.is_set()
+        return self._refusal or paho.error_string(code), was_up
+
+    def _new_client(self) -> paho.Client:
+        self._epoch += 1
+        self._refusal = ""
+        client = paho.Client(CallbackAPIVersion.VERSION2, client_id=f"{self.client_id}-{self._epoch:x}", clean_session=True)
+        client.connect_timeout = CONNECT_TIMEOUT_S
+        client.max_inflight_messages_set(INFLIGHT)
+        if self.will is not None:
+            client.will_set(self.will.topic, self.will.payload, qos=1, retain=self.will.retain)
+        if self.config.user is not None:
+            client.username_pw_set(self.config.user, self.config.password())
+        if self.config.uses_tls:
+            client.tls_set_context(_tls_context(self.config))
+        client.on_connect = self._on_connect
+        client.on_message = self._on_message
+        client.on_subscribe = self._on_subscribe
+        return client
+
+    def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
+        if code.is_failure:
+            self._refusal = f"broker refuses: {code}"
+            return
+        sock = client.socket()
+        if isinstance(sock, socket.socket):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._client = client
+        self._up.set()
+        self._inbox.events.put(Connected())
+        self._ask_for(tuple(self._filters))
+
+    def _ask_for(self, filters: tuple[str, ...]) -> None:
+        client = self._client
+        for begin in range(0, len(filters), 8):
+            some = filters[begin : begin + 8]
+            if client is not None:
+                _, mid = client.subscribe([(f, 1) for f in some])
+                if mid is not None:
+                    self._pending_filters[mid] = some
+
+    def _on_subscribe(self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object) -> None:
+        filters = self._pending_filters.pop(mid, ())
+        refused = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
+        if refused:
+            log.error("subscription_refused filters=%s", ",".join(refused))
+        self._inbox.events.put(Subscribed(tuple(f for f in filters if f not in refused)))
+
+    def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        self.traffic.bytes_down += len(message.payload)
+        self.traffic.messages_down += 1
+        if not self._inbox.put_message(Message(message.topic, message.payload, message.retain)):
+            self.traffic.dropped += 1
+
+
+def _tls_context(config: BrokerConfig) -> ssl.SSLContext:
+    tls = config.tls
+    try:
+        context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if tls and tls.cert:
+            context.load_cert_chain(tls.cert, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("broker.tls", [f"certificates cannot be loaded: {error}"]) from error
+    return context

@@ -1,0 +1,93 @@
+"""Long work beside a loop that must not stop listening: one job at a time, its result handed back to the loop."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[Any, BaseException | None], None]
+"""Called in the loop's own thread with (result, None) or (None, error)."""
+
+
+class Worker(Protocol):
+    """Runs jobs; `collect` delivers what is finished, in the caller's thread."""
+
+    def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:
+        """Begin ``job``, or queue it behind the one that runs."""
+
+    def collect(self) -> None:
+        """Call ``done`` of every job that has finished since."""
+
+    def close(self) -> None:
+        """Take no more jobs; a running one is left to end with the process."""
+
+
+class InlineWorker:
+    """Does each job at once, in the caller's thread: for simulation and tests."""
+
+    def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:  # noqa: ARG002 - names are for threads
+        """Run ``job`` and deliver its result before returning."""
+        try:
+            result = job()
+        except Exception as error:  # noqa: BLE001 - whatever happens in the job belongs to whoever asked for it
+            done(None, error)
+        else:
+            done(result, None)
+
+    def collect(self) -> None:
+        """Nothing is ever left to deliver."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass
+class _Finished:
+    done: Done
+    result: Any
+    error: BaseException | None
+
+
+class ThreadWorker:
+    """One thread; ``wake`` is called from it when something has finished, so that the loop looks."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._jobs: queue.SimpleQueue[tuple[str, Callable[[], Any], Done] | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="work", daemon=True)
+        self._thread.start()
+
+    def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:
+        """Queue ``job``."""
+        self._jobs.put((name, job, done))
+
+    def collect(self) -> None:
+        """Deliver what has finished."""
+        while True:
+            try:
+                finished = self._finished.get_nowait()
+            except queue.Empty:
+                return
+            finished.done(finished.result, finished.error)
+
+    def close(self) -> None:
+        """Let the thread end after what it is doing."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            name, job, done = item
+            log.debug("work_started name=%s", name)
+            try:
+                finished = _Finished(done, job(), None)
+            except Exception as error:  # noqa: BLE001 - delivered to whoever asked, in their thread
+                finished = _Finished(done, None, error)
+            self._finished.put(finished)
+            self._wake()
