@@ -1,0 +1,358 @@
+"""An agent's life: connect, say hello, (get work, do it, send the result) again and again, install bundles, go on.
+
+One loop handles events and timers; long work runs beside it. What was computed is kept on disk until the coordinator
+has said in its own words that it has it. Everything is said again after a reconnect, so no message has to arrive.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import __version__
+from ..config import AgentConfig
+from ..errors import ChunkError, HeadwaterError, MessageError, ProtocolMismatch
+from ..store import write_atomic
+from ..task import Tensors
+from ..wire import messages as wire
+from ..wire.cache import BlobCache
+from ..wire.chunks import decode_frame
+from ..wire.tensors import decode
+from ..wire.topics import Topics
+from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will
+from ..work import InlineWorker, Worker
+from .downloads import Downloads
+from .duties import Duties
+from .uploads import Outbox, Uploads
+
+__all__ = ["Agent", "will_of"]
+
+log = logging.getLogger(__name__)
+
+HELLO_AGAIN_S = 2.0
+HELLO_APART_S = 0.5
+MAX_TICK_S = 0.5
+
+
+def will_of(config: AgentConfig, boot: str) -> Will:
+    """What the broker says of this agent when it vanishes."""
+    return Will(Topics(config.federation).presence(config.id), f"offline {boot}".encode())
+
+
+class Agent:
+    """One device's agent. `start`, then `step` again and again (or `serve`), then `close`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        transport: Transport,
+        duties: Duties,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        worker: Worker | None = None,
+        boot: str | None = None,
+    ) -> None:
+        self.config, self.transport, self.duties, self.clock = config, transport, duties, clock
+        self.worker = worker or InlineWorker()
+        self.boot = boot or secrets.token_hex(8)
+        self.topics = Topics(config.federation)
+        self.cache = BlobCache(config.state / "cache", config.cache_bytes)
+        self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
+        self.outbox = Outbox(config.state / "outbox")
+        self.uploads = Uploads(self.outbox, self._send, self._publish_chunk, clock)
+        self.job: wire.Job | None = None
+        self.epoch = -1
+        self.welcomed = False
+        self.refused: ProtocolMismatch | None = None
+        self._working = False
+        self._install: wire.Install | None = None
+        self._seq = 0
+        self._beat_at = self._hello_at = float("-inf")
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen; hello follows once connected."""
+        self.config.state.mkdir(parents=True, exist_ok=True)
+        self.transport.subscribe(*self.topics.for_agent(self.config.id))
+        self.transport.start()
+
+    def serve(self, stop: threading.Event) -> None:
+        """`step` until told to stop.
+
+        Raises:
+            ProtocolMismatch: the coordinator speaks another protocol and says so.
+        """
+        while not stop.is_set():
+            self.step(self.idle_s())
+            self.raise_if_refused()
+
+    def raise_if_refused(self) -> None:
+        """Return quietly unless the coordinator will never take this agent.
+
+        Raises:
+            ProtocolMismatch: the coordinator speaks another protocol.
+        """
+        if self.refused is not None:
+            raise self.refused
+
+    def close(self) -> None:
+        """Say goodbye; downloads and the outbox stay on disk."""
+        self._send(wire.Bye())
+        self.downloads.pause()
+        self.worker.close()
+        self.transport.close()
+
+    def step(self, timeout_s: float) -> bool:
+        """Handle at most one event and whatever is due; True when there was an event."""
+        event = self.transport.receive(timeout_s)
+        if isinstance(event, Message):
+            self._on_message(event)
+        elif isinstance(event, Connected):
+            log.info("connected broker=%s", self.config.broker.url)
+            self.welcomed = False
+        elif isinstance(event, Subscribed):
+            self._on_subscribed(event.filters)
+        elif isinstance(event, Disconnected):
+            self.welcomed = False
+        self.worker.collect()
+        self._tick()
+        return event is not None
+
+    def idle_s(self) -> float:
+        """How long `step` may wait for an event before something else is due."""
+        return max(0.0, min(MAX_TICK_S, self.downloads.due_in()))
+
+    # --- timers ----------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self.clock()
+        self.downloads.tick()
+        self.uploads.tick()
+        if not self.welcomed:
+            if now - self._hello_at >= HELLO_AGAIN_S:
+                self._hello()
+        elif now - self._beat_at >= self.config.heartbeat_s:
+            self._beat()
+
+    def _hello(self) -> None:
+        self._hello_at = self.clock()
+        presence = f"online {self.boot}".encode()
+        self.transport.publish(self.topics.presence(self.config.id), presence, retain=True)
+        hello = wire.Hello(
+            software=__version__,
+            tier=self.duties.tier,
+            samples=self.duties.samples,
+            fingerprint=self.duties.fingerprint,
+            facts=self.duties.facts(),
+        )
+        self._send(hello)
+
+    def _beat(self) -> None:
+        self._beat_at = self.clock()
+        busy = self.job
+        beat = wire.Heartbeat(run=busy.run, round=busy.round) if busy else wire.Heartbeat()
+        self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
+
+    # --- what arrives ----------------------------------------------------------------------------------------------
+
+    def _on_subscribed(self, filters: tuple[str, ...]) -> None:
+        if self.topics.down(self.config.id) in filters:
+            self._hello()
+        self.downloads.listening(filters)
+
+    def _on_message(self, event: Message) -> None:
+        try:
+            if event.topic == self.topics.down(self.config.id) or event.topic == self.topics.announce:
+                self._on_control(wire.parse_from_coordinator(event.payload), retained=event.retained)
+            else:
+                self._on_chunk(event.payload)
+        except ProtocolMismatch as error:
+            self._mismatch(error)
+        except HeadwaterError as error:
+            log.warning("message_refused topic=%s reason=%s", event.topic, error)
+
+    def _on_chunk(self, payload: bytes) -> None:
+        try:
+            self.downloads.frame(decode_frame(payload))
+        except ChunkError as error:
+            log.warning("chunk_refused reason=%s", error)
+        self._go_on()
+
+    def _on_control(self, message: wire.Control, *, retained: bool) -> None:
+        if isinstance(message, wire.Announce):
+            self._on_announce(message)
+        elif retained:
+            log.warning("retained_refused type=%s", message.type)  # only announcements may be kept by a broker
+        elif isinstance(message, wire.Welcome):
+            self._on_welcome(message)
+        elif isinstance(message, wire.Who):
+            self._hello()
+        elif isinstance(message, wire.Refused):
+            self._on_refused(message)
+        else:
+            self._on_work(message)
+
+    def _on_work(self, message: wire.Control) -> None:
+        if isinstance(message, wire.Job):
+            self._on_job(message)
+        elif isinstance(message, wire.Install):
+            self._on_install(message)
+        elif isinstance(message, wire.Cancel):
+            self._on_cancel(message)
+        elif isinstance(message, wire.Grant):
+            self.uploads.grant(message)
+        elif isinstance(message, wire.Ack):
+            self.uploads.ack(message)
+        elif isinstance(message, wire.Receipt):
+            self._on_receipt(message)
+        else:
+            log.warning("coordinator_fault message=%s", message)
+
+    def _on_announce(self, message: wire.Announce) -> None:
+        if message.epoch < self.epoch:
+            log.warning("announcement_refused epoch=%d newer=%d", message.epoch, self.epoch)
+        elif self.welcomed and message.epoch == self.epoch:
+            return
+        elif self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
+            self._hello()
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        if message.epoch < self.epoch:
+            raise MessageError(f"welcome of epoch {message.epoch}, a coordinator of epoch {self.epoch} has been heard")
+        if not self.welcomed or message.epoch > self.epoch:
+            log.info("welcomed coordinator=%s epoch=%d", message.software, message.epoch)
+        self.welcomed, self.epoch = True, message.epoch
+        self._beat_at = self.clock()
+        self.uploads.offer_again()
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        log.error("refused error=%s message=%s", message.error, message.message)
+        if message.error == ProtocolMismatch.__name__:
+            self.refused = ProtocolMismatch(message.message)
+
+    def _mismatch(self, error: ProtocolMismatch) -> None:
+        spoken = f"agent {__version__} speaks protocol {wire.OLDEST_PROTOCOL}..{wire.PROTOCOL}"
+        self.refused = ProtocolMismatch(f"{spoken}: {error}")
+        log.error("protocol_mismatch reason=%s", self.refused)
+
+    # --- work ------------------------------------------------------------------------------------------------------
+
+    def _on_job(self, job: wire.Job) -> None:
+        if self.uploads.holds(job.run, job.round) and job.purpose == "train":
+            self.uploads.offer_again()
+            return
+        known = self.job
+        if known is not None and (known.run, known.round, known.purpose) == (job.run, job.round, job.purpose):
+            self.job = job
+            if not self._working:
+                self.downloads.fetch(job.blobs)
+            self._go_on()
+            return
+        log.info("job run=%s round=%d/%d purpose=%s method=%s", job.run, job.round, job.rounds, job.purpose, job.method)
+        self.job = job
+        self.downloads.fetch(job.blobs)
+        self._go_on()
+
+    def _on_install(self, message: wire.Install) -> None:
+        if self._install is not None and self._install.blob == message.blob:
+            return
+        self._install = message
+        self.downloads.fetch((message.blob,))
+        self._go_on()
+
+    def _on_cancel(self, message: wire.Cancel) -> None:
+        log.info("cancelled run=%s round=%d reason=%s", message.run, message.round, message.reason)
+        if self.job is not None and (self.job.run, self.job.round) == (message.run, message.round):
+            self.job = None
+        self.uploads.drop(message.run, message.round)
+
+    def _on_receipt(self, message: wire.Receipt) -> None:
+        if not message.accepted:
+            log.warning("update_refused reason=%s", message.reason)
+        self.uploads.receipt(message)
+
+    def _go_on(self) -> None:
+        """Begin the work whose blobs are all here."""
+        if self._working:
+            return
+        job, install = self.job, self._install
+        if job is not None and not self.uploads.holds(job.run, job.round) and self.downloads.has_all(job.blobs):
+            self._working = True
+            self.worker.submit("job", lambda: self.duties.do(job, self._received(job)), self._done_with(job))
+        elif install is not None and self.downloads.has_all((install.blob,)):
+            self._working = True
+            path = self.cache.path(install.blob.digest)
+            self.worker.submit("install", lambda: self.duties.install(install, path), self._done_with(install))
+
+    def _received(self, job: wire.Job) -> Tensors:
+        """The tensors of all blobs of a job, each checked against its hash."""
+        received: Tensors = {}
+        for ref in job.blobs:
+            received.update(decode(self.cache.read(ref.digest)))
+        return received
+
+    def _done_with(self, duty: wire.Job | wire.Install) -> Callable[[Any, BaseException | None], None]:
+        def done(result: Any, error: BaseException | None) -> None:
+            self._working = False
+            if isinstance(duty, wire.Install):
+                self._install = None
+            if error is not None:
+                self._on_failure(duty, error)
+            elif isinstance(result, wire.Report):
+                self._send(result)
+            elif self.job is not None and isinstance(duty, wire.Job) and self.job.round == duty.round:
+                self.uploads.offer(result)
+            if isinstance(duty, wire.Job) and duty.purpose == "finish":
+                self.job = None
+            self._go_on()
+
+        return done
+
+    def _on_failure(self, duty: wire.Job | wire.Install, error: BaseException) -> None:
+        """Tell the coordinator, and go on: a job that cannot be done here must not end the agent."""
+        if isinstance(error, HeadwaterError):
+            log.error("work_failed error=%s message=%s", type(error).__name__, error)
+        else:
+            log.error("work_broke", exc_info=error)
+        number = duty.round if isinstance(duty, wire.Job) else 0
+        name, text = type(error).__name__, str(error)[:2000] or "no message"
+        self._send(wire.Fault(error=name[:64], message=text, run=duty.run, round=number))
+        if duty is self.job:
+            self.job = None
+
+    # --- sending ---------------------------------------------------------------------------------------------------
+
+    def _stamped(self, message: wire.Control) -> wire.Control:
+        self._seq += 1
+        return message.model_copy(update={"boot": self.boot, "seq": self._seq})
+
+    def _send(self, message: wire.Control) -> None:
+        self.transport.publish(self.topics.up(self.config.id), wire.encode(self._stamped(message)))
+
+    def _publish_chunk(self, frame: bytes) -> None:
+        self.transport.publish(self.topics.up_chunks(self.config.id), frame)
+
+    def _listen(self, digest: str) -> None:
+        self.transport.subscribe(self.topics.broadcast(digest))
+
+    def _unlisten(self, digest: str) -> None:
+        self.transport.unsubscribe(self.topics.broadcast(digest))
+
+    def write_status(self) -> None:
+        """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
+        job = self.job
+        status = {
+            "id": self.config.id,
+            "tier": self.duties.tier,
+            "welcomed": self.welcomed,
+            "job": None if job is None else {"run": job.run, "round": job.round, "rounds": job.rounds},
+            "working": self._working,
+            "fingerprint": self.duties.fingerprint,
+        }
+        write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

@@ -1,0 +1,149 @@
+"""What a device does when asked: train a round, personalize after the last one, install a bundle and refit its head.
+
+These run beside the agent's loop. Torch is imported only when a training job opens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import bundle as bundles
+from .. import methods
+from ..config import AgentConfig
+from ..errors import DataError, MissingCapability
+from ..task import Task, Tensors
+from ..wire.messages import Install, Job, Report, UpdateManifest
+from .kept import KeptFiles
+from .uploads import Outbox
+
+if TYPE_CHECKING:
+    from ..data import Samples
+    from ..training.session import Outcome, Session
+
+LAST_ROUND = 9_999_999
+
+
+class Duties:
+    """A device's duties under its configuration."""
+
+    def __init__(self, config: AgentConfig, tier: str, *, clock: Any = time.monotonic) -> None:
+        self.config, self.tier, self._clock = config, tier, clock
+        self.outbox = Outbox(config.state / "outbox")
+        self.samples = 0
+        self._session: tuple[str, Session] | None = None
+        self._data: tuple[Task, Samples, Samples] | None = None
+        self.fingerprint = self._running_fingerprint()
+
+    def facts(self) -> dict[str, str | int | float | bool | None]:
+        """What the coordinator may know of this device."""
+        return {"rss_mb": round(resident_mb(), 1), "torch_loaded": "torch" in sys.modules, "cores": os.cpu_count() or 1}
+
+    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+        """A training job: the update (in the outbox), or the report after the last round.
+
+        Raises:
+            MissingCapability: this device cannot train.
+            DataError: its data do not fit the task.
+            TrainingFailed: training stopped.
+        """
+        if self.tier != "train":
+            raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
+        session, files = self._session_for(job), KeptFiles(self.config.state / "runs" / job.run)
+        from ..training.session import Kept
+
+        if job.purpose == "finish":
+            kept = Kept(*files.before(LAST_ROUND))
+            return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
+        kept = Kept(*files.before(job.round))
+        outcome = session.train(
+            received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate
+        )
+        files.write(job.round, outcome.kept.personal, outcome.kept.memory)
+        return self.outbox.put(
+            outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
+        )
+
+    def install(self, message: Install, path: Path) -> Report:
+        """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
+
+        Raises:
+            BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
+            DataError: local data do not fit its task.
+        """
+        from .install import install_bundle
+
+        report = install_bundle(self.config, message, path)
+        self.fingerprint = report.fingerprint
+        self.samples = report.samples
+        return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _running_fingerprint(self) -> str:
+        current = bundles.current(self.config.state / "bundles")
+        return current.manifest.fingerprint if current is not None else ""
+
+    def _session_for(self, job: Job) -> Session:
+        if self._session is not None and self._session[0] == job.run:
+            return self._session[1]
+        import torch
+
+        from ..training.session import Arrays, Session
+
+        if self.config.training.threads:
+            torch.set_num_threads(self.config.training.threads)
+        train, test = self._samples(job.task)
+        session = Session(
+            methods.create(job.method, job.params),
+            job.task,
+            self.config.id,
+            Arrays(train.inputs, train.labels),
+            Arrays(test.inputs, test.labels),
+            seed=job.seed,
+            device=self.config.training.device,
+        )
+        self._session = (job.run, session)
+        return session
+
+    def _samples(self, task: Task) -> tuple[Samples, Samples]:
+        if self._data is None or self._data[0] != task:
+            from .. import data
+
+            config = self.config.data
+            samples = data.load(config.source, task.input, task.class_names)
+            train, test = data.split(samples, config.test_fraction, config.seed)
+            if not len(train):
+                raise DataError(f"{config.source}: no training samples are left after the split; lower data.test_fraction")
+            self._data, self.samples = (task, train, test), len(train)
+        return self._data[1], self._data[2]
+
+    def _report(self, job: Job, session: Session, outcome: Outcome, files: KeptFiles) -> Report:
+        from ..personalize import raw_accuracy
+
+        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
+        train, test = self._samples(job.task)
+        return Report(
+            run=job.run,
+            samples=len(train),
+            head=session.method.head_name,
+            acc_local=raw_accuracy(train, test, job.task.num_classes),
+            acc_global=outcome.metrics.get("acc.global"),
+            acc_personal=outcome.metrics.get("acc.personal"),
+            rss_mb=resident_mb(),
+            torch_loaded="torch" in sys.modules,
+        )
+
+
+def resident_mb() -> float:
+    """Memory of this process that lies in RAM, in MB (10^6 bytes); the peak where the system tells no more."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,0 +1,107 @@
+"""An agent as a program: tier chosen, data found, broker reached, signals heeded, systemd told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import capabilities
+from ..config import AgentConfig
+from ..errors import MissingCapability
+from ..store import folder_lock
+from ..wire.mqtt import MqttTransport
+from ..work import ThreadWorker
+from . import Agent, will_of
+from .duties import Duties
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 5.0
+
+
+def run(config: AgentConfig) -> None:
+    """Be an agent until told to stop (SIGTERM, Ctrl-C).
+
+    Raises:
+        MissingCapability: the tier asked for needs packages that are not here.
+        StateError: another agent uses the state folder.
+        BrokerAway: the broker does not answer and ``broker.wait`` is false.
+        ProtocolMismatch: the coordinator speaks another protocol.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts threads that would only cost memory
+    tier = choose_tier(config)
+    boot = secrets.token_hex(8)
+    with folder_lock(config.state, f"edge-agent {config.id}"), _signals() as stop:
+        transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
+        agent = Agent(config, transport, Duties(config, tier), worker=ThreadWorker(transport.wake), boot=boot)
+        try:
+            agent.start()
+            _notify("READY=1")
+            _serve(agent, stop)
+        finally:
+            _notify("STOPPING=1")
+            agent.close()
+
+
+def choose_tier(config: AgentConfig) -> str:
+    """The tier that was asked for, or that this device is good for.
+
+    Raises:
+        MissingCapability: it needs packages that are not here.
+    """
+    able = capabilities.find()
+    tier = able.tier if config.tier == "auto" else config.tier
+    if tier == "train" and "torch" not in able.packages:
+        raise MissingCapability.package("torch", "train", f"agent '{config.id}' of tier 'train'")
+    if tier != "train" and "onnxruntime" not in able.packages:
+        raise MissingCapability.package("onnxruntime", "agent", f"agent '{config.id}' of tier 'head'")
+    return tier
+
+
+def _serve(agent: Agent, stop: threading.Event) -> None:
+    """The agent's loop; the watchdog is told from the loop that does the work, so a stuck loop is noticed."""
+    told_at = float("-inf")
+    while not stop.is_set():
+        agent.step(agent.idle_s())
+        agent.raise_if_refused()
+        if agent.clock() - told_at >= STATUS_EVERY_S:
+            told_at = agent.clock()
+            _notify("WATCHDOG=1")
+            agent.write_status()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[threading.Event]:
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _notify(message: str) -> None:
+    """Tell systemd (sd_notify protocol); nothing happens where systemd did not start us."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.sendto(message.encode(), address)
+
+
+def status_path(state: Path) -> Path:
+    """Where a running agent writes what it does."""
+    return state / "status.json"

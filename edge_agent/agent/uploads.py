@@ -1,0 +1,147 @@
+"""The way of an update: kept in the outbox, announced, sent under flow control, forgotten when its receipt has come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import HeadwaterError, StateError
+from ..store import read_json, sha256_file, write_json, write_tensors
+from ..task import Tensors
+from ..wire.chunks import CHUNK_BYTES, Outgoing
+from ..wire.flow import Sending
+from ..wire.messages import Ack, BlobRef, Control, Grant, Receipt, UpdateManifest
+
+log = logging.getLogger(__name__)
+
+OFFER_AGAIN_S = 5.0
+"""Silence after which an update is announced again: the manifest, a grant or the receipt was lost."""
+
+
+class Outbox:
+    """At most one update on disk: the newest. The note that names it is written last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._note = folder / "update.json"
+
+    @property
+    def path(self) -> Path:
+        """Where the update's tensors lie."""
+        return self.folder / "update.safetensors"
+
+    def put(self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]) -> UpdateManifest:
+        """Keep an update; on disk when this returns."""
+        self.clear()
+        digest = write_tensors(self.path, tensors)
+        blob = BlobRef(digest=digest, size_bytes=self.path.stat().st_size, chunk_bytes=CHUNK_BYTES)
+        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=dict(metrics))
+        write_json(self._note, manifest.model_dump(mode="json"))
+        return manifest
+
+    def get(self) -> UpdateManifest | None:
+        """The update that waits, checked against its hash; a damaged one is dropped (it can be computed again)."""
+        try:
+            raw = read_json(self._note)
+            manifest = UpdateManifest.model_validate(raw) if raw is not None else None
+            if manifest is not None and sha256_file(self.path) != manifest.blob.digest:
+                raise StateError(f"{self.path}: its SHA-256 is not the one that was noted")
+        except (HeadwaterError, ValueError, OSError) as error:
+            log.warning("outbox_damaged reason=%s", error)
+            self.clear()
+            return None
+        return manifest
+
+    def clear(self) -> None:
+        """Forget what is there."""
+        self._note.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+
+class Uploads:
+    """The update in the outbox, if any, and how far it has come."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        send: Callable[[Control], None],
+        publish: Callable[[bytes], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._outbox, self._send, self._publish, self._clock = outbox, send, publish, clock
+        self._manifest = outbox.get()
+        self._sending: Sending | None = None
+        self._heard_at = clock()
+
+    def holds(self, run: str, round_number: int) -> bool:
+        """Whether the update of that round is waiting here."""
+        return self._manifest is not None and (self._manifest.run, self._manifest.round) == (run, round_number)
+
+    def offer(self, manifest: UpdateManifest) -> None:
+        """Announce a new update, which lies in the outbox."""
+        self._manifest, self._sending = manifest, None
+        self.offer_again()
+
+    def offer_again(self) -> None:
+        """Announce what waits, if anything does."""
+        if self._manifest is not None:
+            self._heard_at = self._clock()
+            self._send(self._manifest)
+
+    def grant(self, message: Grant) -> None:
+        """The coordinator wants these chunks.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        if not self._is_ours(message.digest):
+            return
+        blob = Outgoing.open(self._outbox.path, message.digest)
+        self._heard_at = now = self._clock()
+        ahead = message.credits * blob.ref.chunk_bytes
+        self._sending = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=now)
+        self._pump()
+
+    def ack(self, message: Ack) -> None:
+        """The coordinator has seen so many frames, and lacks these.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        if self._sending is None or not self._is_ours(message.digest):
+            return
+        self._heard_at = now = self._clock()
+        self._sending.saw("coordinator", message.received, now)
+        if message.missing:
+            self._sending.again(message.missing)
+        self._pump()
+
+    def receipt(self, message: Receipt) -> None:
+        """The coordinator has it, or will never take it: forget it."""
+        if self._is_ours(message.digest):
+            self._forget()
+
+    def drop(self, run: str, round_number: int) -> None:
+        """The round is over: the update would come too late."""
+        if self.holds(run, round_number):
+            self._forget()
+
+    def tick(self) -> None:
+        """Announce again after silence."""
+        if self._manifest is not None and self._clock() - self._heard_at >= OFFER_AGAIN_S:
+            self.offer_again()
+
+    def _is_ours(self, digest: str) -> bool:
+        return self._manifest is not None and self._manifest.blob.digest == digest
+
+    def _forget(self) -> None:
+        self._manifest = self._sending = None
+        self._outbox.clear()
+
+    def _pump(self) -> None:
+        if self._sending is not None:
+            for frame in self._sending.due(self._clock()):
+                self._publish(frame)
+
+

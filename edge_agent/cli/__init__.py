@@ -1,0 +1,85 @@
+"""The command ``edge-agent``: one module for each of its commands, imported only when that command is asked for.
+
+A command module has ``add_arguments(parser)`` and ``run(arguments) -> int``; its docstring's last block is the example
+that ``--help`` shows. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from .. import __version__
+from ..errors import HeadwaterError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("run", "be an agent: join a federation until told to stop"),
+    "status": ("status", "show what the agent of this device does now"),
+    "fit": ("fit", "fit a personal head on local data"),
+    "predict": ("predict", "classify inputs with a bundle and a head"),
+    "evaluate": ("evaluate", "score a saved head, or compare heads on local data"),
+    "import": ("import_bundle", "install a bundle file into an agent's state folder"),
+    "doctor": ("doctor", "show what this device can do, and what keeps it from doing more"),
+}
+"""Command -> (module in this folder, summary)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of one command: 0 done, else that of the error (see `edge_agent.errors`), 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(given).parse_args(given)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if arguments.verbose else logging.WARNING,
+        format="%(levelname)s %(name)s %(message)s",
+    )
+    try:
+        return int(arguments.run(arguments))
+    except HeadwaterError as error:
+        return _report(error, as_json=arguments.json)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python must not complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edge-agent",
+        description="Personal models on a device: an encoder from a bundle, and a head that is fitted and stays here.",
+        epilog="example:\n  edge-agent fit --bundle b.hwb --data images:photos --head lr --out head",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"headwater {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in given if not word.startswith("-")), None)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == wanted:
+            _complete(command, importlib.import_module(f"{__name__}.{module}"))
+    return parser
+
+
+def _complete(command: argparse.ArgumentParser, module: ModuleType) -> None:
+    about, _, example = (module.__doc__ or "").partition("\nExample:\n")
+    command.description, command.epilog = about.strip(), f"example:\n{example.rstrip()}" if example else None
+    module.add_arguments(command)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
+    command.set_defaults(run=module.run)
+
+
+def _report(error: HeadwaterError, *, as_json: bool) -> int:
+    print(f"edge-agent: {error}", file=sys.stderr)
+    if as_json:
+        kind = type(error).__name__
+        print(json.dumps({"error": {"kind": kind, "message": str(error), "exit_code": error.exit_code}}))
+    return error.exit_code

@@ -1,0 +1,89 @@
+"""Score a saved head on local data, or, without --head, fit and compare the heads that the bundle offers.
+
+Scores are shares of correct answers on the held-back part, the same part that 'fit' holds back with the same seed.
+
+Example:
+  edge-agent evaluate --bundle b.hwb --data images:photos
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import opening, show
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..data import Samples
+    from ..personalize import Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    opening.add_bundle(parser)
+    opening.add_data(parser)
+    opening.add_precision(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--head", type=Path, metavar="DIR", help="saved head to score")
+    which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Score or compare, and print."""
+    bundle = opening.bundle(arguments)
+    samples = opening.samples(arguments, bundle)
+    if arguments.head is not None:
+        return _score(arguments, bundle, samples)
+    return _compare(arguments, bundle, samples)
+
+
+def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
+    from ..personalize import Scores, accuracy, extract, load_head, score_global, score_local
+
+    saved = load_head(arguments.head, bundle, arguments.precision)
+    encoder = opening.encoder(arguments, bundle, saved.precision)
+    found = extract(bundle, samples, encoder, **_split_of(arguments))
+    scores = Scores(
+        accuracy(saved.head.predict_proba, found.test_features, found.test.labels),
+        score_global(bundle, found),
+        score_local(found, bundle.manifest.task.num_classes, arguments.seed),
+    )
+    content = {**scores.metrics(), "head": saved.head.name, "precision": saved.precision, "n_test": len(found.test)}
+    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{len(found.test)} held back")]
+    rows += [(name, show.percent(share)) for name, share in scores.metrics().items()]
+    return show.result(arguments, content, lambda: show.pairs(rows))
+
+
+def _compare(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
+    from ..personalize import evaluate_heads
+
+    names = arguments.heads.split(",") if arguments.heads is not None else None
+    encoder = opening.encoder(arguments, bundle)
+    results, failed = evaluate_heads(bundle, samples, names, encoder=encoder, **_split_of(arguments))
+    content = {"heads": [result.metrics() for result in results], "failed": failed}
+
+    return show.result(arguments, content, lambda: _comparison(results, failed))
+
+
+def _comparison(results: list[Result], failed: dict[str, str]) -> list[str]:
+    rows = [
+        (result.head.name, show.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
+        for result in results
+    ]
+    lines = show.table(("head", "acc.personal", "exactness", "fit"), rows)
+    if results:
+        overall, local = (show.percent(share) for share in (results[0].scores.overall, results[0].scores.local))
+        counts = f"{results[0].n_train} samples to fit, {results[0].n_test} held back"
+        lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
+    return lines + [f"{name}: {reason}" for name, reason in failed.items()]
+
+
+def _split_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "test_fraction": arguments.test_fraction,
+        "seed": arguments.seed,
+        "cache": arguments.cache / "features",
+        "progress": show.progress("features"),
+    }

@@ -1,0 +1,91 @@
+"""Fit a personal head on local data with a bundle's encoder, score it on a part held back, and save it.
+
+Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local logistic regression
+on the raw inputs: what this device would reach alone.
+
+Example:
+  edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import opening, show
+
+if TYPE_CHECKING:
+    from ..personalize import Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    opening.add_bundle(parser)
+    opening.add_data(parser)
+    opening.add_precision(parser)
+    parser.add_argument("--head", default="lr", metavar="NAME", help="lr, svm, mlp, prototype … (default: lr)")
+    parser.add_argument(
+        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit, score, save, print."""
+    from .. import heads
+    from ..personalize import personalize
+
+    params = parameters(arguments.param)
+    heads.create(arguments.head, params)  # a typo should not wait for the features
+    bundle = opening.bundle(arguments)
+    result = personalize(
+        bundle,
+        opening.samples(arguments, bundle),
+        arguments.head,
+        params,
+        encoder=opening.encoder(arguments, bundle),
+        test_fraction=arguments.test_fraction,
+        seed=arguments.seed,
+        cache=arguments.cache / "features",
+        progress=show.progress("features"),
+    )
+    result.save(arguments.out)
+    content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
+    return show.result(arguments, content, lambda: _lines(result, arguments.out))
+
+
+def parameters(given: list[str]) -> dict[str, Any]:
+    """Head parameters from ``name=value`` words; values are JSON where they can be, text otherwise.
+
+    Raises:
+        UsageError: words without '='; all of them are listed.
+    """
+    from ..errors import UsageError
+
+    if wrong := [word for word in given if "=" not in word]:
+        raise UsageError(f"--param {', '.join(wrong)}: expected NAME=VALUE, for example --param c=0.5")
+    return {name: _value(text) for name, _, text in (word.partition("=") for word in given)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _lines(result: Result, out: Path) -> list[str]:
+    scores = result.scores
+    return show.pairs(
+        [
+            ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
+            ("samples", f"{result.n_train} to fit, {result.n_test} held back"),
+            ("acc.personal", show.percent(scores.personal)),
+            ("acc.global", show.percent(scores.overall)),
+            ("acc.local", show.percent(scores.local)),
+            ("time", f"{result.seconds:.2f} s"),
+            ("saved in", out),
+        ]
+    )

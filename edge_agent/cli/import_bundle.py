@@ -1,0 +1,64 @@
+"""Install a bundle file into an agent's state folder: verified, tested on its golden inputs, then made current.
+
+For devices that get their bundles on a stick. The agent must not be running; the bundle before stays for a rollback.
+
+Example:
+  edge-agent import b.hwb --state /var/lib/headwater
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import show
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Install and print what is current now."""
+    from ..bundle import install
+    from ..store import folder_lock
+
+    with folder_lock(arguments.state, "edge-agent import"):
+        check = None if arguments.no_self_test else self_test
+        bundle = install(arguments.bundle, arguments.state / "bundles", check=check)
+    manifest = bundle.manifest
+    content = {
+        "name": manifest.name,
+        "method": manifest.method,
+        "fingerprint": bundle.fingerprint,
+        "precisions": sorted(manifest.variants),
+        "classes": manifest.task.num_classes,
+        "folder": str(bundle.folder),
+        "self_test": not arguments.no_self_test,
+    }
+    return show.result(arguments, content, lambda: _lines(content))
+
+
+def _lines(content: dict[str, Any]) -> list[str]:
+    return show.pairs({**content, "precisions": ", ".join(content["precisions"])}.items())
+
+
+def self_test(bundle: Bundle) -> None:
+    """Run every variant of the encoder on the golden inputs.
+
+    Raises:
+        BundleDamaged: a variant gives other features than the exporter got.
+        MissingCapability: onnxruntime is not installed.
+    """
+    from ..encoder import Encoder
+
+    golden = bundle.golden()
+    for precision in sorted(bundle.manifest.variants):
+        Encoder.open(bundle, precision).self_test(golden)

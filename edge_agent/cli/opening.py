@@ -1,0 +1,122 @@
+"""What several commands open: a bundle (file, folder or state folder), its encoder, and local data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..data import Samples
+    from ..encoder import Encoder
+
+SOURCES = """data sources (kind:where?option=value&option=value):
+  images:DIR                     one sub-folder of image files for each class
+  npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
+  idx:DIR?split=train            MNIST and the like; split=train, test or all
+  windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
+  digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered
+  python:module:function         a function of your own that returns (inputs, labels)
+"""
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    """Arguments by which a bundle and the folder for caches are named."""
+    parser.add_argument(
+        "--bundle", type=Path, required=True, metavar="PATH", help="bundle file (*.hwb), or an agent's state folder"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=default_cache(),
+        metavar="DIR",
+        help="where unpacked bundles and features are kept (default: %(default)s)",
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="encoder threads, 0 = all (default: 1)")
+
+
+def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Arguments by which local data and their split are named."""
+    parser.add_argument("--data", required=required, metavar="SOURCE", help="local data, see below")
+    parser.add_argument(
+        "--test-fraction", type=float, default=0.25, metavar="F", help="share held back for scoring (default: 0.25)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
+    parser.epilog = f"{SOURCES}\n{parser.epilog or ''}"
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Argument by which one variant of the encoder is chosen."""
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "int8"), default="auto", help="auto: time both once, keep the faster"
+    )
+
+
+def default_cache() -> Path:
+    """Folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
+
+
+def bundle(arguments: argparse.Namespace) -> Bundle:
+    """The bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
+
+    Raises:
+        BundleDamaged: nothing that can be used at that path.
+        UsageError: arguments that no bundle can be run with.
+    """
+    from .. import bundle as bundles
+    from ..errors import BundleDamaged
+    from ..store import folder_lock
+
+    path: Path = arguments.bundle
+    check(arguments)
+    if not path.is_dir():
+        root = arguments.cache / "bundles"
+        with folder_lock(arguments.cache, "edge-agent"):
+            return bundles.install(path, root, keep=4)
+    if (path / "manifest.json").is_file():
+        return bundles.open_folder(path)
+    found = bundles.current(path / "bundles") or bundles.current(path)
+    if found is None:
+        raise BundleDamaged(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
+    return found
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Return quietly when the numbers among the arguments are possible.
+
+    Raises:
+        UsageError: lists those that are not.
+    """
+    from ..errors import UsageError
+
+    rules: dict[str, tuple[str, Callable[[float], bool], str]] = {
+        "threads": ("--threads", lambda value: 0 <= value <= 1024, "0..1024"),
+        "test_fraction": ("--test-fraction", lambda value: 0 < value < 1, "above 0 and below 1"),
+        "seed": ("--seed", lambda value: value >= 0, "0 or more"),
+    }
+    mistakes = [
+        f"{option} {getattr(arguments, name)}: expected {expected}"
+        for name, (option, is_possible, expected) in rules.items()
+        if hasattr(arguments, name) and not is_possible(getattr(arguments, name))
+    ]
+    if mistakes:
+        raise UsageError("; ".join(mistakes))
+
+
+def samples(arguments: argparse.Namespace, found: Bundle) -> Samples:
+    """The samples that ``--data`` names, in the form that the bundle's task asks for."""
+    from ..data import load
+
+    task = found.manifest.task
+    return load(arguments.data, task.input, task.class_names)
+
+
+def encoder(arguments: argparse.Namespace, found: Bundle, precision: str | None = None) -> Encoder:
+    """The bundle's encoder; ``precision`` wins over ``--precision``."""
+    from ..encoder import Encoder
+
+    return Encoder.open(found, precision or arguments.precision, arguments.threads)  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+"""Be this device's agent: join a federation, train or personalize when asked, install new encoders, until told to stop.
+
+While the broker is away the agent keeps trying, with pauses that grow; ``--no-wait`` makes it give up with exit code 75.
+
+example:
+  edge-agent run --config agent.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from ..config import AgentConfig, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``edge-agent run``."""
+    parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
+    parser.add_argument("--no-wait", action="store_true", help="exit with 75 when the broker does not answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the agent; 0 after a polite stop."""
+    logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
+    config = load(AgentConfig, arguments.config, overrides)
+    from ..agent import running
+
+    running.run(config)
+    return 0

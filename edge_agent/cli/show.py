@@ -1,0 +1,69 @@
+"""How commands print: one JSON object, or small aligned tables; progress as one line on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+def result(arguments: argparse.Namespace, content: Mapping[str, Any], text: Callable[[], Iterable[str]]) -> int:
+    """Print ``content`` as JSON when it was asked for, else the lines of ``text``; exit code 0."""
+    if arguments.json:
+        print(json.dumps(content, allow_nan=False))
+    else:
+        print("\n".join(text()))
+    return 0
+
+
+def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:
+    """Lines ``name  value``, values in one column."""
+    shown = [(name, value_text(value)) for name, value in rows]
+    width = max((len(name) for name, _ in shown), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in shown]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Aligned lines, header first; the first column to the left, the others to the right."""
+    cells = [list(header), *([value_text(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+
+
+def percent(share: float | None) -> str:
+    """A share 0..1 as a percentage with one decimal, or a dash."""
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def size(number: int | None) -> str:
+    """Bytes as MiB or GiB, or a dash."""
+    if number is None:
+        return "–"
+    return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"
+
+
+def value_text(value: object) -> str:
+    """A value as a cell: a dash for None, three decimals for floats."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def progress(what: str) -> Callable[[int, int], None] | None:
+    """A function that redraws one line on a terminal; None where stderr is none."""
+    if not sys.stderr.isatty():
+        return None
+
+    def draw(done: int, total: int) -> None:
+        print(f"\r{what} {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return draw
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        f"{cell:<{w}}" if column == 0 else f"{cell:>{w}}"
+        for column, (cell, w) in enumerate(zip(row, widths, strict=True))
+    ]

@@ -1,0 +1,48 @@
+"""What the agent of this device does now, and which encoder and head it runs.
+
+example:
+  edge-agent status --config agent.toml --json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..config import AgentConfig, load
+from ..errors import StateError
+from ..store import folder_lock, read_json
+from .show import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``edge-agent status``."""
+    parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the status; 0 whether the agent runs or not."""
+    config = load(AgentConfig, arguments.config)
+    said = read_json(config.state / "status.json") or {}
+    head = read_json(config.state / "head" / "head.json") or {}
+    found: dict[str, Any] = {
+        "id": config.id,
+        "running": _is_running(config.state),
+        "state": str(config.state),
+        **{key: said.get(key) for key in ("tier", "welcomed", "job", "working", "fingerprint")},
+        "head": head.get("head"),
+        "metrics": head.get("metrics"),
+    }
+    show(found, as_json=arguments.json)
+    return 0
+
+
+def _is_running(state: Path) -> bool:
+    if not state.is_dir():
+        return False
+    try:
+        with folder_lock(state, "edge-agent status"):
+            return False
+    except StateError:
+        return True

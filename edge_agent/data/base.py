@@ -1,0 +1,105 @@
+"""What data sources give, and what the rest of a device gets from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from ..errors import DataError
+from ..task import Frozen, InputSpec
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Integers = Annotated[tuple[int, ...], BeforeValidator(_split)]
+"""Option written ``1,2,5``."""
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""Option written ``walk,run``."""
+
+
+class Options(Frozen):
+    """Options of a data source; each kind adds its own."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What a source found, before preprocessing.
+
+    ``items``: images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
+    (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
+    may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were taken
+    together, in time order. ``natural`` is the spec to use where the task does not bring one.
+    """
+
+    kind: Literal["image", "recording", "window"]
+    items: Sequence[Any]
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    groups: np.ndarray | None = None
+    natural: InputSpec | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Labelled inputs, ready for an encoder.
+
+    ``inputs`` (n, *input.shape) float32, preprocessed; ``labels`` (n,) int64, positions in ``class_names``; ``groups``
+    (n,) int64 recording of each window, windows of one recording in time order, or None; ``names`` (n or none) say
+    where each input came from.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    input: InputSpec
+    groups: np.ndarray | None = None
+    names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the inputs: features that were computed once are found again by it."""
+        digest = hashlib.sha256(repr(self.inputs.shape).encode())
+        digest.update(np.ascontiguousarray(self.inputs).data)
+        return digest.hexdigest()
+
+    def take(self, rows: np.ndarray) -> Samples:
+        """The samples at ``rows`` (m,), in that order."""
+        groups = None if self.groups is None else self.groups[rows]
+        names = tuple(self.names[row] for row in rows) if self.names else ()
+        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows], groups=groups, names=names)
+
+
+def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels (n,) int64 and class names for integer or text ``values``; no names given: sorted values name themselves.
+
+    Raises:
+        DataError: labels are neither integers nor text, or lie outside the names given.
+    """
+    if values.ndim != 1 or values.dtype.kind not in "iuU":
+        raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
+    if not class_names:
+        found, labels = np.unique(values, return_inverse=True)
+        return labels.astype(np.int64), tuple(str(name) for name in found)
+    if values.dtype.kind == "U":
+        found, inverse = np.unique(values, return_inverse=True)
+        positions = {name: position for position, name in enumerate(class_names)}
+        if missing := [str(name) for name in found if str(name) not in positions]:
+            raise DataError(
+                f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}"
+            )
+        return np.array([positions[str(name)] for name in found], np.int64)[inverse], tuple(class_names)
+    if len(values) and not (values.min() >= 0 and values.max() < len(class_names)):
+        raise DataError(f"{where}: labels {values.min()}..{values.max()}, expected 0..{len(class_names) - 1}")
+    return values.astype(np.int64), tuple(class_names)

@@ -1,0 +1,90 @@
+"""``images:DIR``: one folder for each class, image files in it, of any size and mode.
+
+Options: ``limit`` (at most that many of each class, first by name). Photos are turned upright as their EXIF data say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import DataError, MissingCapability
+from .base import Options as BaseOptions
+from .base import Raw
+from .preprocess import has_pillow
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+class Options(BaseOptions):
+    """Options of a folder of images."""
+
+    limit: int | None = Field(None, ge=1, description="at most that many images of each class, first by name")
+
+
+class ImageFiles(Sequence[Any]):
+    """Images that are decoded when they are asked for, so that a folder of photos need not fit into memory."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if not has_pillow():
+            raise MissingCapability.package("PIL", "agent", "reading image files")
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> ImageFiles: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """The decoded image; DataError where it cannot be read."""
+        if isinstance(index, slice):
+            return ImageFiles(self.paths[index])
+        return _decode(self.paths[index])
+
+
+def read(where: str, options: Options) -> Raw:
+    """The images of all class folders in ``where``."""
+    root = Path(where).expanduser()
+    if not root.is_dir():
+        raise DataError(f"images: no folder '{where}'; expected a folder with one sub-folder of images for each class")
+    found = {folder.name: _images_in(folder)[: options.limit] for folder in _sorted(root) if folder.is_dir()}
+    found = {name: paths for name, paths in found.items() if paths}
+    if not found:
+        raise DataError(
+            f"images: no images in the sub-folders of '{where}'; expected one sub-folder for each class, "
+            f"with files ending in {', '.join(sorted(SUFFIXES))}"
+        )
+    paths = [path for group in found.values() for path in group]
+    labels = np.repeat(np.arange(len(found)), [len(group) for group in found.values()])
+    names = tuple(str(path.relative_to(root)) for path in paths)
+    return Raw("image", ImageFiles(paths), labels, tuple(found), names=names)
+
+
+def _sorted(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return [path for path in _sorted(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
+
+
+def _decode(path: Path) -> Any:
+    import warnings
+
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                image.load()
+                return image
+    # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
+    except Exception as error:
+        raise DataError(f"cannot be read as an image ({type(error).__name__}: {error})") from error

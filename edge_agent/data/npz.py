@@ -1,0 +1,90 @@
+"""``npz:FILE?inputs=x&labels=y``: arrays in a NumPy archive, never unpickled.
+
+Images: (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1. Windows: (n, channels, length) together
+with ``kind=window``. Options: ``inputs``, ``labels``, ``groups`` (names of arrays), ``class_names`` (name of an array
+of text), ``kind=image|window``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import DataError
+from .base import Options as BaseOptions
+from .base import Raw, labels_by_name
+
+
+class Options(BaseOptions):
+    """Names of the arrays to take."""
+
+    inputs: str = Field("inputs", description="array with one input in each row")
+    labels: str = Field("labels", description="array of integers or text")
+    groups: str | None = Field(None, description="array of integers: samples taken together, in time order")
+    class_names: str | None = Field(None, description="array of text; default: 'class_names' where there is one")
+    kind: Literal["image", "window"] | None = Field(None, description="default: image for 8-bit or 4-D arrays")
+
+
+def read(where: str, options: Options) -> Raw:
+    """The arrays of one archive."""
+    arrays = load_arrays(Path(where).expanduser())
+    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
+    if missing := [name for name in wanted if name not in arrays]:
+        raise DataError(f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
+    names = arrays.get(options.class_names or "class_names", np.array([], "U1"))
+    labels, class_names = labels_by_name(arrays[options.labels], [str(name) for name in names], f"npz: {where}")
+    groups = arrays[options.groups] if options.groups else None
+    return from_arrays(
+        arrays[options.inputs], labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}"
+    )
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an archive.
+
+    Raises:
+        DataError: no such file, not an archive, or one with pickled objects.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except FileNotFoundError as error:
+        raise DataError(f"npz: no file '{path}'; expected a NumPy archive written by numpy.savez") from error
+    # zipfile, zlib and numpy each have their own ways of saying that an archive is damaged.
+    except Exception as error:
+        raise DataError(
+            f"npz: '{path}' cannot be read ({error}); expected arrays of numbers or text, no objects"
+        ) from error
+
+
+def from_arrays(
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    *,
+    class_names: tuple[str, ...],
+    groups: np.ndarray | None,
+    kind: Literal["image", "window"] | None,
+    where: str,
+) -> Raw:
+    """Raw samples from whole arrays.
+
+    Raises:
+        DataError: arrays of different lengths, or inputs that are neither images nor windows.
+    """
+    if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
+        raise DataError(
+            f"{where}: inputs are {inputs.dtype}{list(inputs.shape)}, expected images or windows of numbers"
+        )
+    if len(inputs) != len(labels) or (groups is not None and groups.shape != labels.shape):
+        sizes = f"{len(inputs)} inputs, {len(labels)} labels" + ("" if groups is None else f", {len(groups)} groups")
+        raise DataError(f"{where}: {sizes}; expected one label (and group) for each input")
+    if kind is None:
+        kind = "image" if inputs.ndim == 4 or inputs.dtype.kind != "f" else None
+    if kind is None:
+        raise DataError(
+            f"{where}: floats {list(inputs.shape)} may be grey images or windows; say kind=image or kind=window"
+        )
+    return Raw(kind, inputs, labels, class_names, groups)  # type: ignore[arg-type]

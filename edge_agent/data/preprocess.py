@@ -1,0 +1,181 @@
+"""An input spec, executed: the same arithmetic on a device as in training, with Pillow and without it.
+
+Pillow resizes where it is installed; the numpy twin stays within one grey level of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..task import ImageInput, WindowInput
+
+_ROWS = 256
+"""Image rows that are resized at once without Pillow: bounds the memory for large photos."""
+
+
+def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
+    """Pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
+
+    Raises:
+        DataError: a form or a number of channels that no image has.
+    """
+    pixels = _match_channels(height_width_channels(item), spec.channels)
+    return np.ascontiguousarray(resize(pixels, spec.height, spec.width, antialias=spec.antialias).transpose(2, 0, 1))
+
+
+def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
+    """(pixels / 255 - mean) / std in place, for float32 ``pixels`` (n, channels, height, width) of 0..255."""
+    mean, std = (_for_channels(values, spec.channels, (1, -1, 1, 1)) for values in (spec.mean, spec.std))
+    pixels *= 1.0 / (255.0 * std)
+    pixels -= mean / std
+    return pixels
+
+
+def cut(recording: np.ndarray, spec: WindowInput) -> np.ndarray:
+    """Windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
+
+    Raises:
+        DataError: another number of channels, NaN or infinity, or shorter than one window.
+    """
+    if recording.ndim != 2 or recording.shape[1] != spec.channels:
+        raise DataError(f"has shape {recording.shape}, expected (time, {spec.channels})")
+    if not np.isfinite(recording).all():
+        raise DataError("holds NaN or infinity")
+    if len(recording) < spec.length:
+        raise DataError(f"has {len(recording)} samples, one window needs {spec.length}")
+    starts = range(0, len(recording) - spec.length + 1, spec.stride)
+    return np.stack([recording[start : start + spec.length].T for start in starts]).astype(np.float32)
+
+
+def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
+    """(windows - mean) / std in place, for float32 ``windows`` (n, channels, length)."""
+    mean, std = (_for_channels(values, spec.channels, (1, -1, 1)) for values in (spec.mean, spec.std))
+    windows -= mean
+    windows /= std
+    return windows
+
+
+def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
+    """Bilinear resize of ``pixels`` (h, w, c) to (height, width, c); uint8 stays uint8, floats stay float32."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    if antialias and pixels.dtype == np.uint8 and has_pillow():
+        return _resize_pillow(pixels, height, width)
+    return resize_numpy(pixels, height, width, antialias=antialias)
+
+
+def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
+    """As `resize`, without Pillow: horizontal pass first, and 8 bits between the passes where the image has 8 bits."""
+    across, down = (_weights(*sides, antialias) for sides in ((pixels.shape[1], width), (pixels.shape[0], height)))
+    rounded = pixels.dtype == np.uint8
+    blocks = [
+        _round(
+            np.einsum("ow,hwc->hoc", across, pixels[begin : begin + _ROWS].astype(np.float32), optimize=True), rounded
+        )
+        for begin in range(0, len(pixels), _ROWS)
+    ]
+    between = np.concatenate(blocks)
+    return _round(np.einsum("oh,hwc->owc", down, between.astype(np.float32), optimize=True), rounded)
+
+
+@functools.cache
+def has_pillow() -> bool:
+    """Whether Pillow is installed; nothing is imported."""
+    return importlib.util.find_spec("PIL") is not None
+
+
+def _resize_pillow(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    from PIL import Image
+
+    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    return np.asarray(resized).reshape(height, width, pixels.shape[2])
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(size: int, target: int, antialias: bool) -> np.ndarray:
+    """Rows (target, size) float32: how much each old pixel counts in a new one. A triangle, widened when shrinking."""
+    scale = size / target
+    reach = max(scale, 1.0) if antialias else 1.0
+    centers = (np.arange(target)[:, None] + 0.5) * scale
+    distances = np.abs(np.arange(size)[None, :] + 0.5 - centers) / reach
+    weights = np.maximum(1.0 - distances, 0.0)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
+
+
+def _round(values: np.ndarray, to_bytes: bool) -> np.ndarray:
+    return np.clip(np.floor(values + 0.5), 0, 255).astype(np.uint8) if to_bytes else np.asarray(values, np.float32)
+
+
+def height_width_channels(item: Any) -> np.ndarray:
+    """Pixels (height, width, 1, 3 or 4) of a Pillow image or an array: uint8, or float32 0..255 from floats 0..1.
+
+    Raises:
+        DataError: a form or values that no image has.
+    """
+    array = item if isinstance(item, np.ndarray) else _from_pillow(item)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim == 3 and array.shape[2] not in {1, 3, 4} and array.shape[0] in {1, 3}:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in {1, 3, 4} or not array.size:
+        raise DataError(f"image of shape {array.shape}, expected (h, w), (h, w, 1 or 3) or (1 or 3, h, w)")
+    return _as_bytes_or_floats(array)
+
+
+def _as_bytes_or_floats(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return np.asarray(np.where(array, 255, 0), np.uint8)
+    if array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise DataError(
+            f"image of {array.dtype} with NaN, infinity or no numbers at all; expected 0..255, or floats 0..1"
+        )
+    low, high, top = float(array.min()), float(array.max()), 1 if array.dtype.kind == "f" else 255
+    if low < 0 or high > top:
+        raise DataError(
+            f"image of {array.dtype} with values {low:g}..{high:g}, expected integers 0..255 or floats 0..1"
+        )
+    return np.asarray(array, np.float32) * np.float32(255) if top == 1 else np.asarray(array, np.uint8)
+
+
+def _from_pillow(image: Any) -> np.ndarray:
+    """Pixels of a Pillow image, upright as the camera meant it; transparency is dropped."""
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        wide = np.asarray(image, np.float64)
+        # Pillow clips 16-bit grey to white when it converts; keep the upper 8 bits instead.
+        return np.clip(wide / 257.0 + 0.5 if wide.max() > 255 else wide + 0.5, 0, 255).astype(np.uint8)
+    grey = image.mode in {"1", "L", "LA"}
+    return np.asarray(image.convert("L" if grey else "RGB"))
+
+
+def _match_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    pixels = pixels[:, :, :3]
+    if pixels.shape[2] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=2)
+    # ITU-R 601, as Pillow's conversion to grey.
+    grey = pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
+    return _round(grey, pixels.dtype == np.uint8)[:, :, None]
+
+
+def _for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ...]) -> np.ndarray:
+    if len(values) not in {1, channels}:
+        raise DataError(f"mean or std of {len(values)} values, expected 1 or {channels}, one for each channel")
+    return np.broadcast_to(np.asarray(values, np.float32), channels).reshape(shape)
+
+
+def windows_apart(spec: WindowInput) -> int:
+    """Number of windows to leave out between two that must not overlap."""
+    return math.ceil(spec.length / spec.stride) - 1

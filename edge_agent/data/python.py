@@ -1,0 +1,67 @@
+"""``python:module:function``: data from a function of your own, called with the options as keyword arguments (text).
+
+It returns ``(inputs, labels)``, ``(inputs, labels, class_names)`` or ``(inputs, labels, class_names, groups)``. Inputs
+are an array of images or windows (channels, length), or a list of recordings (time, channels).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import ConfigDict
+
+from ..errors import DataError
+from .base import Options as BaseOptions
+from .base import Raw, labels_by_name
+from .npz import from_arrays
+
+
+class Options(BaseOptions):
+    """Whatever the function takes."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+def read(where: str, options: Options) -> Raw:
+    """What the function returned."""
+    function = _find(where)
+    try:
+        found = function(**(options.model_extra or {}))
+    # Whatever somebody else's function raises is a matter of the data, and no reason for a traceback.
+    except Exception as error:
+        raise DataError(f"python: {where} failed ({type(error).__name__}: {error})") from error
+    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
+        raise DataError(
+            f"python: {where} returned {type(found).__name__}, expected (inputs, labels[, class_names[, groups]])"
+        )
+    return _raw(where, *found)
+
+
+def _find(where: str) -> Callable[..., Any]:
+    module, _, name = where.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module), name) if module and name else None
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"python: no '{where}' ({error}); expected module:function, the module's folder on PYTHONPATH"
+        ) from error
+    if not callable(function):
+        raise DataError(f"python: '{where}' is no function; expected module:function")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:
+    place = f"python: {where}"
+    values, names = labels_by_name(np.asarray(labels), [str(name) for name in class_names or ()], place)
+    together = None if groups is None else np.asarray(groups, np.int64)
+    if isinstance(inputs, list):
+        if len(inputs) != len(values):
+            raise DataError(f"{place}: {len(inputs)} recordings, {len(values)} labels; expected one label for each")
+        return Raw("recording", [np.asarray(item) for item in inputs], values, names, together)
+    array = np.asarray(inputs)
+    kind: Literal["image", "window"] = "window" if array.ndim == 3 and array.dtype.kind == "f" else "image"
+    return from_arrays(array, values, class_names=names, groups=together, kind=kind, where=place)

@@ -1,0 +1,98 @@
+"""``windows:FILE?subject=1,2``: sensor recordings in a NumPy archive, cut into windows by the task's input spec.
+
+Arrays: ``samples`` (N, channels) float32, all recordings one after another; ``lengths`` (recordings,); ``label``
+(recordings,) integers; optional ``subject``, ``side`` (recordings,), ``label_names``, ``channel_names``,
+``sampling_hz``. Options: ``subject``, ``exclude_subject``, ``side`` (lists of numbers) and ``shortest``, the number of
+samples below which a recording is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import DataError
+from ..task import WindowInput
+from .base import Integers, Raw, labels_by_name
+from .base import Options as BaseOptions
+from .npz import load_arrays
+
+
+class Options(BaseOptions):
+    """Which recordings to take."""
+
+    subject: Integers = Field((), description="only these people")
+    exclude_subject: Integers = Field((), description="all but these people")
+    side: Integers = Field((), description="only this body side, as numbered in the file")
+    shortest: int = Field(0, ge=0, description="leave out recordings with fewer samples than this")
+
+
+def read(where: str, options: Options) -> Raw:
+    """The recordings that the options choose."""
+    arrays = load_arrays(Path(where).expanduser())
+    _check(arrays, where)
+    labels, names = _labels(arrays, where)
+    lengths = arrays["lengths"].astype(np.int64)
+    rows = np.flatnonzero(_chosen(arrays, options, where) & (lengths >= options.shortest))
+    if not len(rows):
+        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {_subjects(arrays)}")
+    ends = np.cumsum(lengths)
+    items = [arrays["samples"][ends[row] - lengths[row] : ends[row]] for row in rows]
+    natural = _natural(arrays)
+    return Raw("recording", items, labels[rows], names, rows, natural, tuple(f"recording {row}" for row in rows))
+
+
+def _check(arrays: dict[str, np.ndarray], where: str) -> None:
+    if missing := [name for name in ("samples", "lengths", "label") if name not in arrays]:
+        raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
+    samples, lengths = arrays["samples"], arrays["lengths"]
+    mistakes = []
+    if samples.ndim != 2 or samples.dtype.kind != "f":
+        mistakes.append(f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)")
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+        mistakes.append(f"lengths are {lengths.dtype}{list(lengths.shape)}, expected one row of natural numbers")
+    elif int(lengths.sum(dtype=np.int64)) != len(samples):
+        mistakes.append(f"lengths add up to {lengths.sum(dtype=np.int64)}, there are {len(samples)} samples")
+    mistakes += [
+        f"{name} has shape {arrays[name].shape}, expected {lengths.shape}"
+        for name in ("label", "subject", "side")
+        if name in arrays and arrays[name].shape != lengths.shape
+    ]
+    if mistakes:
+        raise DataError(f"windows: '{where}': {'; '.join(mistakes)}")
+
+
+def _labels(arrays: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
+    return labels_by_name(arrays["label"], names, f"windows: {where}")
+
+
+def _chosen(arrays: dict[str, np.ndarray], options: Options, where: str) -> np.ndarray:
+    chosen = np.ones(len(arrays["lengths"]), bool)
+    rules: list[tuple[str, Integers, Literal["only", "but"]]] = [
+        ("subject", options.subject, "only"),
+        ("subject", options.exclude_subject, "but"),
+        ("side", options.side, "only"),
+    ]
+    for name, values, rule in rules:
+        if not values:
+            continue
+        if name not in arrays:
+            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
+        listed = np.isin(arrays[name], values)
+        chosen &= listed if rule == "only" else ~listed
+    return chosen
+
+
+def _subjects(arrays: dict[str, np.ndarray]) -> str:
+    return ", ".join(str(subject) for subject in np.unique(arrays["subject"])) if "subject" in arrays else "not stated"
+
+
+def _natural(arrays: dict[str, np.ndarray]) -> WindowInput:
+    """Windows of two seconds, half overlapping, where the file states its rate."""
+    rate = int(arrays["sampling_hz"]) if "sampling_hz" in arrays else 50
+    length = min(max(2 * rate, 4), 65536)
+    return WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)

@@ -1,0 +1,120 @@
+"""The contract of a head, and what all heads share: constant answers, absent classes, standardised features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import DataError, StateError
+from ..task import Frozen, Tensors
+
+
+class HeadParams(Frozen):
+    """Parameters of a head; each head adds its own."""
+
+
+@dataclass(frozen=True)
+class FitData:
+    """What a head may learn from: cached features and what came with the bundle.
+
+    ``features`` (n, d) float32 with n >= 1, ``labels`` (n,) int64 in 0..num_classes-1. ``global_head`` holds the shared
+    linear classifier (``weight`` (K, d), ``bias`` (K,)) where the bundle has one.
+    """
+
+    features: np.ndarray
+    labels: np.ndarray
+    num_classes: int
+    global_head: Tensors | None = None
+    method_params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.features.ndim != 2 or self.labels.shape != self.features.shape[:1]:
+            raise DataError(f"features {self.features.shape} and labels {self.labels.shape} do not belong together")
+        if not len(self.labels):
+            raise DataError("no samples to fit a head on; expected at least one; check the data source")
+        if self.labels.min() < 0 or self.labels.max() >= self.num_classes:
+            raise DataError(f"labels {self.labels.min()}..{self.labels.max()}, expected 0..{self.num_classes - 1}")
+        if not np.isfinite(self.features).all():
+            raise DataError("features hold NaN or infinity; check the encoder and the inputs")
+
+    @property
+    def classes(self) -> np.ndarray:
+        """Labels that occur, ascending, int64."""
+        return np.unique(self.labels)
+
+
+class Head:
+    """One personal head. Subclasses (called ``Head`` in their file) state ``Params`` and three verbs.
+
+    A fitted head is named arrays plus plain JSON values, so that saving and loading never runs code. Classes that the
+    device has never seen get probability 0; a device that knows one class only answers with that class.
+    """
+
+    Params: ClassVar[type[HeadParams]] = HeadParams
+    source: ClassVar[str] = ""
+
+    def __init__(self, params: HeadParams | None = None) -> None:
+        self.params: Any = params if params is not None else self.Params()
+        self.arrays: Tensors = {}
+        self.num_classes = 0
+        self.feature_dim = 0
+
+    @property
+    def name(self) -> str:
+        """The file name, which is the head's name everywhere."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    def fit(self, data: FitData, rng: np.random.Generator) -> None:
+        """Learn from ``data``; the same data and generator state give the same head.
+
+        Raises:
+            MissingCapability: a package that this head needs for fitting is not installed.
+        """
+        self.num_classes, self.feature_dim = data.num_classes, data.features.shape[1]
+        classes = data.classes
+        if len(classes) == 1:
+            self.arrays = {"only_class": classes}
+        else:
+            self.arrays = {"classes": classes, **self._fit(data, classes, rng)}
+
+    def predict_proba(self, features: np.ndarray) -> np.ndarray:
+        """Class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
+
+        Raises:
+            StateError: the head has not been fitted, or was fitted on another feature size.
+        """
+        if not self.arrays:
+            raise StateError(f"head '{self.name}' has not been fitted")
+        if features.ndim != 2 or (self.feature_dim and features.shape[1] != self.feature_dim):
+            raise StateError(
+                f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "
+                "use the encoder that it was fitted with, or fit again"
+            )
+        answer = np.zeros((len(features), self.num_classes))
+        if "only_class" in self.arrays:
+            answer[:, self.arrays["only_class"][0]] = 1.0
+        elif len(features):
+            answer[:, self.arrays["classes"]] = self._predict(features)
+        return answer
+
+    def load(self, arrays: Tensors, num_classes: int, feature_dim: int = 0) -> None:
+        """Take over the arrays of a saved head of the same name and parameters; ``feature_dim`` 0 = not known."""
+        self.arrays, self.num_classes, self.feature_dim = dict(arrays), num_classes, feature_dim
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        """Arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
+        raise NotImplementedError
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        """Probabilities (n, len(classes)) from ``self.arrays``."""
+        raise NotImplementedError
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Row-wise softmax (n, k) float64, safe for large logits."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    exponents = np.exp(shifted)
+    return np.asarray(exponents / exponents.sum(axis=1, keepdims=True))

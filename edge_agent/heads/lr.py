@@ -1,0 +1,66 @@
+"""Multinomial logistic regression with an L2 penalty, in numpy. 600 x 512 x 10 fits in about 0.03 s on one thread.
+
+Same objective as scikit-learn's ``LogisticRegression``: the sum of log losses plus ``|W|^2 / (2 C)``, biases free; with
+two classes one decision vector is penalised, as there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from ..task import Tensors
+from ._features import NormedParams, fit_norm, normalise, one_hot
+from ._lbfgs import minimise
+from .base import FitData, softmax
+from .base import Head as BaseHead
+
+
+class Params(NormedParams):
+    """C as in scikit-learn: the inverse of the penalty's weight."""
+
+    c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
+    max_iterations: int = Field(1000, ge=1, le=100_000)
+    tolerance: float = Field(1e-5, gt=0, description="largest entry of the mean loss's gradient at which to stop")
+
+
+class Head(BaseHead):
+    """Logistic regression: convex, so the result does not depend on the generator."""
+
+    Params = Params
+    source = "RepPer (PCL stage): LR head; L2, C = 1"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - convex
+        norm = fit_norm(data.features, self.params.feature_norm)
+        inputs = normalise(data.features, self.params.feature_norm, norm)
+        weight, bias = fit_logistic(inputs, one_hot(data.labels, classes), self.params)
+        return {**norm, "weight": weight, "bias": bias}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        inputs = normalise(features, self.params.feature_norm, self.arrays)
+        return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
+
+
+def fit_logistic(inputs: np.ndarray, targets: np.ndarray, params: Params) -> tuple[np.ndarray, np.ndarray]:
+    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k)."""
+    (count, size), classes = inputs.shape, targets.shape[1]
+    # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
+    strength = (2.0 if classes == 2 else 1.0) / (params.c * count)
+
+    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
+        logits = inputs @ weight.T
+        logits += bias
+        logits -= logits.max(axis=1, keepdims=True)
+        chosen = np.einsum("nk,nk->", logits, targets)
+        np.exp(logits, out=logits)
+        sums = logits.sum(axis=1, keepdims=True)
+        loss = (float(np.log(sums).sum()) - float(chosen)) / count + 0.5 * strength * float(np.vdot(weight, weight))
+        logits /= sums
+        logits -= targets
+        logits /= count
+        return loss, np.concatenate([(logits.T @ inputs + strength * weight).ravel(), logits.sum(axis=0)])
+
+    start = np.zeros(classes * size + classes)
+    found = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
+    return found[: classes * size].reshape(classes, size), found[classes * size :]

@@ -1,0 +1,42 @@
+"""Nearest class mean: the cheapest head, and a good one for a handful of samples for each class.
+
+Probabilities are ``softmax(-distance^2 / scale)``, where ``scale`` is the mean squared distance of training samples
+from their own class mean: they rank classes and are not calibrated.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from ..task import Tensors
+from ._features import FeatureNorm, NormedParams, fit_norm, normalise, one_hot
+from .base import FitData, softmax
+from .base import Head as BaseHead
+
+
+class Params(NormedParams):
+    """Plain Euclidean distance unless features are normalised."""
+
+    feature_norm: FeatureNorm = Field("none", description="none, l2 (cosine distance) or standard")
+
+
+class Head(BaseHead):
+    """Class means of the features; nothing is iterated."""
+
+    Params = Params
+    source = "Snell et al., Prototypical Networks, NeurIPS 2017; FedProto, AAAI 2022 (nearest prototype)"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - exact
+        norm = fit_norm(data.features, self.params.feature_norm)
+        inputs = normalise(data.features, self.params.feature_norm, norm)
+        members = one_hot(data.labels, classes)
+        means = members.T @ inputs / members.sum(axis=0)[:, None]
+        scatter = float(np.mean(np.sum((inputs - members @ means) ** 2, axis=1)))
+        return {**norm, "means": means, "scale": np.array([scatter or 1.0])}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        inputs = normalise(features, self.params.feature_norm, self.arrays)
+        means = self.arrays["means"]
+        # |x|^2 is the same for all classes, and softmax does not see what all classes share.
+        return softmax((2 * inputs @ means.T - np.sum(means**2, axis=1)) / self.arrays["scale"])

@@ -1,0 +1,193 @@
+"""Heads on disk: ``head.json`` and one file of arrays whose name holds its hash.
+
+The JSON file is written last and names the arrays, so a crash leaves the old pair or the new one. Loading checks
+everything and runs no code that came with the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ..bundle import Precision
+from ..config import mistakes_of
+from ..errors import FingerprintMismatch, StateError
+from ..store import write_atomic, write_json
+from ..task import Frozen, Tensors
+from ..wire.tensors import decode, encode, first_non_finite
+from . import create
+from .base import Head
+
+SCHEMA: Literal[1] = 1
+CARD = "head.json"
+MAX_CARD_BYTES = 1 << 20
+MAX_ARRAYS_BYTES = 1 << 28
+_SHA256 = r"^[0-9a-f]{64}$"
+
+
+class SavedCard(Frozen):
+    """What ``head.json`` holds."""
+
+    schema_version: Literal[1] = SCHEMA
+    head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
+    params: dict[str, Any]
+    fingerprint: str = Field(pattern=_SHA256, description="of the encoder that it was fitted on")
+    precision: Precision
+    class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000)
+    feature_dim: int = Field(ge=1, le=1 << 20)
+    metrics: dict[str, float | int | str | None]
+    arrays_file: str = Field(pattern=r"^arrays-[0-9a-f]{16}\.safetensors$", description="beside head.json")
+    arrays_sha256: str = Field(pattern=_SHA256)
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """A head from disk, ready to predict, and what it is bound to."""
+
+    head: Head
+    fingerprint: str
+    precision: Precision
+    class_names: tuple[str, ...]
+    metrics: Mapping[str, float | int | str | None]
+
+
+def save(
+    folder: Path,
+    head: Head,
+    *,
+    fingerprint: str,
+    precision: Precision,
+    class_names: Sequence[str],
+    metrics: Mapping[str, float | int | str | None],
+) -> Path:
+    """Write a fitted head into ``folder``, replacing the one there; returns the path of its JSON file.
+
+    Raises:
+        StateError: the head has not been fitted, or its arrays hold NaN or infinity.
+    """
+    if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
+        what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
+        raise StateError(f"head '{head.name}' cannot be saved: {what}")
+    data = encode(head.arrays)
+    digest = hashlib.sha256(data).hexdigest()
+    card = SavedCard(
+        head=head.name,
+        params=head.params.model_dump(mode="json"),
+        fingerprint=fingerprint,
+        precision=precision,
+        class_names=tuple(class_names),
+        feature_dim=head.feature_dim,
+        metrics=dict(metrics),
+        arrays_file=f"arrays-{digest[:16]}.safetensors",
+        arrays_sha256=digest,
+    )
+    write_atomic(folder / card.arrays_file, data)
+    write_json(folder / CARD, card.model_dump(mode="json"))
+    _remove_others(folder, card.arrays_file)
+    return folder / CARD
+
+
+def load(folder: Path, fingerprint: str | None = None, precision: Precision | None = None) -> SavedHead:
+    """The head in ``folder``; with ``fingerprint`` and ``precision``, only if it belongs to that encoder.
+
+    Raises:
+        StateError: no head there, or its files are damaged.
+        TensorsError: the arrays are not a tensor container.
+        FingerprintMismatch: it was fitted on the features of another encoder or precision.
+        UnknownName: this installation has no head of that name.
+        ConfigError: its parameters are not ones of that head.
+    """
+    card = _read_card(folder / CARD)
+    _check_binding(card, fingerprint, precision)
+    arrays = _read_arrays(folder, card)
+    head = create(card.head, card.params)
+    _check_classes(folder, arrays, len(card.class_names))
+    head.load(arrays, len(card.class_names), card.feature_dim)
+    _probe(folder, head, card)
+    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics)
+
+
+def _read_card(path: Path) -> SavedCard:
+    raw = _read(path, MAX_CARD_BYTES)
+    try:
+        content = json.loads(raw)
+        if isinstance(content, dict) and content.get("schema_version", SCHEMA) != SCHEMA:
+            version = content["schema_version"]
+            raise StateError(f"{path}: head schema {version!r}, this side reads {SCHEMA}; fit the head again")
+        return SavedCard.model_validate(content)
+    except ValidationError as error:
+        raise StateError(f"{path}: {'; '.join(mistakes_of(error, SavedCard))}; fit the head again") from error
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path}: is not JSON ({error}); fit the head again") from error
+
+
+def _check_binding(card: SavedCard, fingerprint: str | None, precision: Precision | None) -> None:
+    if fingerprint is not None and card.fingerprint != fingerprint:
+        raise FingerprintMismatch(
+            f"head '{card.head}' was fitted on encoder {card.fingerprint[:16]}…, this bundle's is {fingerprint[:16]}…; "
+            "use the bundle that it was fitted with, or fit again"
+        )
+    if precision is not None and card.precision != precision:
+        raise FingerprintMismatch(
+            f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in {precision}; "
+            f"run it in {card.precision}, or fit again"
+        )
+
+
+def _read_arrays(folder: Path, card: SavedCard) -> Tensors:
+    path = folder / card.arrays_file
+    data = _read(path, MAX_ARRAYS_BYTES)
+    found = hashlib.sha256(data).hexdigest()
+    if found != card.arrays_sha256:
+        raise StateError(f"{path}: SHA-256 {found[:16]}…, expected {card.arrays_sha256[:16]}…; fit the head again")
+    arrays = decode(data)
+    if (name := first_non_finite(arrays)) is not None:
+        raise StateError(f"{path}: array '{name}' holds NaN or infinity; fit the head again")
+    return arrays
+
+
+def _check_classes(folder: Path, arrays: Tensors, num_classes: int) -> None:
+    classes = arrays.get("only_class", arrays.get("classes"))
+    if classes is None or classes.dtype != np.int64 or classes.ndim != 1 or not classes.size:
+        raise StateError(f"{folder}: the head does not say which classes it knows; fit the head again")
+    if classes[0] < 0 or classes[-1] >= num_classes or (np.diff(classes) <= 0).any():
+        raise StateError(
+            f"{folder}: classes {classes[:10]}, expected ascending labels below {num_classes}; fit it again"
+        )
+
+
+def _probe(folder: Path, head: Head, card: SavedCard) -> None:
+    """One prediction on zeros: arrays of the wrong form fail here and not in service."""
+    try:
+        with np.errstate(all="ignore"):
+            answer = head.predict_proba(np.zeros((2, card.feature_dim), np.float32))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StateError(f"{folder}: the arrays do not fit head '{card.head}' ({error}); fit it again") from error
+    if not np.isfinite(answer).all():
+        raise StateError(f"{folder}: head '{card.head}' predicts NaN or infinity; fit it again")
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read ({error}); expected a head saved by 'edge-agent fit'") from error
+    if len(data) > limit:
+        raise StateError(f"{path}: more than {limit} bytes; expected a head saved by 'edge-agent fit'")
+    return data
+
+
+def _remove_others(folder: Path, keep: str) -> None:
+    for path in folder.glob("arrays-*.safetensors"):
+        if path.name != keep:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,51 @@
+"""Federated methods, one file each. The file name is the registry: nothing is listed anywhere.
+
+Others' packages add methods through the entry-point group ``headwater.methods``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..config import mistakes_of
+from ..errors import ConfigError
+from ..registry import Registry
+from .base import Client, Method, MethodParams, Update, weighted_mean
+
+__all__ = ["Client", "Method", "MethodParams", "Update", "create", "get", "names", "registry", "weighted_mean"]
+
+registry = Registry("method", __name__, entry_points="headwater.methods")
+
+
+def names() -> tuple[str, ...]:
+    """Names of all methods found; nothing is imported."""
+    return registry.names()
+
+
+def get(name: str) -> type[Method]:
+    """The method's class; imports that one file (which may import torch).
+
+    Raises:
+        UnknownName: no such method; the nearest name is suggested.
+    """
+    member = registry.load(name)
+    found: type[Method] = member.Method if isinstance(member, ModuleType) else member
+    return found
+
+
+def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
+    """A method ready to use, with its parameters checked.
+
+    Raises:
+        UnknownName: no such method.
+        ConfigError: unknown or impossible parameters, all of them listed.
+    """
+    kind = get(name)
+    try:
+        return kind(kind.Params.model_validate(dict(params or {})))
+    except ValidationError as error:
+        raise ConfigError(f"parameters of method '{name}'", mistakes_of(error, kind.Params)) from error

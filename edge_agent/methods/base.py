@@ -1,0 +1,226 @@
+"""The contract of a method: both halves of a federated algorithm in one file.
+
+A method is a subclass of `Method` called ``Method`` in ``edge_agent/methods/<name>.py``. The coordinator calls
+``start``, ``broadcast``, ``downlink`` and ``aggregate``; an agent calls ``local_update``, ``predict`` and
+``personalize``. A method never learns how its tensors travel. This module imports no torch: a head-tier device may
+read a method's name and parameters.
+
+Tensor names are those of ``build(task).state_dict()``: the first word is the part (``encoder.conv1.weight`` belongs to
+part ``encoder``). Extra arrays that are not weights (prototypes, statistics) start with ``extra.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import TrainingFailed
+from ..task import Frozen, State, Task, Tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..training.parts import Parts
+
+Norm = Literal["global", "local_stats", "local_all"]
+"""What travels of a batch norm layer: all of it; gamma and beta only; nothing."""
+
+Exactness = Mapping[str, tuple[Literal["exact", "approximate"], str]]
+"""Device head -> how true it is to the method, and why."""
+
+
+class MethodParams(Frozen):
+    """Fields that every method has; methods add theirs, each with its symbol and source."""
+
+    lr: float = Field(0.01, gt=0, description="learning rate of local SGD")
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    batch_size: int = Field(50, ge=1)
+    local_epochs: int = Field(1, ge=0, description="E, passes over local data in one round")
+
+
+@dataclass
+class Client:
+    """What a method's client half works with. Everything random comes from ``rng`` and ``generator``.
+
+    ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
+    survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
+    ``device``. ``log`` takes numbers that travel with the update as metrics (``client.log["loss"] = 0.3``).
+    """
+
+    id: str
+    model: Parts
+    train_inputs: torch.Tensor
+    train_labels: torch.Tensor
+    task: Task
+    device: torch.device
+    rng: np.random.Generator
+    generator: torch.Generator
+    round: int = 1
+    rounds: int = 1
+    memory: Tensors = field(default_factory=dict)
+    log: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples, n_i."""
+        return len(self.train_labels)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's accepted update; ``weight`` is its training sample count."""
+
+    client: str
+    weight: float
+    tensors: Tensors
+
+
+class Method:
+    """One federated algorithm. Subclasses state what travels and override the verbs in which they differ."""
+
+    Params: ClassVar[type[MethodParams]] = MethodParams
+    norm: ClassVar[Norm] = "global"
+    weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
+    heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
+    exactness: ClassVar[Exactness] = {}
+    """Device head -> how true a head fitted on frozen features is to this method, and why."""
+
+    source: ClassVar[str] = ""
+    """Paper: authors, title, venue."""
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        self.params: Any = params if params is not None else self.Params()
+
+    @property
+    def name(self) -> str:
+        """The file name, which is the method's name everywhere."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    @property
+    def head_name(self) -> str:
+        """What classifies on a train-tier client: ``model`` = the model's own layers, else a device head."""
+        return "model"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Parts that travel; everything else never leaves the device."""
+        return ("encoder", "head")
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Names of extra arrays that an update carries beside the shared parts."""
+        return ()
+
+    def build(self, task: Task) -> Parts:
+        """A model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
+        from ..training.parts import encoder_and_head
+
+        return encoder_and_head(task)
+
+    def shared_names(self, model: Parts) -> tuple[str, ...]:
+        """Names of the tensors that travel both ways, sorted: the shared parts under this method's norm policy."""
+        from ..training.parts import names_that_travel
+
+        return names_that_travel(model, self.shared, self.norm)
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def start(self, tensors: Tensors) -> State:
+        """The first state, from the shared tensors of one fresh model."""
+        return dict(tensors)
+
+    def broadcast(self, state: State) -> Tensors:
+        """What every client of the round receives, identical for all."""
+        return state
+
+    def downlink(self, state: State, client: str) -> Tensors:  # noqa: ARG002 - part of the contract
+        """What this client alone receives in addition; default: nothing."""
+        return {}
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """The next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
+        mean = weighted_mean(self._weighted(updates))
+        return {**state, **mean}
+
+    def _weighted(self, updates: Iterable[Update]) -> Iterator[tuple[float, Tensors]]:
+        for update in updates:
+            yield (update.weight if self.weighting == "samples" else 1.0), update.tensors
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """Train on local data from ``received`` (already loaded into ``client.model``); returns what is sent.
+
+        Raises:
+            TrainingFailed: the loss is not finite, or the data do not allow a step.
+        """
+        raise NotImplementedError
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities (n, K) float32 of this client's personal model."""
+        from ..training.loops import predict_probabilities
+
+        return predict_probabilities(client.model, inputs)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Class probabilities (n, K) of the shared model alone, or None where a method has no shared classifier."""
+        if "head" not in self.shared:
+            return None
+        return self.predict(client, inputs)
+
+    def personalize(self, client: Client, received: Tensors) -> None:
+        """After the last round: fit what is personal to the final shared parts; default: nothing."""
+
+    # --- export ----------------------------------------------------------------------------------------------------
+
+    def head_params(self, head: str) -> dict[str, Any]:  # noqa: ARG002 - part of the contract
+        """Parameters that this method gives a device head by default; default: the head's own."""
+        return {}
+
+    def global_head(self, state: State) -> Tensors | None:
+        """Shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
+        if "head.weight" not in state:
+            return None
+        return {"weight": state["head.weight"], "bias": state["head.bias"]}
+
+
+def weighted_mean(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
+    """Weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
+
+    Sums are float64 and in the given order, so the same updates in the same order give the same bits. Integer arrays
+    (counters) take the largest value: a mean of counters means nothing.
+
+    Raises:
+        TrainingFailed: no updates, or weights that sum to zero.
+    """
+    total, sums, dtypes = 0.0, dict[str, np.ndarray](), dict[str, np.dtype[Any]]()
+    for weight, tensors in weighted:
+        total += weight
+        for name, array in tensors.items():
+            dtypes.setdefault(name, array.dtype)
+            if array.dtype.kind != "f":
+                sums[name] = np.maximum(sums[name], array) if name in sums else array.copy()
+            elif name in sums:
+                _add_scaled(sums[name], array, weight)
+            else:
+                sums[name] = array.astype(np.float64) * weight
+    if not total > 0:
+        raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
+    return {
+        name: (array / total).astype(dtypes[name]) if dtypes[name].kind == "f" else array
+        for name, array in sums.items()
+    }
+
+
+def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:
+    """accumulator += weight * array, in blocks that stay in cache: no temporary of the array's size."""
+    flat, source = accumulator.reshape(-1), array.reshape(-1)
+    for begin in range(0, flat.size, block):
+        part = source[begin : begin + block].astype(np.float64)
+        part *= weight
+        flat[begin : begin + block] += part

@@ -1,0 +1,167 @@
+"""RepPer: learn a common representation together, then each device fits its own head on it.
+
+Source: "A Closer Look at Personalization in Federated Image Classification", Algorithm 1. Stage CRL (common
+representation learning) is a round of ours; stage PCL (personalized classifier learning) is ``personalize``.
+Travels: the encoder, both ways, batch norm statistics included.
+Stays: the personal head, and the features that it is fitted on.
+Differs from the paper: the loss is the mean over anchors, where Eq. 4 writes a sum. Augmentations, which the paper does
+not name, are those of ``training.augment``. Whether heads see r or z = r / ||r|| is not said: ours standardise r of
+un-augmented images, ``feature_norm`` chooses. The step size falls when ``decay_at`` says so, by default never.
+``global_head`` is ours: each round also trains one linear layer on detached features and shares it, so that a device
+without labels has something to start from; off by default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.nn import functional as F
+
+from .. import heads
+from ..heads import FitData, Head
+from ..task import Task, Tensors
+from ..training import augment
+from ..training.loops import Loss, adam, evaluate, features_of, train_epochs
+from ..training.losses import supervised_contrastive
+from ..training.parts import encoder_alone, encoder_and_head, to_arrays
+from .base import Client, Exactness, MethodParams
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_STAMP = "personal.encoder"
+_HEAD = "personal.head."
+
+
+class Params(MethodParams):
+    """The paper's defaults."""
+
+    lr: float = Field(1e-3, gt=0, description="step size of Adam")
+    weight_decay: float = Field(1e-4, ge=0)
+    batch_size: int = Field(256, ge=1, description="images in a batch; with two views each, twice as many vectors")
+    local_epochs: int = Field(10, ge=0, description="E")
+    temperature: float = Field(0.1, gt=0, description="tau in Eq. 5")
+    sc_variant: Literal["in", "out"] = Field("in", description="place of the logarithm; 'in' is Eq. 5, 'out' is usual")
+    augment: bool = Field(True, description="two random views of each image; false: the image itself, once")
+    decay_at: tuple[float, ...] = Field((), description="shares of the run (0..1) after which lr falls by lr_decay")
+    lr_decay: float = Field(0.1, gt=0, le=1)
+    feature_norm: Literal["l2", "none", "standard"] = Field(
+        "standard", description="what the head sees; none: r; l2: z = r / ||r||; standard: r with mean 0, variance 1"
+    )
+    head: str = Field("mlp", description="personal head, a file name in edge_agent/heads; paper: mlp, lr, svm")
+    head_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
+    global_head: bool = Field(False, description="also train and share a linear classifier on detached features")
+    global_head_lr: float = Field(0.01, gt=0, description="step size of Adam for that classifier")
+
+
+class Method(Base):
+    """Supervised contrastive learning of the encoder; heads at home."""
+
+    Params = Params
+    source = "A Closer Look at Personalization in Federated Image Classification, Algorithm 1"
+    heads = ("mlp", "lr", "svm", "prototype")
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("exact", "stage PCL of the paper: one linear layer on the frozen representation"),
+        "lr": ("exact", "stage PCL of the paper with logistic regression"),
+        "svm": ("exact", "stage PCL of the paper with a support vector machine"),
+    }
+
+    @property
+    def head_name(self) -> str:
+        """The personal head that ``personalize`` fits."""
+        return str(self.params.head)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The encoder; the linear classifier too where ``global_head`` asks for it."""
+        return ("encoder", "head") if self.params.global_head else ("encoder",)
+
+    def build(self, task: Task) -> Parts:
+        """Encoder, and the shared classifier where asked for."""
+        return encoder_and_head(task) if self.params.global_head else encoder_alone(task)
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """Stage CRL: E epochs of the supervised contrastive loss."""
+        params = self.params
+        train_epochs(
+            client,
+            self._loss(client),
+            self._optimizer(client),
+            epochs=params.local_epochs,
+            batch_size=params.batch_size,
+        )
+        return to_arrays(client.model, self.shared_names(client.model))
+
+    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+        """Stage PCL: fit the head on the client's own un-augmented data, the encoder frozen in eval mode."""
+        stamp = _stamp(client.model)
+        head = self._head()
+        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        # Seeded by the encoder: an evaluation that fits a head between rounds must not shift training's random numbers.
+        rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
+        head.fit(FitData(features, client.train_labels.cpu().numpy(), client.task.num_classes), rng)
+        for name in [name for name in client.memory if name.startswith(_HEAD)]:
+            del client.memory[name]
+        client.memory.update({_STAMP: stamp, **{_HEAD + name: array for name, array in head.arrays.items()}})
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of the personal head, which is fitted first if the encoder has changed since."""
+        if not np.array_equal(client.memory.get(_STAMP, ()), _stamp(client.model)):
+            self.personalize(client, {})
+        head = self._head()
+        arrays = {name.removeprefix(_HEAD): a for name, a in client.memory.items() if name.startswith(_HEAD)}
+        head.load(arrays, client.task.num_classes)
+        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
+        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Class probabilities of the shared classifier; None without ``global_head``."""
+        if not self.params.global_head:
+            return None
+        return evaluate(lambda piece: torch.softmax(client.model(piece), dim=1), client.model, inputs)
+
+    def _loss(self, client: Client) -> Loss:
+        views = augment.for_task(client.task) if self.params.augment else None
+
+        def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if views is not None:
+                inputs = torch.cat([views(inputs, client.generator), views(inputs, client.generator)])
+                labels = torch.cat([labels, labels])
+            features = client.model.features(inputs)
+            value = supervised_contrastive(features, labels, self.params.temperature, self.params.sc_variant)
+            if self.params.global_head:
+                value = value + F.cross_entropy(client.model.head(features.detach()), labels)
+            return value
+
+        return loss
+
+    def head_params(self, head: str) -> dict[str, Any]:
+        """The representation's normalisation, for heads that have such a parameter."""
+        known = heads.get(head).Params.model_fields
+        return {"feature_norm": self.params.feature_norm} if "feature_norm" in known else {}
+
+    def _head(self) -> Head:
+        name = self.params.head
+        return heads.create(name, {**self.head_params(name), **self.params.head_params})
+
+    def _optimizer(self, client: Client) -> torch.optim.Optimizer:
+        passed = sum(client.round > share * client.rounds for share in self.params.decay_at)
+        shrink = self.params.lr_decay**passed
+        optimizer = adam(client.model.encoder.parameters(), self.params, lr=self.params.lr * shrink)
+        if self.params.global_head:
+            head = {"params": list(client.model.head.parameters()), "lr": self.params.global_head_lr * shrink}
+            optimizer.add_param_group(head)
+        return optimizer
+
+
+def _stamp(model: Parts) -> np.ndarray:
+    """SHA-256 (32,) uint8 of the encoder's tensors: tells whether a head was fitted on these very features."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.encoder.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.uint8)

@@ -1,0 +1,80 @@
+"""What encoders share: the module type with a feature width, and the adaptation of torchvision's networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..task import Frozen, Task
+
+Stem = Literal["imagenet", "small"]
+"""``imagenet``: torchvision's own first layers, which shrink early. ``small``: stride 1, for up to some 64 pixels."""
+
+
+class Encoder(nn.Module):
+    """A module whose ``forward`` gives features (n, feature_dim) float32."""
+
+    def __init__(self, feature_dim: int) -> None:
+        super().__init__()
+        self.feature_dim = feature_dim
+
+
+class Layers(Encoder):
+    """An encoder that runs its layers one after another."""
+
+    def __init__(self, feature_dim: int, layers: list[nn.Module]) -> None:
+        super().__init__(feature_dim)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Features (n, feature_dim) of ``inputs`` (n, ...)."""
+        features: torch.Tensor = self.layers(inputs)
+        return features
+
+
+class NoParams(Frozen):
+    """An encoder without parameters."""
+
+
+def with_channels(conv: nn.Conv2d, task: Task, *, stride: int | None = None, kernel: int | None = None) -> nn.Conv2d:
+    """A fresh first convolution like ``conv`` that takes the task's channels; smaller or denser where asked."""
+    size = kernel or int(conv.kernel_size[0])
+    return nn.Conv2d(
+        task.input.channels,
+        conv.out_channels,
+        kernel_size=size,
+        stride=stride or int(conv.stride[0]),
+        padding=size // 2,
+        bias=conv.bias is not None,
+    )
+
+
+def resnet(task: Task, builder: Callable[..., Any], stem: Stem) -> nn.Module:
+    """A torchvision ResNet without its classifier."""
+    net = builder(weights=None)
+    if stem == "small":
+        net.conv1, net.maxpool = with_channels(net.conv1, task, stride=1, kernel=3), nn.Identity()
+    elif task.input.channels != 3:
+        net.conv1 = with_channels(net.conv1, task)
+    net.feature_dim, net.fc = net.fc.in_features, nn.Identity()
+    encoder: nn.Module = net
+    return encoder
+
+
+def mobilenet(task: Task, builder: Callable[..., Any], stem: Stem, feature_dim: int) -> nn.Module:
+    """A torchvision MobileNet without its classifier, batch norm statistics set to follow short local training."""
+    net = builder(weights=None)
+    first = net.features[0]
+    if stem == "small" or task.input.channels != 3:
+        first[0] = with_channels(first[0], task, stride=1 if stem == "small" else None)
+    net.feature_dim, net.classifier = feature_dim, nn.Identity()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # torchvision gives MobileNetV3 a momentum of 0.01: after the few steps of a federated round the running
+            # statistics are still those of the start, and features in eval mode are at chance level (measured).
+            module.momentum = 0.1
+    encoder: nn.Module = net
+    return encoder

@@ -1,0 +1,145 @@
+"""Random views of preprocessed inputs: whole batches at once, on any device, every draw from the given generator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from ..task import ImageInput, Task
+
+Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+"""Views (n, ...) of preprocessed inputs (n, ...), drawn on the generator's device."""
+
+_GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
+
+
+def for_task(task: Task) -> Augment:
+    """The usual views for the task's kind of input.
+
+    Colour images: resized crop, flip, brightness, contrast, saturation, grey. Grey images: shift by up to 1/14,
+    small rotation, flip, erasing. Windows: noise, scale, crop in time, missing channels.
+    """
+    spec = task.input
+    if not isinstance(spec, ImageInput):
+        return window_views
+    mean, std = _per_channel(spec.mean, spec.channels), _per_channel(spec.std, spec.channels)
+    views = colour_views if spec.channels == 3 else grey_views
+
+    def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        offset, scale = mean.to(inputs), std.to(inputs)
+        return (views(inputs * scale + offset, generator) - offset) / scale
+
+    return augment
+
+
+def colour_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Views of RGB images (n, 3, h, w) with values 0..1: what contrastive learning usually takes."""
+    cropped = _warp(pixels, _resized_crop(len(pixels), generator, smallest=0.3, flip=True))
+    return _grey(_jitter(cropped, generator, strength=0.4), generator, probability=0.2)
+
+
+def grey_views(pixels: torch.Tensor, generator: torch.Generator, *, shift: float = 1 / 14) -> torch.Tensor:
+    """Views of grey images (n, 1, h, w), values 0..1: ``shift`` of a side (2 in 28 pixels), 10 degrees, flip, hole."""
+    n = len(pixels)
+    angle = _uniform(n, generator, -1.0, 1.0) * math.radians(10)
+    flip = _signs(n, generator)
+    moves = _uniform((n, 2), generator, -1.0, 1.0) * 2 * shift
+    rotation = torch.stack([angle.cos() * flip, -angle.sin(), angle.sin() * flip, angle.cos()], dim=1).view(n, 2, 2)
+    return _erase(_warp(pixels, torch.cat([rotation, moves[:, :, None]], dim=2)), generator, probability=0.5)
+
+
+def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Views of standardised sensor windows (n, channels, length)."""
+    n, channels, _ = windows.shape
+    cropped = _time_crop(windows, generator, smallest=0.7)
+    scale = 1 + 0.1 * _normal((n, channels, 1), generator)
+    kept = (_uniform((n, channels, 1), generator, 0.0, 1.0) >= 0.1).float()
+    noise = 0.05 * _normal(tuple(windows.shape), generator)
+    return cropped * (scale * kept).to(windows) + noise.to(windows)
+
+
+def _resized_crop(n: int, generator: torch.Generator, *, smallest: float, flip: bool) -> torch.Tensor:
+    """Affine maps (n, 2, 3): a window of ``smallest``..1 of the area and an aspect of 3/4..4/3, perhaps mirrored."""
+    side = _uniform(n, generator, smallest, 1.0).sqrt()
+    aspect = (_uniform(n, generator, -1.0, 1.0) * math.log(4 / 3) / 2).exp()
+    sides = torch.stack([side * aspect, side / aspect], dim=1).clamp(max=1.0)
+    centre = _uniform((n, 2), generator, -1.0, 1.0) * (1 - sides)
+    same = torch.ones(n, device=generator.device)
+    mirror = torch.stack([_signs(n, generator) if flip else same, same], dim=1)
+    return torch.cat([torch.diag_embed(sides * mirror), centre[:, :, None]], dim=2)
+
+
+def _warp(pixels: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """Images sampled through affine maps (n, 2, 3); black (0) outside."""
+    grid = F.affine_grid(maps.to(pixels), list(pixels.shape), align_corners=False)
+    return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def _jitter(pixels: torch.Tensor, generator: torch.Generator, *, strength: float) -> torch.Tensor:
+    """Brightness, contrast and saturation, each times 1 - strength .. 1 + strength."""
+    brightness, contrast, saturation = (
+        _uniform((len(pixels), 1, 1, 1), generator, 1 - strength, 1 + strength).to(pixels) for _ in range(3)
+    )
+    bright = (pixels * brightness).clamp(0, 1)
+    level = _luma(bright).mean(dim=(2, 3), keepdim=True)
+    contrasted = torch.lerp(level, bright, contrast).clamp(0, 1)
+    return torch.lerp(_luma(contrasted), contrasted, saturation).clamp(0, 1)
+
+
+def _grey(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
+    chosen = (_uniform((len(pixels), 1, 1, 1), generator, 0.0, 1.0) < probability).to(pixels.device)
+    return torch.where(chosen, _luma(pixels), pixels)
+
+
+def _luma(pixels: torch.Tensor) -> torch.Tensor:
+    weights = torch.tensor(_GREY, dtype=pixels.dtype, device=pixels.device)
+    return torch.einsum("nchw,c->nhw", pixels, weights)[:, None]
+
+
+def _erase(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
+    """A rectangle of up to a third of each side becomes black, in a share of the images."""
+    n, (height, width) = len(pixels), pixels.shape[-2:]
+    rows, columns = _stretch(n, height, generator), _stretch(n, width, generator)
+    chosen = _uniform((n, 1, 1, 1), generator, 0.0, 1.0) < probability
+    hole = rows[:, None, :, None] & columns[:, None, None, :] & chosen
+    return pixels.masked_fill(hole.to(pixels.device), 0.0)
+
+
+def _stretch(n: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Which of ``size`` places (n, size) bool lie in a random stretch of 10 to 35 % of them."""
+    length = _uniform(n, generator, 0.1, 0.35) * size
+    start = _uniform(n, generator, 0.0, 1.0) * (size - length)
+    place = torch.arange(size, device=generator.device)[None, :] + 0.5
+    return (place >= start[:, None]) & (place < (start + length)[:, None])
+
+
+def _time_crop(windows: torch.Tensor, generator: torch.Generator, *, smallest: float) -> torch.Tensor:
+    """A stretch of ``smallest``..1 of each window, brought back to full length (linear)."""
+    n, _, length = windows.shape
+    share = _uniform(n, generator, smallest, 1.0)
+    start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
+    steps = torch.arange(length, device=generator.device)[None, :]
+    place = (start[:, None] + steps * share[:, None]).to(windows).clamp(0, length - 1)
+    before = place.floor().long().clamp(max=max(length - 2, 0))
+    fraction = (place - before)[:, None, :]
+    index = before[:, None, :].expand_as(windows)
+    return torch.lerp(windows.gather(2, index), windows.gather(2, index + 1), fraction)
+
+
+def _uniform(shape: int | tuple[int, ...], generator: torch.Generator, low: float, high: float) -> torch.Tensor:
+    return low + (high - low) * torch.rand(shape, generator=generator, device=generator.device)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def _signs(n: int, generator: torch.Generator) -> torch.Tensor:
+    return (_uniform(n, generator, 0.0, 1.0) < 0.5).float() * 2 - 1
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> torch.Tensor:
+    return torch.tensor(values).expand(channels).view(1, channels, 1, 1).clone()

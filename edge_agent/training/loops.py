@@ -1,0 +1,200 @@
+"""Seeded mini-batch training and evaluation, with guards that name the cause when something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import DataError, TrainingFailed
+from ..methods.base import Client, MethodParams
+from .parts import Parts
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scalar loss of a batch: inputs (b, ...), labels (b,)."""
+
+
+def batches(samples: int, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Index arrays (b,) int64 of one epoch in random order; together every sample once.
+
+    A last batch of a single sample joins the one before it: batch norm cannot learn from one sample, and dropping it
+    would make the same sample count less than others.
+    """
+    order = rng.permutation(samples)
+    cuts = list(range(batch_size, samples, batch_size))
+    if cuts and samples - cuts[-1] == 1 and batch_size > 1:
+        cuts.pop()
+    return np.split(order, cuts) if samples else []
+
+
+def sgd(parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None) -> torch.optim.Optimizer:
+    """SGD with the method's step size, momentum and weight decay; fused (one pass over the weights) where torch can."""
+    chosen = list(parameters)
+    make = functools.partial(
+        torch.optim.SGD, chosen, lr=lr or params.lr, momentum=params.momentum, weight_decay=params.weight_decay
+    )
+    try:
+        return make(fused=True)
+    except RuntimeError:  # this device has no fused version
+        return make()
+
+
+def adam(parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None) -> torch.optim.Optimizer:
+    """Adam with the method's step size and weight decay (added to the gradient); fused where torch can."""
+    chosen = list(parameters)
+    make = functools.partial(torch.optim.Adam, chosen, lr=lr or params.lr, weight_decay=params.weight_decay)
+    try:
+        return make(fused=True)
+    except RuntimeError:
+        return make()
+
+
+def cross_entropy(model: nn.Module) -> Loss:
+    """The batch mean of softmax cross entropy of a model's logits."""
+    return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
+
+
+def train_all_parts(client: Client, params: MethodParams) -> float:
+    """E epochs of cross entropy by SGD on every part of ``client.model``; returns the last epoch's mean loss.
+
+    Raises:
+        TrainingFailed: as `train_epochs`.
+    """
+    optimizer = sgd(client.model.parameters(), params)
+    loss = cross_entropy(client.model)
+    return train_epochs(client, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
+
+
+def train_epochs(
+    client: Client,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    batch_size: int,
+    frozen: Sequence[str] = (),
+    before_step: Callable[[], None] | None = None,
+    log: str = "loss",
+) -> float:
+    """Train ``client.model`` in place; returns the mean loss of the last epoch, and logs it (NaN for zero epochs).
+
+    The parts called ``frozen`` get no gradient and run in eval mode. ``before_step`` may change gradients.
+
+    Raises:
+        TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
+    """
+    if not client.samples:
+        raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
+    mean_loss = math.nan
+    with _training_mode(client.model, frozen):
+        for epoch in range(1, epochs + 1):
+            mean_loss = _epoch(client, loss, optimizer, batch_size, before_step)
+            if not math.isfinite(mean_loss):
+                lr = optimizer.param_groups[0]["lr"]
+                raise TrainingFailed(
+                    f"client '{client.id}': loss became {mean_loss} in epoch {epoch} of {epochs} at lr {lr:g}; "
+                    "expected a finite number; lower lr, or look for extreme values in the data"
+                )
+            client.log[log] = mean_loss
+    return mean_loss
+
+
+def _epoch(
+    client: Client,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+    before_step: Callable[[], None] | None,
+) -> float:
+    total = torch.zeros((), device=client.device)
+    for indices in batches(client.samples, batch_size, client.rng):
+        chosen = torch.from_numpy(indices).to(client.device)
+        optimizer.zero_grad(set_to_none=True)
+        value = _value(client, loss, chosen)
+        value.backward()  # type: ignore[no-untyped-call]
+        if before_step is not None:
+            before_step()
+        optimizer.step()
+        total += value.detach() * len(indices)  # stays on the device: no wait for the GPU in each step
+    return float(total) / client.samples
+
+
+def _value(client: Client, loss: Loss, chosen: torch.Tensor) -> torch.Tensor:
+    try:
+        return loss(client.train_inputs[chosen], client.train_labels[chosen])
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TrainingFailed(
+            f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch"
+        ) from error
+
+
+@contextlib.contextmanager
+def _training_mode(model: Parts, frozen: Sequence[str]) -> Iterator[None]:
+    still = [model.part(name) for name in frozen]
+    held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
+    model.train()
+    for part in still:
+        part.eval()
+    for weight in held:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in held:
+            weight.requires_grad_(True)
+
+
+def evaluate(
+    function: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, inputs: torch.Tensor, batch: int = 512
+) -> torch.Tensor:
+    """``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
+
+    Raises:
+        DataError: no inputs.
+    """
+    if not len(inputs):
+        raise DataError("no inputs to evaluate; expected at least one")
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return torch.cat([function(piece) for piece in torch.split(inputs, batch)])
+    finally:
+        model.train(was_training)
+
+
+def predict_probabilities(model: nn.Module, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
+    """Softmax (n, K) float32 of a model's logits, in eval mode.
+
+    Raises:
+        DataError: no inputs.
+    """
+    return evaluate(lambda piece: torch.softmax(model(piece), dim=1), model, inputs, batch)
+
+
+def features_of(model: Parts, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
+    """Features (n, d) float32 of a model's encoder, in eval mode.
+
+    Raises:
+        DataError: no inputs.
+    """
+    return evaluate(model.features, model, inputs, batch)
+
+
+def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of rows (0..1) whose largest probability is at the label.
+
+    Raises:
+        DataError: no rows.
+    """
+    if not len(labels):
+        raise DataError("no samples to take an accuracy of; expected at least one")
+    return float((probabilities.argmax(dim=1) == labels).double().mean())
