@@ -1,0 +1,122 @@
+"""A trained encoder as one ONNX graph: one float input, one output ``features``, any batch size."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from edge_agent.errors import ExportRejected, MissingCapability
+from edge_agent.task import Task
+
+Exporter = Literal["dynamo", "legacy"]
+_OPSET: dict[Exporter, int] = {"dynamo": 18, "legacy": 17}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An ONNX graph as bytes, and how it was made."""
+
+    model: bytes
+    exporter: Exporter
+    opset: int
+
+
+def to_onnx(encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto") -> Exported:
+    """The encoder in eval mode as ONNX; the given module is left as it is.
+
+    ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
+
+    Raises:
+        MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was asked for.
+        ExportRejected: the exporter cannot translate this encoder.
+    """
+    for package in ("onnx", *(("onnxscript",) if exporter == "dynamo" else ())):
+        if importlib.util.find_spec(package) is None:
+            raise MissingCapability.package(package, "export", "exporting an encoder")
+    chosen: Exporter = exporter if exporter != "auto" else _preferred()
+    frozen = copy.deepcopy(encoder).cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    # Not 1: the dynamo exporter would take a batch of one for a constant.
+    example = torch.zeros(2, *task.input_shape)
+    try:
+        with _quiet(), torch.no_grad():
+            raw = _dynamo(frozen, example, task) if chosen == "dynamo" else _legacy(frozen, example, task)
+    except (RuntimeError, ValueError, TypeError) as error:
+        advice = "write it with operators that ONNX has" if exporter != "auto" else "try exporter 'legacy'"
+        raise ExportRejected(f"encoder '{task.encoder}': the {chosen} exporter failed: {error}; {advice}") from error
+    return Exported(strip_opsets(raw), chosen, _OPSET[chosen])
+
+
+def strip_opsets(model: bytes) -> bytes:
+    """The same graph without imports of operator sets that none of its nodes uses; strict consumers refuse those."""
+    import onnx
+
+    graph = onnx.load_from_string(model)
+    used = {node.domain for node in graph.graph.node} | {""}
+    kept = [entry for entry in graph.opset_import if entry.domain in used or entry.domain == "ai.onnx"]
+    del graph.opset_import[:]
+    graph.opset_import.extend(kept)
+    # Traces hold source paths of the machine that exported: they tell devices nothing and differ between machines.
+    for node in graph.graph.node:
+        node.doc_string = ""
+        del node.metadata_props[:]
+    for value in (*graph.graph.value_info, *graph.graph.input, *graph.graph.output):
+        del value.metadata_props[:]
+    return bytes(graph.SerializeToString(deterministic=True))
+
+
+def _preferred() -> Exporter:
+    return "dynamo" if importlib.util.find_spec("onnxscript") is not None else "legacy"
+
+
+def _dynamo(encoder: nn.Module, example: torch.Tensor, task: Task) -> bytes:
+    program: Any = torch.onnx.export(
+        encoder,
+        (example,),
+        dynamo=True,
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        opset_version=_OPSET["dynamo"],
+        external_data=False,
+        input_names=[task.input.kind],
+        output_names=["features"],
+        verbose=False,
+    )
+    return bytes(program.model_proto.SerializeToString())
+
+
+def _legacy(encoder: nn.Module, example: torch.Tensor, task: Task) -> bytes:
+    buffer = io.BytesIO()
+    torch.onnx.export(
+        encoder,
+        (example,),
+        buffer,  # type: ignore[arg-type]  # the annotation knows paths only; both work
+        dynamo=False,
+        opset_version=_OPSET["legacy"],
+        input_names=[task.input.kind],
+        output_names=["features"],
+        dynamic_axes={task.input.kind: {0: "batch"}, "features": {0: "batch"}},
+    )
+    return buffer.getvalue()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch's exporters warn about their own internals; the gates afterwards say what matters."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,135 @@
+"""Gates: what an ONNX encoder must fulfil before a device gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_agent.bundle import Parity
+from edge_agent.task import Task
+from edge_agent.training.loops import evaluate
+
+from .runtime import run
+
+BATCHES = (1, 2, 7)
+TOLERANCE = 1e-4
+"""Largest difference to torch, relative to the largest feature (at least 1). Correct exports stay below 2e-5."""
+
+MAX_IR_VERSION = 10
+"""What ONNX Runtime 1.18 reads, the oldest that agents may have."""
+
+_PORTABLE = """
+    Abs Add AveragePool BatchNormalization Cast Clip Concat Constant ConstantOfShape Conv ConvTranspose
+    DequantizeLinear Div Elu Erf Exp Expand Flatten Gather Gelu Gemm GlobalAveragePool GlobalMaxPool GroupNormalization
+    HardSigmoid HardSwish Identity InstanceNormalization LayerNormalization LeakyRelu Log LpNormalization MatMul Max
+    MaxPool Min Mul Neg PRelu Pad Pow QuantizeLinear ReduceL2 ReduceMax ReduceMean ReduceSum Relu Reshape Shape Sigmoid
+    Slice Softmax Softplus Split Sqrt Squeeze Sub Tanh Transpose Unsqueeze Where"""
+OPERATORS = frozenset(_PORTABLE.split())
+"""Operators without control flow, randomness or file access, which ONNX Runtime has on every processor."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One check of an export: its name, whether it passed, and what was found."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def graph_gates(model: bytes, task: Task) -> list[Gate]:
+    """Gates that need the graph alone: validity, interface, operators, nothing left that trains."""
+    import onnx
+
+    try:
+        graph = onnx.load_from_string(model)
+        onnx.checker.check_model(graph, full_check=True)
+    except Exception as error:  # noqa: BLE001 - onnx raises protobuf's, its checker's and its inference's own errors
+        return [Gate("valid", passed=False, detail=f"{type(error).__name__}: {error}")]
+    checks: dict[str, Callable[[], Iterator[str]]] = {
+        "interface": lambda: _interface(graph, task),
+        "operators": lambda: _foreign_operators(graph),
+        "frozen": lambda: _training_remains(graph),
+        "self-contained": lambda: _outside_references(graph),
+    }
+    found = [Gate("valid", passed=True, detail=f"IR {graph.ir_version}, {len(graph.graph.node)} nodes")]
+    for name, check in checks.items():
+        mistakes = list(check())
+        found.append(Gate(name, not mistakes, "; ".join(mistakes) or "as expected"))
+    return found
+
+
+def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[Gate, Parity]:
+    """Largest difference between ONNX Runtime and torch over batches of 1, 2 and 7 of ``inputs`` (n, ...) float32."""
+    worst, scale = 0.0, 0.0
+    for size in BATCHES:
+        batch = np.resize(inputs, (size, *inputs.shape[1:])).astype(np.float32)
+        ours = evaluate(encoder, encoder, torch.from_numpy(batch)).numpy()
+        theirs = run(model, batch, batch=size)
+        if ours.shape != theirs.shape or not np.isfinite(ours).all() or not np.isfinite(theirs).all():
+            detail = f"batch {size}: torch gives {ours.shape}, ONNX {theirs.shape}; both must be equal and finite"
+            return Gate("parity", passed=False, detail=detail), Parity(max_abs=0.0, scale=0.0, batches=BATCHES)
+        worst = max(worst, float(np.abs(ours - theirs).max()))
+        scale = max(scale, float(np.abs(ours).max()))
+    allowed = TOLERANCE * max(1.0, scale)
+    detail = f"largest difference {worst:.2g}, allowed {allowed:.2g} (features up to {scale:.3g})"
+    return Gate("parity", worst <= allowed, detail), Parity(max_abs=worst, scale=scale, batches=BATCHES)
+
+
+def mean_cosine(one: np.ndarray, other: np.ndarray) -> float:
+    """Mean over rows of the cosine between two sets of features (n, d); a zero row agrees only with a zero row."""
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    both_zero = (np.linalg.norm(one, axis=1) == 0) & (np.linalg.norm(other, axis=1) == 0)
+    products = np.einsum("nd,nd->n", one.astype(np.float64), other.astype(np.float64))
+    return float(np.where(both_zero, 1.0, products / np.where(lengths > 0, lengths, 1.0)).mean())
+
+
+def _interface(graph: Any, task: Task) -> Iterator[str]:
+    inner = graph.graph
+    constants = {tensor.name for tensor in inner.initializer}
+    inputs = [value for value in inner.input if value.name not in constants]
+    if len(inputs) != 1 or len(inner.output) != 1:
+        yield f"{len(inputs)} inputs and {len(inner.output)} outputs, expected one each"
+        return
+    for role, value, expected in (("input", inputs[0], task.input_shape), ("output", inner.output[0], None)):
+        form = value.type.tensor_type
+        sides = [side.dim_value if side.HasField("dim_value") else None for side in form.shape.dim]
+        if form.elem_type != 1:
+            yield f"{role} '{value.name}' has element type {form.elem_type}, expected 1 (float32)"
+        if not sides or sides[0] is not None:
+            yield f"{role} '{value.name}' is {sides}, expected any batch size"
+        if expected is not None and tuple(sides[1:]) != expected:
+            yield f"{role} '{value.name}' is {sides}, expected [None, {', '.join(map(str, expected))}]"
+        if expected is None and len(sides) != 2:
+            yield f"{role} '{value.name}' has {len(sides)} axes, expected 2: (n, d)"
+
+
+def _foreign_operators(graph: Any) -> Iterator[str]:
+    for node in graph.graph.node:
+        if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS:
+            yield f"operator '{node.domain or 'ai.onnx'}.{node.op_type}' is not one that every device has"
+
+
+def _training_remains(graph: Any) -> Iterator[str]:
+    for node in graph.graph.node:
+        modes = [attribute.i for attribute in node.attribute if attribute.name == "training_mode"]
+        if node.op_type == "BatchNormalization" and any(modes):
+            yield f"batch norm '{node.name}' is in training mode; call eval() on the encoder"
+        if node.op_type == "Dropout":
+            yield f"dropout '{node.name}' is left in the graph; call eval() on the encoder"
+
+
+def _outside_references(graph: Any) -> Iterator[str]:
+    inner, version = graph.graph, graph.ir_version
+    if version > MAX_IR_VERSION:
+        yield f"IR version {version}, devices read up to {MAX_IR_VERSION}"
+    for tensor in inner.initializer:
+        if tensor.data_location == 1 or tensor.external_data:
+            yield f"weights '{tensor.name}' lie in another file; one file is signed and sent"
+    if graph.functions:
+        yield f"{len(graph.functions)} local functions, expected none"
