@@ -1,0 +1,1 @@
+"""The program in the data center: opens rounds, collects updates, keeps the journal, exports and releases encoders."""

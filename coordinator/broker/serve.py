@@ -1,0 +1,117 @@
+"""amqtt with the fewest plugins that will do, and ours for users and topics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amqtt.broker import Broker
+from amqtt.contexts import Action
+from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
+
+from .access import Rules, is_password, read_passwords
+
+
+class PasswordPlugin(BaseAuthPlugin):  # type: ignore[misc]
+    """Lets in the users of a password file, if their last will keeps to their own topics."""
+
+    @dataclass
+    class Config:
+        """Options of this plugin."""
+
+        password_file: str = ""
+        federation: str = "home"
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._path = Path(self.config.password_file)
+        self._rules = Rules(self.config.federation)
+        self._users, self._read_at = read_passwords(self._path), self._path.stat().st_mtime_ns
+
+    async def authenticate(self, *, session: Any) -> bool:
+        """Whether this CONNECT is granted; the broker itself checks the topics of publishes but not those of wills."""
+        user, will = session.username, session.will_topic
+        if not user or not is_password(session.password or "", self._hash_of(user)):
+            return False
+        return not will or self._rules.may_publish(user, will)
+
+    def _hash_of(self, user: str) -> str:
+        """The user's hash; the file is read again when it has changed, so that enrolling needs no restart."""
+        with contextlib.suppress(OSError):
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._read_at:
+                self._users, self._read_at = read_passwords(self._path), changed
+        return self._users.get(user, "")
+
+
+class TopicsPlugin(BaseTopicPlugin):  # type: ignore[misc]
+    """Keeps every user to the topics that `access.Rules` grants."""
+
+    @dataclass
+    class Config:
+        """Options of this plugin."""
+
+        federation: str = "home"
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._rules = Rules(self.config.federation)
+
+    async def topic_filtering(self, *, session: Any = None, topic: str | None = None, action: Any = None) -> bool:
+        """Whether this publish, subscription or delivery is granted."""
+        user = session.username if session is not None else None
+        if not user or not topic:
+            return False
+        if action == Action.PUBLISH:
+            return self._rules.may_publish(user, topic)
+        return self._rules.may_subscribe(user, topic)
+
+
+def settings(bind: str, port: int, federation: str, password_file: str | None) -> dict[str, Any]:
+    """amqtt's configuration. No event, packet or ``$SYS`` plugin: each costs a call for each packet."""
+    host = f"[{bind}]" if ":" in bind else bind
+    plugins: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
+    if password_file is not None:
+        plugins = {
+            f"{__name__}.PasswordPlugin": {"password_file": password_file, "federation": federation},
+            f"{__name__}.TopicsPlugin": {"federation": federation},
+        }
+    return {"listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}}, "plugins": plugins}
+
+
+def serve(bind: str, port: int, federation: str, password_file: str | None) -> None:
+    """Serve until standard input ends."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    for name in ("amqtt", "transitions"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # A connection that says nothing is how one asks whether a broker is up; that is no error.
+    logging.getLogger("amqtt.broker").addFilter(lambda record: "No data" not in record.getMessage())
+    gc.collect()
+    gc.freeze()  # what the imports made stays; later collections need not look at it
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(settings(bind, port, federation, password_file)))
+
+
+async def _serve(config: dict[str, Any]) -> None:
+    loop, parent_gone = asyncio.get_running_loop(), asyncio.Event()
+    watch = threading.Thread(target=_wait_for_parent, args=(loop, parent_gone), daemon=True)
+    watch.start()
+    broker = Broker(config)
+    await broker.start()
+    await parent_gone.wait()
+    await broker.shutdown()
+
+
+def _wait_for_parent(loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
+    """Standard input is a pipe whose other end closes with the parent, even when the parent is killed."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    with contextlib.suppress(RuntimeError):  # the loop has ended already
+        loop.call_soon_threadsafe(gone.set)

@@ -1,0 +1,44 @@
+"""The command tree of ``headwater``."""
+
+from __future__ import annotations
+
+import typer
+
+from edge_agent import __version__
+
+from . import bench, demo, doctor, export, methods, report, run, serve, status
+
+app = typer.Typer(
+    name="headwater",
+    help="Federated learning with on-device personalization: shared encoders flow down, personal heads stay at home.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - a typer callback
+    if wanted:
+        print(f"headwater {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version_wanted: bool = typer.Option(  # noqa: FBT001 - a typer option
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."  # noqa: FBT003 - its default
+    ),
+) -> None:
+    """The coordinator of Headwater; devices run 'edge-agent'."""
+
+
+app.command("demo")(demo.demo)
+app.command("serve")(serve.serve)
+app.command("run")(run.run)
+app.command("status")(status.status)
+app.command("export")(export.export)
+app.command("report")(report.report)
+app.command("methods")(methods.methods)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")

@@ -1,0 +1,34 @@
+"""``headwater doctor``."""
+
+from __future__ import annotations
+
+from edge_agent import capabilities
+
+from ..broker import find_mosquitto
+from .options import Json, console, print_json, table
+
+
+def doctor(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer options
+    """What this machine can do as a coordinator, and what keeps it from doing more.
+
+    Example: headwater doctor --json
+    """
+    found = capabilities.find()
+    mosquitto = find_mosquitto()
+    facts = {
+        "python": found.python,
+        "system": found.system,
+        "machine": found.machine,
+        "cores": found.cores,
+        "memory_mb": None if found.memory_bytes is None else found.memory_bytes // 10**6,
+        "accelerators": ", ".join(found.accelerators),
+        "mosquitto": str(mosquitto) if mosquitto else None,
+        **found.packages,
+    }
+    advice = [*found.advice(), *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"])]
+    if as_json:
+        print_json({**facts, "advice": advice})
+        return
+    console.print(table("this machine", ("what", "found"), list(facts.items()), left=2))
+    for line in advice:
+        console.print(f"- {line}", soft_wrap=True)

@@ -1,0 +1,84 @@
+"""Options and output that several commands have in common."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edge_agent.errors import UsageError
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file; default: coordinator.toml in this folder.")
+]
+State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one that the file names.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
+
+console = Console(stderr=True, highlight=False)
+"""Where people are spoken to: stderr, so that stdout holds results only."""
+
+
+def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
+    """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
+    level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
+    for package in ("coordinator", "edge_agent", "export"):
+        logging.getLogger(package).setLevel(level)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(content, indent=1, allow_nan=False))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
+    """A table; the first ``left`` columns are text, the others numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="left" if position < left else "right")
+    for row in rows:
+        made.add_row(*(text(value) for value in row))
+    return made
+
+
+def text(value: object) -> str:
+    """A table cell: numbers with three digits behind the point, nothing for what is not known."""
+    if value is None or value == "":
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:  # noqa: PLR2004 - SI steps
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def parameters(pairs: Sequence[str]) -> dict[str, Any]:
+    """``name=value`` pairs; values are read as JSON where they are JSON, else as text.
+
+    Raises:
+        UsageError: lists every pair without a name or an equals sign.
+    """
+    wrong = [pair for pair in pairs if not pair.partition("=")[1] or not pair.partition("=")[0]]
+    if wrong:
+        raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
+    return {name: _value(raw) for name, _, raw in (pair.partition("=") for pair in pairs)}
+
+
+def _value(raw: str) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw

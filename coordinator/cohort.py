@@ -1,0 +1,26 @@
+"""Who is asked in a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .config import CohortConfig
+
+
+def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:
+    """The cohort, sorted; the same agents, seed and round give the same cohort. Empty when too few are available.
+
+    ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
+    """
+    if len(available) < config.min_agents:
+        return ()
+    wanted = max(config.min_agents, round(config.fraction * len(available)))
+    wanted = min(wanted, config.max_agents or wanted)
+    size = min(len(available), math.ceil(wanted * config.over_selection))
+    rng = np.random.default_rng([seed, round_number])
+    chosen = rng.choice(len(available), size=size, replace=False)
+    ordered = sorted(available)
+    return tuple(sorted(ordered[index] for index in chosen))

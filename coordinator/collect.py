@@ -1,0 +1,234 @@
+"""Updates on their way in: nothing is believed, allocated or counted before it has been checked.
+
+An update is accepted when its bytes are on disk under their hash, its tensors are exactly those that the method
+declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A refused update costs
+itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edge_agent.errors import ChunkError, HeadwaterError, TensorsError, UpdateRefused
+from edge_agent.store import sync_folder
+from edge_agent.wire.chunks import Frame, Incoming
+from edge_agent.wire.flow import WINDOW_BYTES, Receiving
+from edge_agent.wire.messages import Ack, Control, Grant, Receipt, UpdateManifest
+from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
+
+from .journal import Accepted, Journal
+from .store import BlobStore
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Control], None]
+
+
+@dataclass
+class Collection:
+    """What one round has collected so far."""
+
+    run: str
+    round: int
+    cohort: tuple[str, ...]
+    expected: Mapping[str, Spec]
+    accepted: dict[str, Accepted] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def outstanding(self) -> tuple[str, ...]:
+        """Cohort members that have neither been accepted nor refused."""
+        return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
+
+
+@dataclass
+class _Upload:
+    manifest: UpdateManifest
+    receiving: Receiving
+
+
+class Collector:
+    """All uploads of the open round. One coordinator has one."""
+
+    def __init__(self, blobs: BlobStore, journal: Journal, send: Send, clock: Callable[[], float]) -> None:
+        self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
+        self._uploads: dict[str, _Upload] = {}
+        self.open_round: Collection | None = None
+        self.bytes_from: dict[str, int] = {}
+
+    def open(self, collection: Collection) -> None:
+        """Take updates for this round from now on."""
+        self.open_round = collection
+
+    def close(self) -> None:
+        """Take no more updates for the open round; what is half here is forgotten."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.discard()
+        self._uploads.clear()
+        self.open_round = None
+
+    def pause(self) -> None:
+        """The coordinator stops: what is half here stays on disk, to be gone on with."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.close()
+        self._uploads.clear()
+
+    def manifest(self, agent: str, message: UpdateManifest) -> None:
+        """An agent has an update; it is granted, receipted (again), or refused with the reason."""
+        try:
+            already = self._already_accepted(agent, message)
+            if not already:
+                self._check_manifest(agent, message)
+        except UpdateRefused as refusal:
+            self._refuse(agent, message, str(refusal))
+            return
+        if already:
+            self._send(agent, Receipt(digest=message.blob.digest, accepted=True))
+        else:
+            self._grant(agent, message)
+
+    def chunk(self, agent: str, frame: Frame) -> None:
+        """One chunk from an agent; acknowledged now and then, and judged when it was the last.
+
+        Raises:
+            ChunkError: the agent has no upload under way that this belongs to.
+        """
+        upload = self._uploads.get(agent)
+        if upload is None:
+            raise ChunkError("no upload was granted")
+        self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
+        complete = upload.receiving.add(frame, self._clock())
+        if complete:
+            del self._uploads[agent]
+            self._judge(agent, upload)
+        elif upload.receiving.report_due(self._clock()):
+            self._acknowledge(agent, upload)
+
+    def failed(self, agent: str, reason: str) -> None:
+        """An agent could not make an update for the open round: it is not waited for."""
+        collection = self.open_round
+        if collection is not None and agent in collection.outstanding:
+            self._note_refusal(collection, agent, reason)
+
+    def tick(self) -> None:
+        """Acknowledge what has not been acknowledged for a while."""
+        now = self._clock()
+        for agent, upload in self._uploads.items():
+            if upload.receiving.report_due(now):
+                self._acknowledge(agent, upload)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
+        collection = self.open_round
+        if collection is not None and (collection.run, collection.round) == (message.run, message.round):
+            known = collection.accepted.get(agent)
+            if known is not None and known.digest != message.blob.digest:
+                raise UpdateRefused(f"an update of {agent} for round {message.round} is already accepted; one counts")
+            return known is not None
+        entries = self._journal.entries(run=message.run, kinds=("update_accepted",))
+        return any(e.agent == agent and e.digest == message.blob.digest for e in entries)
+
+    def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
+        collection = self.open_round
+        if collection is None or (collection.run, collection.round) != (message.run, message.round):
+            now = f"round {collection.round} of {collection.run}" if collection else "no round"
+            raise UpdateRefused(f"late: the update is for round {message.round} of {message.run}, open is {now}")
+        if agent not in collection.cohort:
+            raise UpdateRefused(f"{agent} was not asked for an update in round {message.round}")
+        if agent in collection.refused:
+            raise UpdateRefused(f"already refused in round {message.round}: {collection.refused[agent]}")
+        if message.samples < 1:
+            raise UpdateRefused("trained on 0 samples; an update needs at least 1")
+        content = sum(spec.nbytes for spec in collection.expected.values())
+        if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
+            raise UpdateRefused(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
+
+    def _grant(self, agent: str, message: UpdateManifest) -> None:
+        upload = self._uploads.get(agent)
+        if upload is None or upload.manifest.blob != message.blob:
+            if upload is not None:
+                upload.receiving.incoming.discard()
+            incoming = Incoming(message.blob, self._folder(agent))
+            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock()))
+        upload.receiving.restart(self._clock())
+        if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
+            del self._uploads[agent]
+            self._judge(agent, upload)
+            return
+        credit = max(1, WINDOW_BYTES // message.blob.chunk_bytes)
+        missing = upload.receiving.incoming.chunks.missing()
+        self._send(agent, Grant(digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _acknowledge(self, agent: str, upload: _Upload) -> None:
+        chunks = upload.receiving.incoming.chunks
+        gaps = chunks.missing(below=chunks.highest())
+        ack = Ack(digest=upload.manifest.blob.digest, received=upload.receiving.seen, missing=gaps)
+        self._send(agent, ack)
+
+    def _judge(self, agent: str, upload: _Upload) -> None:
+        message, collection = upload.manifest, self.open_round
+        digest = message.blob.digest
+        arrived = self._folder(agent) / f"{digest}.whole"
+        try:
+            upload.receiving.incoming.finish(arrived, durable=True)
+        except ChunkError as error:
+            log.warning("update_damaged agent=%s reason=%s", agent, error)
+            self._grant(agent, message)
+            return
+        if collection is None:
+            return
+        try:
+            self._check_content(arrived, collection)
+        except (UpdateRefused, TensorsError) as refusal:
+            arrived.unlink(missing_ok=True)
+            self._refuse(agent, message, str(refusal))
+            return
+        arrived.replace(self._blobs.path(digest))  # only now is it a blob that others may rely on
+        sync_folder(self._blobs.folder)
+        self._accept(collection, agent, message)
+
+    def _folder(self, agent: str) -> Path:
+        return self._blobs.folder / "partial" / agent
+
+    def _check_content(self, arrived: Path, collection: Collection) -> None:
+        with arrived.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        specs, _ = inspect(mapped)
+        check_specs(specs, collection.expected)
+        bad = first_non_finite(decode(mapped))
+        if bad is not None:
+            raise UpdateRefused(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+
+    def _accept(self, collection: Collection, agent: str, message: UpdateManifest) -> None:
+        metrics = {name: value for name, value in message.metrics.items() if value is not None}
+        body = {"samples": message.samples, "metrics": metrics}
+        digest = message.blob.digest
+        self._journal.append(
+            "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
+        )
+        collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
+        self._send(agent, Receipt(digest=digest, accepted=True))
+
+    def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        log.warning("update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
+        collection = self.open_round
+        if collection is not None and (collection.run, collection.round) == (message.run, message.round):
+            if agent in collection.outstanding:
+                self._note_refusal(collection, agent, reason)
+        self._send(agent, Receipt(digest=message.blob.digest, accepted=False, reason=reason[:1000]))
+
+    def _note_refusal(self, collection: Collection, agent: str, reason: str) -> None:
+        self._journal.append(
+            "update_refused", run=collection.run, round=collection.round, agent=agent, body={"reason": reason[:1000]}
+        )
+        collection.refused[agent] = reason
+
+
+def reason_of(error: HeadwaterError) -> str:
+    """An error as one line for a journal entry or a table."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,102 @@
+"""The coordinator's configuration: one TOML file, read with `edge_agent.config.load`.
+
+Durations are seconds (``_s``). Relative paths count from the folder of the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from edge_agent.config import NAME_PATTERN, BrokerConfig
+from edge_agent.task import Frozen, Task
+
+
+class EmbeddedConfig(Frozen):
+    """The broker that the coordinator starts and watches itself; meant for trials and single hosts."""
+
+    bind: str = Field("127.0.0.1", min_length=1, max_length=253, description="address to listen on; 0.0.0.0 = all")
+    port: int = Field(1883, ge=0, le=65535, description="TCP port; 0 = any free one")
+    password_file: Path | None = Field(
+        None, description="users and hashes as 'headwater enroll' writes them; without it everybody may connect"
+    )
+
+
+class RunConfig(Frozen):
+    """What a run does when the request does not say otherwise."""
+
+    method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
+    rounds: int = Field(10, ge=1, le=1_000_000, description="rounds of one run")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the first weights, of cohorts and of the agents")
+
+
+class CohortConfig(Frozen):
+    """Who takes part in a round."""
+
+    tier: Literal["train", "any"] = Field("train", description="train: only agents that can train encoders")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents that is asked")
+    min_agents: int = Field(1, ge=1, le=1_000_000, description="a round opens when so many agents are available")
+    max_agents: int | None = Field(None, ge=1, le=1_000_000, description="never ask more; None = no bound")
+    over_selection: float = Field(
+        1.0, ge=1, le=4, description="ask so many times more agents than needed; 1.3 covers 10 % that drop out"
+    )
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> CohortConfig:
+        if self.max_agents is not None and self.max_agents < self.min_agents:
+            raise ValueError(f"max_agents = {self.max_agents} is below min_agents = {self.min_agents}; raise it")
+        return self
+
+
+class RoundConfig(Frozen):
+    """When a round closes."""
+
+    quorum: float = Field(0.8, gt=0, le=1, description="share of the cohort that is enough to close after the grace")
+    grace_s: float = Field(10.0, ge=0, le=86_400, description="waited for the rest once the quorum is there")
+    deadline_s: float = Field(600.0, gt=0, le=7 * 86_400, description="a round closes or is opened again after this")
+    lease_s: float = Field(45.0, gt=0, le=3600, description="an agent that is silent for so long counts as gone")
+    max_attempts: int = Field(3, ge=1, le=1000, description="a run fails when a round missed its quorum so often")
+
+
+class ExportConfig(Frozen):
+    """What happens to the encoder of a run."""
+
+    after_run: bool = Field(True, description="export and release when a run is finished")
+    int8: bool = Field(True, description="add a quantized variant")
+    exporter: Literal["auto", "dynamo", "legacy"] = Field(
+        "auto", description="auto: torch's dynamo exporter where onnxscript is installed, else the older one"
+    )
+    calibration: str | None = Field(
+        None, max_length=1000, description="data source of inputs that settle the int8 ranges; None = random inputs"
+    )
+
+
+class CoordinatorConfig(Frozen):
+    """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
+
+    federation: str = Field("home", pattern=NAME_PATTERN, description="agents of the same federation work together")
+    state: Path = Field(Path("state"), description="folder for journal, blobs and runs")
+    broker: BrokerConfig | None = Field(None, description="a broker that is already there")
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig, description="the broker to start otherwise")
+    task: Task = Field(description="inputs, classes and encoder")
+    run: RunConfig = Field(default_factory=RunConfig, description="defaults of a run")
+    cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
+    round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
+    export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
+    evaluate_every: int = Field(
+        1, ge=0, le=1_000_000, description="agents evaluate each so many rounds; 0 = at the end"
+    )
+
+    @model_validator(mode="after")
+    def _one_broker(self) -> CoordinatorConfig:
+        if self.broker is not None and "embedded" in self.model_fields_set:
+            raise ValueError("[broker] and [embedded] exclude each other; keep the one that is meant")
+        return self
+
+    @property
+    def has_embedded_broker(self) -> bool:
+        """Whether the coordinator starts a broker of its own."""
+        return self.broker is None

@@ -1,0 +1,406 @@
+"""What happened, in order: one append-only, hash-chained table in SQLite that survives ``kill -9`` and power cuts.
+
+An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``). Each entry's hash covers its content and
+the hash before it, so that an edited, removed or reordered entry is found by `Journal.verify`. Several processes may
+write: appends are serialised by the database. What a run is doing is never stored, only derived: see `Journal.replay`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import sqlalchemy as sa
+
+from edge_agent.errors import StateError, UnknownName
+
+Kind = Literal[
+    "coordinator_started",
+    "run_requested",
+    "run_started",
+    "round_opened",
+    "update_accepted",
+    "update_refused",
+    "round_closed",
+    "run_finished",
+    "run_failed",
+    "run_cancelled",
+    "release_made",
+    "release_reported",
+]
+KINDS: tuple[str, ...] = get_args(Kind)
+FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
+RunStatus = Literal["requested", "running", "finished", "failed", "cancelled"]
+SCHEMA = 1
+BUSY_TIMEOUT_S = 30
+"""How long an append waits for another process; an append takes milliseconds, so this is patience with a slow disk."""
+
+_GENESIS = "0" * 64
+_METADATA = sa.MetaData()
+_ENTRIES = sa.Table(
+    "entries",
+    _METADATA,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Text, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False, index=True),
+    sa.Column("run", sa.Text),
+    sa.Column("round", sa.Integer),
+    sa.Column("agent", sa.Text),
+    sa.Column("digest", sa.Text),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("previous_hash", sa.Text, nullable=False),
+    sa.Column("hash", sa.Text, nullable=False),
+    sa.Index("ix_entries_run_round", "run", "round"),
+    sqlite_autoincrement=True,  # remembers the highest id, which shows when the newest entries were removed
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the journal; ``at`` is ISO 8601 UTC and only for people: order is ``id``."""
+
+    id: int
+    at: str
+    kind: str
+    run: str | None
+    round: int | None
+    agent: str | None
+    digest: str | None
+    body: dict[str, Any]
+    previous_hash: str
+    hash: str
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An update that has its receipt: where its bytes are, and what the agent said about them."""
+
+    digest: str
+    samples: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """A round that was opened and not closed. A later attempt starts without the updates of the earlier one."""
+
+    round: int
+    attempt: int
+    cohort: tuple[str, ...]
+    body: dict[str, Any]
+    updates: dict[str, Accepted] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Where a run stands: ``round`` is the last closed one (0: none), ``checkpoint`` the state's digest after it."""
+
+    run: str
+    request: dict[str, Any]
+    status: RunStatus = "requested"
+    round: int = 0
+    checkpoint: str | None = None
+    open_round: OpenRound | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will happen in this run."""
+        return self.status in FINAL.values()
+
+
+def utc_now() -> datetime:
+    """The wall clock, in UTC."""
+    return datetime.now(timezone.utc)
+
+
+class Journal:
+    """The journal in one file. Use as a context manager, or call `open` and `close`."""
+
+    def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
+        self.path, self._now = path, now
+        self._engine: sa.Engine | None = None
+
+    def __enter__(self) -> Journal:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, *, create: bool = True) -> Journal:
+        """This journal, ready; an empty one is made where there is no file and ``create`` allows it.
+
+        Raises:
+            StateError: the file is damaged, of a newer version, or missing without ``create``.
+        """
+        if not create and not self.path.exists():
+            raise StateError(f"{self.path}: no journal here; start the coordinator once, or give its state folder")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._engine = _engine(self.path)
+        try:
+            self._check_or_make_schema()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+    def append(
+        self,
+        kind: Kind,
+        *,
+        run: str | None = None,
+        round: int | None = None,  # noqa: A002 - the word of the vocabulary
+        agent: str | None = None,
+        digest: str | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> Entry:
+        """The entry as written; it is on disk when this returns.
+
+        Raises:
+            UnknownName: no such kind.
+            StateError: the disk is full or the database cannot be written.
+        """
+        draft = _draft(kind, run=run, round=round, agent=agent, digest=digest, body=dict(body or {}))
+        with self._transaction(writes=True) as connection:
+            return self._write(connection, draft)
+
+    def request_run(self, body: Mapping[str, Any]) -> str:
+        """The id of a run that has just been asked for; a coordinator on this folder will find it."""
+        with self._transaction(writes=True) as connection:
+            requested = sa.select(sa.func.count()).where(_ENTRIES.c.kind == "run_requested")
+            run = f"run-{connection.execute(requested).scalar_one() + 1:04d}"
+            self._write(connection, _draft("run_requested", run=run, body=dict(body)))
+            return run
+
+    def entries(
+        self,
+        run: str | None = None,
+        kinds: Sequence[str] | None = None,
+        after: int = 0,
+        *,
+        round: int | None = None,  # noqa: A002 - the word of the vocabulary
+        agent: str | None = None,
+    ) -> list[Entry]:
+        """Entries with an id above ``after``, in order; only those of a run, round, agent or of some kinds if given."""
+        query = sa.select(_ENTRIES).where(_ENTRIES.c.id > after).order_by(_ENTRIES.c.id)
+        for column, wanted in ((_ENTRIES.c.run, run), (_ENTRIES.c.round, round), (_ENTRIES.c.agent, agent)):
+            if wanted is not None:
+                query = query.where(column == wanted)
+        if kinds is not None:
+            query = query.where(_ENTRIES.c.kind.in_(list(kinds)))
+        with self._transaction() as connection:
+            return [_entry(row) for row in connection.execute(query)]
+
+    def last_id(self) -> int:
+        """Id of the newest entry; 0 in an empty journal."""
+        with self._transaction() as connection:
+            return connection.execute(sa.select(sa.func.max(_ENTRIES.c.id))).scalar() or 0
+
+    def verify(self) -> int:
+        """Number of entries, after checking every link of the chain.
+
+        Raises:
+            StateError: an entry was changed, removed or put in; the first one is named.
+        """
+        count, previous = 0, _GENESIS
+        with self._transaction() as connection:
+            highest = connection.execute(sa.text("SELECT seq FROM sqlite_sequence WHERE name = 'entries'")).scalar()
+            for row in connection.execute(sa.select(_ENTRIES).order_by(_ENTRIES.c.id)):
+                count += 1
+                previous = self._checked_link(row, count, previous)
+        if count != (highest or 0):
+            raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
+        return count
+
+    def replay(self, run: str) -> RunRecord:
+        """Where ``run`` stands, derived from its entries.
+
+        Raises:
+            UnknownName: no such run.
+            StateError: the entries contradict each other.
+        """
+        entries = self.entries(run)
+        if not entries or entries[0].kind != "run_requested":
+            raise UnknownName("run", run, self.runs())
+        record = RunRecord(run, entries[0].body)
+        for entry in entries[1:]:
+            record = _step(record, entry)
+        return record
+
+    def runs(self) -> list[str]:
+        """Ids of all runs in the order in which they were asked for."""
+        return [entry.run for entry in self.entries(kinds=("run_requested",)) if entry.run is not None]
+
+    def checkpoints(self) -> dict[str, str]:
+        """Run -> digest of its newest checkpoint, for all runs; cheap, however long the journal is."""
+        of_state = _ENTRIES.c.kind.in_(("run_started", "round_closed")) & _ENTRIES.c.digest.is_not(None)
+        newest = sa.select(sa.func.max(_ENTRIES.c.id)).where(of_state).group_by(_ENTRIES.c.run)
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(_ENTRIES.c.run, _ENTRIES.c.digest).where(_ENTRIES.c.id.in_(newest)))
+            return {run: digest for run, digest in rows if run is not None}
+
+    def unfinished(self) -> list[str]:
+        """Ids of the runs that are not over, in the order in which they were asked for."""
+        over = {entry.run for entry in self.entries(kinds=tuple(FINAL))}
+        return [run for run in self.runs() if run not in over]
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transaction(self, *, writes: bool = False) -> Iterator[sa.Connection]:
+        if self._engine is None:
+            raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
+        try:
+            with self._engine.connect().execution_options(writes=writes) as connection, connection.begin():
+                yield connection
+        except (sa.exc.DatabaseError, sa.exc.InterfaceError) as error:
+            raise self._failed(error) from error
+
+    def _write(self, connection: sa.Connection, draft: dict[str, Any]) -> Entry:
+        newest = sa.select(_ENTRIES.c.id, _ENTRIES.c.hash).order_by(_ENTRIES.c.id.desc()).limit(1)
+        last = connection.execute(newest).first()
+        at = self._now().isoformat(timespec="milliseconds")
+        row = {**draft, "id": last.id + 1 if last else 1, "at": at, "previous_hash": last.hash if last else _GENESIS}
+        row["hash"] = _hash(row)
+        connection.execute(_ENTRIES.insert().values(**row))
+        return Entry(**{**row, "body": json.loads(row["body"])})
+
+    def _check_or_make_schema(self) -> None:
+        with self._transaction(writes=True) as connection:
+            version = connection.execute(sa.text("PRAGMA user_version")).scalar_one()
+            if version == 0 and not sa.inspect(connection).get_table_names():
+                _METADATA.create_all(connection)
+                connection.execute(sa.text(f"PRAGMA user_version = {SCHEMA}"))
+            elif version != SCHEMA:
+                raise StateError(
+                    f"{self.path}: journal of version {version}, this program writes version {SCHEMA}; "
+                    "use the headwater release that wrote it, or another state folder"
+                )
+            complaint = connection.execute(sa.text("PRAGMA quick_check(1)")).scalar_one()
+            if complaint != "ok":
+                raise self._failed(complaint)
+
+    def _checked_link(self, row: sa.Row[Any], expected_id: int, previous: str) -> str:
+        if row.id != expected_id:
+            raise self._broken(expected_id, f"it is missing, the next one is {row.id}")
+        if row.previous_hash != previous:
+            raise self._broken(row.id, "it does not follow from the entry before it")
+        if row.hash != _hash(row._asdict()):
+            raise self._broken(row.id, "its content is not what was written")
+        return str(row.hash)
+
+    def _broken(self, entry: int, what: str) -> StateError:
+        return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {_WHAT_TO_DO}")
+
+    def _failed(self, error: object) -> StateError:
+        cause = getattr(error, "orig", None) or error
+        return StateError(f"{self.path}: the journal cannot be read or written ({cause}). {_WHAT_TO_DO}")
+
+
+_WHAT_TO_DO = (
+    "Free disk space if it is full; otherwise put back a copy of the state folder from a backup, "
+    "or start with a new state folder. Nothing was changed."
+)
+
+
+def _engine(path: Path) -> sa.Engine:
+    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @sa.event.listens_for(engine, "connect")
+    def _set_up(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # sqlite3 would open transactions at moments of its own choice
+        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        # A reader that turns into a writer fails at once when another process writes meanwhile; IMMEDIATE waits.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _draft(kind: str, *, body: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    if kind not in KINDS:
+        raise UnknownName("journal entry kind", kind, KINDS)
+    try:
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
+    return {"kind": kind, "run": None, "round": None, "agent": None, "digest": None, **columns, "body": text}
+
+
+_HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
+
+
+def _hash(row: Mapping[str, Any]) -> str:
+    content = json.dumps([row[name] for name in _HASHED], separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _entry(row: sa.Row[Any]) -> Entry:
+    columns = row._asdict()
+    try:
+        return Entry(**{**columns, "body": json.loads(columns["body"])})
+    except ValueError as error:
+        raise StateError(f"journal entry {columns['id']}: its body is not JSON ({error}). {_WHAT_TO_DO}") from error
+
+
+def _step(record: RunRecord, entry: Entry) -> RunRecord:
+    """The record after one more entry; kinds that change nothing leave it as it is."""
+    if entry.kind == "run_started":
+        return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
+    if entry.kind == "round_opened":
+        return replace(record, status="running", open_round=_opened(record, entry))
+    if entry.kind == "round_closed":
+        return _closed(record, entry)
+    if entry.kind in {"update_accepted", "update_refused"}:
+        return replace(record, open_round=_with_update(record.open_round, entry))
+    if entry.kind in FINAL:
+        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=entry.body)
+    return record
+
+
+def _opened(record: RunRecord, entry: Entry) -> OpenRound:
+    if entry.round != record.round + 1:
+        raise _contradiction(entry, f"opens round {entry.round}, round {record.round} was closed last")
+    body = entry.body
+    return OpenRound(entry.round, int(body.get("attempt", 1)), tuple(body.get("cohort", ())), body)
+
+
+def _closed(record: RunRecord, entry: Entry) -> RunRecord:
+    is_open = record.open_round is not None and record.open_round.round == entry.round
+    if not is_open or entry.round is None or entry.digest is None:
+        raise _contradiction(entry, f"closes round {entry.round} with state {entry.digest}, which is not open")
+    return replace(record, round=entry.round, checkpoint=entry.digest, open_round=None)
+
+
+def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None:
+    """The open round with one more update or refusal; what belongs to no open round changes nothing."""
+    if open_round is None or entry.round != open_round.round or entry.agent is None:
+        return open_round
+    if entry.kind == "update_refused":
+        refused = {**open_round.refused, entry.agent: str(entry.body.get("reason", ""))}
+        return replace(open_round, refused=refused)
+    if entry.agent in open_round.updates or entry.digest is None:
+        return open_round  # the first one has the receipt
+    update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))
+    return replace(open_round, updates={**open_round.updates, entry.agent: update})
+
+
+def _contradiction(entry: Entry, what: str) -> StateError:
+    return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {_WHAT_TO_DO}")

@@ -1,0 +1,253 @@
+"""The page: facts, charts, agents, and what went wrong. Everything that is not ours is escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from .charts import MARKERS, Series, bar_chart, dot_chart, legend, line_chart
+from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, Scope, as_number
+
+MAX_INCIDENTS = 200
+"""Rows of the table of missing and refused updates; a page of thousands helps nobody, the journal has them all."""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def render(run: RunFigures) -> str:
+    """The whole page as HTML. It loads nothing and runs nothing."""
+    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    title = f"{run.run} · {_text(run.summary.get('method'))}"
+    sections = (_head(run), _cards(run), _charts(run), _agents(run.agents), _incidents(run.rounds), _request(run))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _head(run: RunFigures) -> str:
+    summary = run.summary
+    status = _text(summary.get("status")) if "status" in summary else "running"
+    asked = as_number(summary.get("rounds"))
+    facts = {
+        "Method": _text(summary.get("method")),
+        "Rounds": f"{len(run.rounds)}" + (f" of {asked:g}" if asked is not None else ""),
+        "Agents": f"{len(run.agents) or len({name for line in run.rounds for name in line.agents})}",
+        "Seed": _text(summary.get("seed")),
+        "Duration": duration(as_number(summary.get("seconds"))),
+    }
+    listed = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return (
+        f'<header><p class="over">Headwater run</p><h1>{escape(run.run)} '
+        f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1><dl>{listed}</dl></header>'
+    )
+
+
+def _cards(run: RunFigures) -> str:
+    notes = {
+        "local": "trained alone, without the others",
+        "global": "the shared model",
+        "personal": "shared encoder, own head",
+    }
+    cards = [
+        _card(f"acc.{scope}", percent(mean), f"{note}; mean over agents", scope)
+        for scope, note in notes.items()
+        if (mean := run.final_mean(scope)) is not None  # type: ignore[arg-type]
+    ]
+    for name, direction in (("from agents", "bytes_up"), ("to agents", "bytes_down")):
+        total = run.total(direction)  # type: ignore[arg-type]
+        if total is not None:
+            cards.append(_card(name, megabytes(total), "payload of the whole run", ""))
+    return f'<section class="cards" aria-label="Key figures">{"".join(cards)}</section>' if cards else ""
+
+
+def _card(name: str, value: str, note: str, style: str) -> str:
+    return f'<div class="card {style}"><h2>{escape(name)}</h2><p class="big">{value}</p><p>{escape(note)}</p></div>'
+
+
+def _charts(run: RunFigures) -> str:
+    made = (_accuracy(run.rounds), _spread(run.agents), _seconds(run.rounds), _traffic(run.rounds))
+    return f'<section class="charts" aria-label="Charts">{"".join(made)}</section>' if any(made) else ""
+
+
+def _accuracy(rounds: Sequence[RoundFigures]) -> str:
+    series = [line for scope in SCOPES for line in _scope_lines(rounds, scope)]
+    if not series:
+        return ""
+    lowest = min(y for line in series for _, y in line.points)
+    text = "Accuracy by round. " + " ".join(
+        f"{line.name}: {line.points[0][1]:.3f} in round {line.points[0][0]:g}, "
+        f"{line.points[-1][1]:.3f} in round {line.points[-1][0]:g}."
+        for line in series
+    )
+    chart = line_chart(text, series, x_label="round", y_label="accuracy", low=_floor(lowest), high=1.0)
+    keys = legend([(line.name, line.style, "dashed" if line.is_dashed else "line") for line in series])
+    return _figure("Accuracy by round", chart, keys, "Share of held-back samples told right, 0 to 1.")
+
+
+def _scope_lines(rounds: Sequence[RoundFigures], scope: Scope) -> list[Series]:
+    mean = tuple((float(line.round), value) for line in rounds if (value := line.mean(scope)) is not None)
+    worst = tuple((float(line.round), value) for line in rounds if (value := line.worst(scope)) is not None)
+    if not mean:
+        return []
+    lines = [Series(f"acc.{scope}, mean", mean, scope)]
+    if worst != mean:
+        lines.append(Series(f"acc.{scope}, worst agent", worst, scope, is_dashed=True))
+    return lines
+
+
+def _spread(agents: Sequence[AgentFigures]) -> str:
+    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in agents if agent.acc][:60]
+    shown = [scope for scope in SCOPES if any(scope in values for _, values in rows)]
+    if not shown:
+        return ""
+    lowest = min(value for _, values in rows for value in values.values())
+    text = "Accuracy of each agent; the numbers are in the table of agents."
+    chart = dot_chart(text, rows, x_label="accuracy", low=_floor(lowest), high=1.0)
+    keys = legend([(f"acc.{scope}", scope, MARKERS[scope]) for scope in shown])
+    return _figure("Accuracy of each agent", chart, keys, "Share of held-back samples told right, 0 to 1.")
+
+
+def _seconds(rounds: Sequence[RoundFigures]) -> str:
+    groups = [(line.round, (line.seconds,)) for line in rounds if line.seconds is not None]
+    if not groups:
+        return ""
+    total = sum(values[0] for _, values in groups)
+    longest = max(groups, key=lambda group: group[1])
+    text = f"Seconds of each round; {total:.1f} s in all, the longest is round {longest[0]} with {longest[1][0]:.2f} s."
+    chart = bar_chart(text, groups, ("plain",), x_label="round", y_label="seconds")
+    return _figure("Time of each round", chart, "", f"Seconds from opening to closing; {total:.1f} s in all.")
+
+
+def _traffic(rounds: Sequence[RoundFigures]) -> str:
+    groups = [
+        (line.round, ((line.bytes_up or 0) / 1e6, (line.bytes_down or 0) / 1e6))
+        for line in rounds
+        if line.bytes_up is not None or line.bytes_down is not None
+    ]
+    if not groups:
+        return ""
+    up, down = (sum(values[side] for _, values in groups) for side in (0, 1))
+    text = f"Megabytes of each round; {up:.2f} MB from agents and {down:.2f} MB to agents in all."
+    chart = bar_chart(text, groups, ("up", "down"), x_label="round", y_label="MB")
+    keys = legend([("from agents", "up", "bar"), ("to agents", "down", "bar")])
+    return _figure(
+        "Traffic of each round", chart, keys, "Payload in MB (millions of bytes), as counted by the coordinator."
+    )
+
+
+def _figure(title: str, chart: str, keys: str, caption: str) -> str:
+    return f"<figure><h2>{title}</h2>{chart}{keys}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _agents(agents: Sequence[AgentFigures]) -> str:
+    if not agents:
+        return ""
+    heads = (
+        ("agent", ""),
+        ("tier", ""),
+        ("samples", "n"),
+        *((f"acc.{scope}", "n") for scope in SCOPES),
+        ("head", ""),
+        ("memory", "n"),
+        ("torch", ""),
+        ("sent", "n"),
+        ("received", "n"),
+    )
+    rows = [
+        (
+            agent.id,
+            agent.tier or "–",
+            _count(agent.samples),
+            *(percent(agent.acc.get(scope)) for scope in SCOPES),
+            agent.head or "–",
+            "–" if agent.rss_mb is None else f"{agent.rss_mb:.0f} MB",
+            {True: "loaded", False: "no", None: "–"}[agent.torch_loaded],
+            megabytes(agent.bytes_up),
+            megabytes(agent.bytes_down),
+        )
+        for agent in agents
+    ]
+    caption = "At the end of the run. Memory is the resident set of the agent's process; sent and received are payload."
+    return _table("Agents", caption, heads, rows)
+
+
+def _incidents(rounds: Sequence[RoundFigures]) -> str:
+    missing = [(line.round, name, "no update before the round closed") for line in rounds for name in line.missing]
+    refused = [(line.round, name, f"refused: {why}") for line in rounds for name, why in line.refused]
+    rows = [(str(number), name, what) for number, name, what in sorted(missing + refused)]
+    if not rows:
+        return ""
+    more = f" The first {MAX_INCIDENTS} of {len(rows)}." if len(rows) > MAX_INCIDENTS else ""
+    caption = f"Updates that are not in the aggregate of their round, and why.{more}"
+    heads = (("round", "n"), ("agent", ""), ("what", ""))
+    return _table("Missing and refused updates", caption, heads, rows[:MAX_INCIDENTS])
+
+
+def _table(title: str, caption: str, heads: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
+    heads = tuple(heads)
+    head = "".join(f'<th scope="col" class="{style}">{escape(name)}</th>' for name, style in heads)
+    body = "".join(f"<tr>{_cells(row, [style for _, style in heads])}</tr>" for row in rows)
+    return (
+        f'<section><h2>{title}</h2><p class="caption">{escape(caption)}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table aria-label="{title}">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _cells(row: Sequence[str], styles: Sequence[str]) -> str:
+    return "".join(f'<td class="{style}">{escape(value)}</td>' for value, style in zip(row, styles, strict=True))
+
+
+def _request(run: RunFigures) -> str:
+    shown = {key: run.summary[key] for key in ("encoder_sha256", "bundle", "params") if run.summary.get(key)}
+    if not shown:
+        return ""
+    names = {"encoder_sha256": "Encoder (SHA-256)", "bundle": "Bundle", "params": "Parameters of the method"}
+    parts = "".join(f"<h3>{names[key]}</h3><pre>{escape(_pretty(value))}</pre>" for key, value in shown.items())
+    return f"<section><details><summary>Encoder, bundle and parameters</summary>{parts}</details></section>"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage; a dash where it is not known."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def megabytes(size: float | None) -> str:
+    """Bytes in MB (millions), or in kB where that is less than one; a dash where it is not known."""
+    if size is None:
+        return "–"
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that a person would use; a dash where it is not known."""
+    if seconds is None:
+        return "–"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}".replace(",", " ")
+
+
+def _text(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _pretty(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True, default=str)
+
+
+def _floor(lowest: float) -> float:
+    """Where an accuracy axis begins: zero, unless everything lies in the upper half."""
+    return 0.5 if lowest >= 0.5 else min(0.0, lowest)

@@ -1,0 +1,96 @@
+"""Who is there: agents by their last sign of life, not by what the broker says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from edge_agent.wire.messages import Hello
+
+FactValue = Any
+
+
+@dataclass
+class Member:
+    """One agent as it described itself, and when it was last heard."""
+
+    id: str
+    tier: str
+    boot: str
+    software: str
+    samples: int
+    fingerprint: str
+    facts: dict[str, FactValue] = field(default_factory=dict)
+    heard_at: float = 0.0
+    gone_at: float | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it counts as there."""
+        return self.gone_at is None
+
+
+class Roster:
+    """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as gone."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+
+    def hello(self, agent: str, message: Hello) -> Member:
+        """An agent introduces itself (again)."""
+        member = Member(
+            agent,
+            message.tier,
+            message.boot,
+            message.software,
+            message.samples,
+            message.fingerprint,
+            dict(message.facts),
+        )
+        member.heard_at = self._clock()
+        self._members[agent] = member
+        return member
+
+    def heard(self, agent: str, boot: str | None = None) -> bool:
+        """Note a sign of life; False when the agent has to introduce itself first (unknown, gone, or rebooted)."""
+        member = self._members.get(agent)
+        if member is None or not member.is_present or (boot is not None and boot != member.boot):
+            return False
+        member.heard_at = self._clock()
+        return True
+
+    def gone(self, agent: str) -> None:
+        """Its will was published, or it said goodbye."""
+        member = self._members.get(agent)
+        if member is not None and member.is_present:
+            member.gone_at = self._clock()
+
+    def expire(self) -> list[str]:
+        """Agents whose lease has just run out."""
+        now = self._clock()
+        silent = [m.id for m in self._members.values() if m.is_present and now - m.heard_at > self.lease_s]
+        for agent in silent:
+            self._members[agent].gone_at = now
+        return silent
+
+    def get(self, agent: str) -> Member | None:
+        """What is known of an agent."""
+        return self._members.get(agent)
+
+    def present(self, tier: str | None = None) -> list[str]:
+        """Ids of the agents that are there, sorted; of one tier where given."""
+        return sorted(m.id for m in self._members.values() if m.is_present and tier in {None, m.tier})
+
+    def members(self) -> list[Member]:
+        """Everybody heard of, sorted by id."""
+        return [self._members[agent] for agent in sorted(self._members)]
+
+    def gone_for(self, agent: str) -> float | None:
+        """Seconds since an agent went away (infinite when it was never here), None while it is present."""
+        member = self._members.get(agent)
+        if member is None:
+            return float("inf")
+        return None if member.gone_at is None else self._clock() - member.gone_at

@@ -1,0 +1,79 @@
+"""A coordinator ready to serve: its state folder locked, its broker there, signals heeded, everything put away at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from edge_agent.config import BrokerConfig, load
+from edge_agent.errors import ConfigError
+from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.work import ThreadWorker
+
+from .broker import EmbeddedBroker
+from .config import CoordinatorConfig
+from .service import Coordinator
+from .store import StateFolder
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
+    """A started coordinator; leaving the context puts everything away so that the next start goes on from there.
+
+    Raises:
+        StateError: another process works in the state folder, or it is damaged.
+        BrokerAway: the broker does not answer and ``broker.wait`` is false.
+    """
+    with contextlib.ExitStack() as stack:
+        state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
+        broker = stack.enter_context(broker_for(config))
+        transport = MqttTransport(broker, f"{config.federation}-coordinator")
+        service = Coordinator(config, state, transport, worker=ThreadWorker(transport.wake))
+        stack.callback(service.close)
+        service.start()
+        yield service
+
+
+@contextlib.contextmanager
+def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
+    """How to reach the broker; the embedded one is started and watched where the configuration names no other."""
+    if config.broker is not None:
+        yield config.broker
+        return
+    embedded = config.embedded
+    broker = EmbeddedBroker(
+        embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
+    )
+    with broker:
+        log.info("broker_started url=%s", broker.url)
+        yield broker.config()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set, instead of tearing anything."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def load_config(path: Path | None, state: Path | None = None) -> CoordinatorConfig:
+    """The configuration in ``path`` (``coordinator.toml`` by default); ``state`` overrides its state folder.
+
+    Raises:
+        ConfigError: no such file, or mistakes, all of them listed.
+    """
+    chosen = path or Path("coordinator.toml")
+    if not chosen.exists():
+        raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
+    return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

@@ -1,0 +1,36 @@
+"""What every test run gets: one thread for each numeric library, a random order with a printed seed, no deadlines."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import settings
+
+# Before any test file imports numpy or torch: two threads on two cores make timings jump and last bits differ.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+settings.register_profile("headwater", deadline=None, print_blob=True)
+settings.load_profile("headwater")
+
+SEED = int(os.environ.get("HEADWATER_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def pytest_report_header() -> str:
+    return f"test order: HEADWATER_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle files, and tests within a file, so that no test can lean on another; a file's fixtures stay together."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    dice = random.Random(SEED)
+    files = sorted(by_file)
+    dice.shuffle(files)
+    for file in files:
+        dice.shuffle(by_file[file])
+    items[:] = [item for file in files for item in by_file[file]]

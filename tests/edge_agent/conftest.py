@@ -1,0 +1,108 @@
+"""Small bundles made with onnx.helper: a linear encoder whose features numpy can work out for itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent.task import ImageInput, Task
+from edge_agent.wire.tensors import encode
+
+TASK = Task(
+    input=ImageInput(channels=3, height=8, width=8), class_names=tuple("0123456789"), encoder="linear", encoder_params={}
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A bundle file and the matrix of its encoder: features = relu(flatten(x) @ weight.T)."""
+
+    path: Path
+    weight: np.ndarray
+    manifest: bundles.Manifest
+
+    def features(self, inputs: np.ndarray) -> np.ndarray:
+        return np.maximum(inputs.reshape(len(inputs), -1) @ self.weight.T, 0)
+
+
+def linear_onnx(weight: np.ndarray, shape: tuple[int, ...]) -> bytes:
+    """Flatten, Gemm, Relu as an ONNX file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnx import TensorProto, helper, numpy_helper
+    nodes = [
+        helper.make_node("Flatten", ["image"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "weight"], ["product"], transB=1),
+        helper.make_node("Relu", ["product"], ["features"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "linear",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", *shape])],
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, ["n", len(weight)])],
+        [numpy_helper.from_array(weight.astype(np.float32), "weight")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model.SerializeToString(deterministic=True)
+
+
+@pytest.fixture
+def make_bundle(tmp_path: Path) -> Callable[..., Made]:
+    """A function that packs a bundle with a random linear encoder."""
+
+    def make(
+        name: str = "b.hwb",
+        *,
+        task: Task = TASK,
+        dim: int = 24,
+        seed: int = 0,
+        int8: bool = False,
+        global_head: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        golden_error: float = 0.0,
+    ) -> Made:
+        rng = np.random.default_rng(seed)
+        size = int(np.prod(task.input_shape))
+        weight = (rng.normal(size=(dim, size)) / np.sqrt(size)).astype(np.float32)
+        inputs = rng.normal(size=(3, *task.input_shape)).astype(np.float32)
+        features = np.maximum(inputs.reshape(3, -1) @ weight.T, 0) + np.float32(golden_error)
+        golden = {"inputs": inputs, "features_fp32": features}
+        files: dict[str, bytes] = {"encoder.onnx": linear_onnx(weight, task.input_shape)}
+        variants = {"fp32": "encoder.onnx"}
+        if int8:
+            coarse = np.round(weight * 64) / 64
+            files["encoder.int8.onnx"] = linear_onnx(coarse, task.input_shape)
+            golden["features_int8"] = np.maximum(inputs.reshape(3, -1) @ coarse.T, 0)
+            variants["int8"] = "encoder.int8.onnx"
+        files["golden.safetensors"] = encode(golden)
+        fields: dict[str, Any] = {
+            "name": "test",
+            "created": "2026-01-01T00:00:00Z",
+            "headwater_version": "0.1.0",
+            "method": "fedavg",
+            "task": task,
+            "feature_dim": dim,
+            "variants": variants,
+            "opset": 17,
+            "exporter": "legacy",
+            "parity": {"max_abs": 0.0, "scale": 1.0, "batches": (1, 2)},
+            "heads": {
+                "lr": {"exactness": "exact", "reason": "the method's own head", "params": {"c": 0.5}},
+                "prototype": {"exactness": "approximate", "reason": "for comparison"},
+            },
+        }
+        if global_head:
+            shared = {"weight": rng.normal(size=(task.num_classes, dim)), "bias": rng.normal(size=task.num_classes)}
+            files["global_head.safetensors"] = encode({key: array.astype(np.float32) for key, array in shared.items()})
+            fields["global_head"] = "global_head.safetensors"
+        manifest = bundles.pack(tmp_path / name, {**fields, **(extra or {})}, files)
+        return Made(tmp_path / name, weight, manifest)
+
+    return make

@@ -1,0 +1,247 @@
+"""What every method must keep, checked on every method that is found."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from edge_agent import heads, methods
+from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.methods.base import Method, Update, weighted_mean
+from edge_agent.wire.tensors import decode, encode
+
+every_method = pytest.mark.parametrize("name", methods.names())
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+@every_method
+def test_docstring_names_source_and_says_what_travels(name):
+    text = inspect.getdoc(inspect.getmodule(methods.get(name)))
+    for heading in ("Source:", "Travels:", "Stays:", "Differs from the paper:"):
+        assert heading in text, f"{name} lacks '{heading}'"
+    assert methods.get(name).source
+
+
+@every_method
+def test_unknown_parameters_are_refused(name):
+    with pytest.raises(ConfigError, match="local_epoch: unknown key; did you mean 'local_epochs'"):
+        methods.create(name, {"local_epoch": 1})
+
+
+@every_method
+def test_every_parameter_of_its_own_is_described(name):
+    own = methods.get(name).Params.model_fields.keys() - Method.Params.model_fields.keys()
+    fields = methods.get(name).Params.model_fields
+    undescribed = {field for field in own if not fields[field].description and fields[field].annotation is not float}
+    assert not undescribed
+
+
+@every_method
+def test_an_update_holds_the_declared_names_and_no_others(name, federation):
+    fed = federation(name)
+    for update in fed.run_round():
+        assert set(update.tensors) == set(fed.shared) | set(fed.method.sends)
+    assert all(sent.startswith("extra.") for sent in fed.method.sends)
+
+
+@every_method
+def test_only_shared_parts_travel(name, federation):
+    fed = federation(name)
+    parts = {tensor.split(".")[0] for tensor in fed.shared}
+    assert parts <= set(fed.method.shared)
+    assert not [tensor for tensor in fed.shared if tensor.endswith("num_batches_tracked")]
+
+
+@every_method
+def test_the_same_seed_gives_the_same_bytes(name, federation):
+    one, again = (federation(name, seed=4, rounds=2).run() for _ in range(2))
+    assert encode(one.state) == encode(again.state)
+    for client in one.clients:
+        assert encode(one.personal(client)) == encode(again.personal(client))
+        assert encode(one.clients[client].memory) == encode(again.clients[client].memory)
+
+
+@every_method
+def test_another_seed_gives_other_bytes(name, federation):
+    one, other = (federation(name, seed=seed, rounds=1).run() for seed in (4, 5))
+    first = next(iter(one.clients))
+    tensors = [{**fed.state, **fed.personal(first)} for fed in (one, other)]
+    assert encode(tensors[0]) != encode(tensors[1])
+
+
+@every_method
+def test_the_state_survives_its_bytes(name, federation):
+    fed = federation(name, rounds=1).run()
+    assert same(decode(encode(fed.state)), fed.state)
+
+
+@every_method
+def test_updates_stay_finite(name, federation):
+    for update in federation(name).run_round():
+        for key, array in update.tensors.items():
+            assert np.isfinite(array).all(), key
+
+
+@every_method
+def test_the_aggregate_does_not_depend_on_the_order_beyond_rounding(name, federation):
+    fed = federation(name)
+    fed.round = 1
+    updates = [fed.update(client) for client in sorted(fed.clients)]
+    forward, backward = (fed.method.aggregate(dict(fed.state), order) for order in (updates, updates[::-1]))
+    assert forward.keys() == backward.keys()
+    for key in forward:
+        np.testing.assert_allclose(forward[key], backward[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@every_method
+def test_the_default_aggregate_is_the_weighted_mean(name, federation):
+    fed = federation(name)
+    if type(fed.method).aggregate is not Method.aggregate:
+        pytest.skip(f"{name} aggregates in its own way")
+    updates = fed.run_round()
+    weights = [u.weight if fed.method.weighting == "samples" else 1.0 for u in updates]
+    for key in fed.shared:
+        by_hand = sum(w * u.tensors[key].astype(np.float64) for w, u in zip(weights, updates, strict=True))
+        np.testing.assert_allclose(fed.state[key], by_hand / sum(weights), rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+@every_method
+def test_identical_updates_are_a_fixed_point(name, federation):
+    fed = federation(name)
+    fed.round = 1
+    first = fed.update("a")
+    after = fed.method.aggregate(
+        dict(fed.state), [first, Update("b", 1.0, first.tensors), Update("c", 9.0, first.tensors)]
+    )
+    for key in fed.shared:
+        np.testing.assert_allclose(after[key], first.tensors[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@every_method
+def test_a_download_leaves_personal_tensors_bit_for_bit(name, federation):
+    fed = federation(name)
+    fed.run_round()
+    before = fed.personal("a")
+    fed.download("a")
+    assert same(fed.personal("a"), before)
+
+
+@every_method
+def test_a_client_that_misses_a_round_keeps_what_is_its_own(name, federation):
+    fed = federation(name)
+    fed.run_round()
+    personal, memory = fed.personal("b"), {key: array.copy() for key, array in fed.clients["b"].memory.items()}
+    fed.run_round(["a", "c"])
+    assert same(fed.personal("b"), personal)
+    assert same(fed.clients["b"].memory, memory)
+    fed.run_round()
+
+
+@every_method
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pytest.param([0, 1, 2] * 3, id="alone"),
+        pytest.param([1] * 6, id="one class"),
+        pytest.param([0, 2] * 3, id="an empty class"),
+        pytest.param([0, 1, 2], id="fewer samples than a batch"),
+        pytest.param([0, 1, 2, 0, 1], id="a last batch of one"),
+        pytest.param([2, 1], id="two samples"),
+    ],
+)
+def test_a_single_client_with_awkward_data_completes_two_rounds(name, federation, labels):
+    fed = federation(name, rounds=2, labels={"only": labels}).run()
+    fed.download("only")
+    client = fed.clients["only"]
+    fed.method.personalize(client, fed.download("only"))
+    probabilities = fed.method.predict(client, client.train_inputs)
+    assert torch.isfinite(probabilities).all()
+
+
+@every_method
+def test_a_client_without_samples_says_so(name, federation):
+    fed = federation(name, labels={"empty": []})
+    with pytest.raises(TrainingFailed, match="'empty' has no training samples"):
+        fed.run_round()
+
+
+@every_method
+def test_predictions_are_probabilities_and_change_no_tensor(name, federation, images):
+    fed = federation(name, rounds=1).run()
+    client = fed.clients["a"]
+    fed.method.personalize(client, fed.download("a"))
+    before = {key: tensor.clone() for key, tensor in client.model.state_dict().items()}
+    inputs, _ = images([0, 1, 2, 1], seed=9)
+    found = [fed.method.predict(client, inputs), fed.method.predict_global(client, inputs)]
+    for probabilities in [p for p in found if p is not None]:
+        assert probabilities.shape == (4, 3)
+        assert probabilities.dtype == torch.float32
+        assert (probabilities >= 0).all()
+        torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(4))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in client.model.state_dict().items())
+
+
+@every_method
+def test_predicting_between_rounds_does_not_shift_training(name, federation):
+    quiet, watched = (federation(name, seed=2, rounds=2) for _ in range(2))
+    quiet.run()
+    for _ in range(2):
+        for client in watched.clients.values():
+            watched.download(client.id)
+            watched.method.predict(client, client.train_inputs)
+        watched.run_round()
+    assert encode(watched.state) == encode(quiet.state)
+
+
+@every_method
+def test_the_global_head_is_a_linear_classifier_or_none(name, federation):
+    fed = federation(name, rounds=1).run()
+    head = fed.method.global_head(fed.state)
+    if head is not None:
+        assert {key: array.shape for key, array in head.items()} == {"weight": (3, 12), "bias": (3,)}
+
+
+@every_method
+def test_its_device_heads_exist_and_take_the_parameters_it_gives(name):
+    method = methods.create(name)
+    assert set(method.heads) <= set(heads.names())
+    assert set(method.exactness) <= set(method.heads)
+    for head in method.heads:
+        heads.create(head, method.head_params(head))
+
+
+@every_method
+def test_it_calls_itself_by_its_file_name(name):
+    assert methods.create(name).name == name
+
+
+def test_finding_methods_heads_and_encoders_does_not_import_torch():
+    code = (
+        "import sys, edge_agent.methods as m, edge_agent.methods.base, edge_agent.heads as h, edge_agent.models as e\n"
+        "assert m.names() and h.names() and e.names()\n"
+        "print(sorted({'torch', 'torchvision', 'onnx', 'sklearn', 'onnxruntime'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_weighted_and_uniform_means_by_hand():
+    # 1 with one sample, 5 with three: (1 + 15) / 4 = 4; without weights 3.
+    updates = [Update("a", 1.0, {"w": np.float32([1.0])}), Update("b", 3.0, {"w": np.float32([5.0])})]
+    method = methods.create("fedavg")
+    assert method.aggregate({}, updates)["w"] == 4.0
+    method.weighting = "uniform"
+    assert method.aggregate({}, updates)["w"] == 3.0
+
+
+def test_the_mean_of_nobody_is_refused():
+    with pytest.raises(TrainingFailed, match="no update with a positive weight"):
+        weighted_mean([])

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from edge_agent import models
+from edge_agent.errors import ConfigError, UnknownName
+from edge_agent.task import ImageInput, Task, WindowInput
+
+GREY = ImageInput(channels=1, height=28, width=28)
+COLOUR = ImageInput(channels=3, height=32, width=32)
+WINDOW = WindowInput(channels=6, length=50)
+
+
+def task(encoder, spec=GREY, **params) -> Task:
+    return Task(input=spec, class_names=("a", "b"), encoder=encoder, encoder_params=params)
+
+
+def weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "encoder, spec, width",
+    [
+        ("small_cnn", GREY, 128),
+        ("small_cnn", COLOUR, 128),
+        ("small_cnn", ImageInput(channels=1, height=4, width=9), 128),
+        ("fedpac_cnn", GREY, 128),
+        ("fedpac_cnn", COLOUR, 128),
+        ("fedpac_cnn", ImageInput(channels=3, height=16, width=20), 128),
+        ("resnet18", COLOUR, 512),
+        ("resnet34", ImageInput(channels=1, height=32, width=32), 512),
+        ("mobilenet_v2", COLOUR, 1280),
+        ("mobilenet_v3_small", ImageInput(channels=1, height=32, width=48), 576),
+        ("cnn1d", WINDOW, 128),
+        ("cnn1d", WindowInput(channels=1, length=8), 128),
+        ("linear", WINDOW, 16),
+        ("linear", GREY, 16),
+    ],
+)
+def test_features_have_the_promised_form(encoder, spec, width):
+    built = models.create(task(encoder, spec))
+    features = built.eval()(torch.randn(2, *spec.shape))
+    assert features.shape == (2, width)
+    assert features.dtype == torch.float32
+    assert torch.isfinite(features).all()
+    assert built.feature_dim == width
+
+
+def test_every_encoder_file_is_found_and_says_what_it_accepts():
+    expected = {
+        "small_cnn", "fedpac_cnn", "resnet18", "resnet34", "mobilenet_v2", "mobilenet_v3_small", "cnn1d", "linear"
+    }  # fmt: skip
+    assert expected <= set(models.names())
+    for name in models.names():
+        module = models.registry.load(name)
+        assert set(module.ACCEPTS) <= {"image", "window"}, name
+        assert module.__doc__, name
+
+
+def test_fedpac_networks_have_the_published_number_of_weights():
+    # conv(1,16,5) 416 + conv(16,32,5) 12,832 + fc(800,128) 102,528 = 115,776
+    assert weights(models.create(task("fedpac_cnn"))) == 416 + 12_832 + 102_528
+    # conv(3,16,5) 1,216 + conv(16,32,5) 12,832 + conv(32,64,3) 18,496 + fc(576,128) 73,856
+    assert weights(models.create(task("fedpac_cnn", COLOUR))) == 1_216 + 12_832 + 18_496 + 73_856
+
+
+def test_resnet18_without_its_classifier_has_the_known_number_of_weights():
+    # torchvision states 11,689,512 for the whole network; fc(512, 1000) has 513,000 of them.
+    assert weights(models.create(task("resnet18", COLOUR))) == 11_689_512 - 513_000
+
+
+def test_grey_images_change_only_the_first_convolution():
+    grey = models.create(task("resnet18", ImageInput(channels=1, height=32, width=32)))
+    colour = models.create(task("resnet18", COLOUR))
+    changed = [n for n, w in colour.state_dict().items() if w.shape != grey.state_dict()[n].shape]
+    assert changed == ["conv1.weight"]
+
+
+@pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2", "mobilenet_v3_small"])
+def test_small_stem_keeps_small_images_larger(encoder):
+    def last_side(stem: str) -> int:
+        built = models.create(task(encoder, COLOUR, stem=stem)).eval()
+        maps: list[int] = []
+        last = built.layer4 if encoder.startswith("resnet") else built.features
+        last.register_forward_hook(lambda _module, _inputs, output: maps.append(output.shape[-1]))
+        built(torch.zeros(1, 3, 32, 32))
+        return maps[0]
+
+    sides = {stem: last_side(stem) for stem in ("imagenet", "small")}
+    assert sides["imagenet"] == 1
+    assert sides["small"] > 1
+
+
+@pytest.mark.parametrize("encoder", ["mobilenet_v3_small", "mobilenet_v2"])
+def test_batch_norm_statistics_follow_a_few_steps(encoder):
+    built = models.create(task(encoder, COLOUR))
+    momenta = {module.momentum for module in built.modules() if isinstance(module, nn.BatchNorm2d)}
+    assert momenta == {0.1}
+
+
+def test_same_seed_gives_the_same_weights():
+    def fresh() -> torch.Tensor:
+        torch.manual_seed(7)
+        return torch.cat([p.flatten() for p in models.create(task("small_cnn")).parameters()])
+
+    assert torch.equal(fresh(), fresh())
+
+
+def test_a_typo_in_the_encoder_suggests_the_nearest():
+    with pytest.raises(UnknownName, match="did you mean 'resnet18'"):
+        models.create(task("resnet-18", COLOUR))
+
+
+def test_unknown_and_impossible_parameters_are_listed_together():
+    with pytest.raises(ConfigError) as caught:
+        models.create(task("small_cnn", widht=3, feature_dim=0))
+    assert len(caught.value.mistakes) == 2
+    assert "did you mean 'width'" in str(caught.value)
+    assert "feature_dim = 0" in str(caught.value)
+
+
+def test_a_parameter_called_task_is_refused_like_any_other():
+    with pytest.raises(ConfigError, match="task: unknown key"):
+        models.create(task("linear", WINDOW, task=1))
+
+
+def test_encoders_without_parameters_refuse_any():
+    with pytest.raises(ConfigError, match="width: unknown key"):
+        models.create(task("fedpac_cnn", width=3))
+
+
+@pytest.mark.parametrize("encoder, spec", [("cnn1d", GREY), ("small_cnn", WINDOW), ("resnet18", WINDOW)])
+def test_encoders_refuse_the_other_kind_of_input(encoder, spec):
+    with pytest.raises(ConfigError) as caught:
+        models.create(task(encoder, spec))
+    assert f"task.input.kind is '{spec.kind}'" in str(caught.value)
+    assert ("cnn1d" if spec.kind == "window" else "small_cnn") in str(caught.value).split("encoders for")[1]
+
+
+@pytest.mark.parametrize(
+    "encoder, spec, needed",
+    [
+        ("fedpac_cnn", ImageInput(channels=1, height=28, width=15), 16),
+        ("resnet18", ImageInput(height=31, width=64), 32),
+        ("cnn1d", WindowInput(length=7), 8),
+    ],
+)
+def test_inputs_that_are_too_small_are_refused_with_the_least_size(encoder, spec, needed):
+    with pytest.raises(ConfigError, match=f"at least {needed} on each side"):
+        models.create(task(encoder, spec))
+
+
+@pytest.mark.parametrize("name", [n for n in models.names() if n != "resnet34"])
+def test_the_smallest_accepted_input_really_works(name):
+    module = models.registry.load(name)
+    side = max(getattr(module, "SMALLEST", 4), 4)
+    kind = module.ACCEPTS[0]
+    spec = ImageInput(channels=3, height=side, width=side) if kind == "image" else WindowInput(channels=2, length=side)
+    assert models.create(task(name, spec)).eval()(torch.zeros(1, *spec.shape)).shape[0] == 1

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent.errors import BundleDamaged, BundleError, HeadwaterError, StateError
+from edge_agent.task import ImageInput
+
+
+def test_packing_twice_gives_the_same_bytes_and_other_content_gives_others(make_bundle):
+    first, second = make_bundle("a.hwb"), make_bundle("b.hwb")
+    assert first.path.read_bytes() == second.path.read_bytes()
+    assert make_bundle("c.hwb", seed=1).path.read_bytes() != first.path.read_bytes()
+
+
+def test_an_ordinary_tar_program_can_read_a_bundle(make_bundle):
+    made = make_bundle(global_head=True)
+    with tarfile.open(made.path) as archive:
+        members = archive.getmembers()
+        assert [m.name for m in members][:2] == ["manifest.json", "manifest.sha256"]
+        assert {m.name for m in members[2:]} == set(made.manifest.files)
+        assert all(m.isreg() and m.mtime == 0 and m.uid == 0 for m in members)
+        raw = archive.extractfile("manifest.json").read()
+        assert archive.extractfile("manifest.sha256").read().decode().strip() == hashlib.sha256(raw).hexdigest()
+
+
+def test_what_was_packed_is_read_back(make_bundle):
+    made = make_bundle(int8=True, global_head=True)
+    opened = bundles.open_bundle(made.path)
+    assert opened.manifest == made.manifest
+    with tarfile.open(made.path) as archive:
+        for name in made.manifest.files:
+            assert opened.read(name) == archive.extractfile(name).read()
+    with pytest.raises(BundleDamaged, match="nope"):
+        opened.read("nope")
+
+
+def test_the_fingerprint_follows_from_encoder_and_input_spec_alone():
+    base = bundles.fingerprint("a" * 64, ImageInput())
+    assert base == bundles.fingerprint("a" * 64, ImageInput())
+    assert base != bundles.fingerprint("b" * 64, ImageInput())
+    assert base != bundles.fingerprint("a" * 64, ImageInput(mean=(0.4,)))
+    spec = {"antialias": True, "channels": 3, "height": 32, "kind": "image", "mean": [0.5], "resize": "bilinear"}
+    by_hand = json.dumps(
+        {"encoder": "a" * 64, "input": {**spec, "std": [0.5], "width": 32}}, sort_keys=True, separators=(",", ":")
+    )
+    assert base == hashlib.sha256(by_hand.encode()).hexdigest()
+
+
+def test_a_flip_of_any_byte_is_refused(make_bundle):
+    made = make_bundle(int8=True, global_head=True)
+    good, target = made.path.read_bytes(), made.path.with_name("flipped.hwb")
+    for position in {*range(512), *range(0, len(good), 7), *range(len(good) - 1024, len(good), 3)}:
+        bad = bytearray(good)
+        bad[position] ^= 1 << (position % 8)
+        target.write_bytes(bad)
+        with pytest.raises(BundleError):
+            bundles.open_bundle(target)
+
+
+def test_a_bundle_cut_short_or_too_long_is_refused(make_bundle):
+    made = make_bundle()
+    good, target = made.path.read_bytes(), made.path.with_name("cut.hwb")
+    for length in [0, 1, 511, 512, 513, 2000, len(good) // 2, len(good) - 1024, len(good) - 1]:
+        target.write_bytes(good[:length])
+        with pytest.raises(BundleDamaged):
+            bundles.open_bundle(target)
+    target.write_bytes(good + b"\0")
+    with pytest.raises(BundleDamaged, match="after the end"):
+        bundles.open_bundle(target)
+    with pytest.raises(BundleDamaged, match="cannot be read"):
+        bundles.open_bundle(made.path.with_name("missing.hwb"))
+
+
+def test_files_swapped_between_two_good_bundles_are_refused(make_bundle):
+    one, two = make_bundle("one.hwb"), make_bundle("two.hwb", seed=1)
+    first, second = bundles.open_bundle(one.path), bundles.open_bundle(two.path)
+    mixed = bytearray(one.path.read_bytes())
+    begin, size = first.offsets["encoder.onnx"], one.manifest.files["encoder.onnx"].size_bytes
+    assert size == two.manifest.files["encoder.onnx"].size_bytes
+    mixed[begin : begin + size] = second.read("encoder.onnx")
+    target = one.path.with_name("mixed.hwb")
+    target.write_bytes(mixed)
+    with pytest.raises(BundleDamaged, match=r"encoder\.onnx"):
+        bundles.open_bundle(target)
+
+
+def rewritten(path: Path, change) -> Path:
+    """The bundle written again by tarfile with its members changed, without tarfile's padding to 10 KiB at the end."""
+    with tarfile.open(path) as archive:
+        members = [(m, archive.extractfile(m).read()) for m in archive.getmembers()]
+    members = change(members)
+    target = path.with_name("rewritten.hwb")
+    with tarfile.open(target, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for info, data in members:
+            info.size = len(data) if info.isreg() else 0
+            archive.addfile(info, io.BytesIO(data))
+        end = archive.offset
+    target.write_bytes(target.read_bytes()[: end + 1024])
+    return target
+
+
+def with_manifest(members, edit):
+    (info, raw), (check, _), *rest = members
+    new = edit(raw)
+    return [(info, new), (check, hashlib.sha256(new).hexdigest().encode() + b"\n"), *rest]
+
+
+def edit_json(**changes):
+    return lambda raw: json.dumps({**json.loads(raw), **changes}).encode()
+
+
+def member(name: str, data: bytes = b"x", **attributes) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    for key, value in attributes.items():
+        setattr(info, key, value)
+    return info, data
+
+
+HOSTILE = {
+    "path traversal": lambda ms: [*ms, member("../evil")],
+    "extra member": lambda ms: [*ms, member("zzz")],
+    "missing member": lambda ms: ms[:-1],
+    "member twice": lambda ms: [*ms, ms[-1]],
+    "symlink": lambda ms: [*ms[:-1], member(ms[-1][0].name, b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")],
+    "hard link": lambda ms: [*ms[:-1], member(ms[-1][0].name, b"", type=tarfile.LNKTYPE, linkname="manifest.json")],
+    "device": lambda ms: [*ms[:-1], member(ms[-1][0].name, b"", type=tarfile.CHRTYPE)],
+    "another order": lambda ms: [*ms[:2], *reversed(ms[2:])],
+    "manifest not first": lambda ms: [ms[1], ms[0], *ms[2:]],
+    "owner": lambda ms: [(ms[0][0].replace(uid=7), ms[0][1]), *ms[1:]],
+    "not JSON": lambda ms: with_manifest(ms, lambda _: b"{"),
+    "JSON list": lambda ms: with_manifest(ms, lambda _: b"[]"),
+    "deep JSON": lambda ms: with_manifest(ms, lambda _: b"[" * 100_000),
+    "duplicate key": lambda ms: with_manifest(
+        ms, lambda raw: raw.replace(b"{", b'{"name": "x", ', 1)
+    ),
+    "NaN": lambda ms: with_manifest(ms, lambda raw: raw.replace(b'"max_abs": 0.0', b'"max_abs": NaN')),
+    "unknown key": lambda ms: with_manifest(ms, edit_json(surprise=1)),
+    "wrong fingerprint": lambda ms: with_manifest(ms, edit_json(fingerprint="0" * 64)),
+    "variant that is no file": lambda ms: with_manifest(ms, edit_json(variants={"fp32": "other.onnx"})),
+    "no fp32": lambda ms: with_manifest(ms, edit_json(variants={"int8": "encoder.onnx"})),
+    "huge manifest": lambda ms: with_manifest(ms, lambda raw: raw + b" " * bundles.MAX_MANIFEST_BYTES),
+    "climbing name": lambda ms: with_manifest(
+        ms, lambda raw: raw.replace(b'"golden.safetensors": {', b'"../golden.safetensors": {')
+    ),
+    "huge declared size": lambda ms: with_manifest(
+        ms, lambda raw: json.dumps({**json.loads(raw), "files": huge(json.loads(raw)["files"])}).encode()
+    ),
+}
+
+
+def huge(files):
+    return {name: {**entry, "size_bytes": 1 << 29} for name, entry in files.items()}
+
+
+@pytest.mark.parametrize("attack", sorted(HOSTILE))
+def test_a_bundle_made_by_an_attacker_is_refused(make_bundle, attack):
+    made = make_bundle()
+    with pytest.raises(BundleError):
+        bundles.open_bundle(rewritten(made.path, HOSTILE[attack]))
+
+
+def test_the_attacks_are_refused_for_what_they_change(make_bundle):
+    made = make_bundle()
+    assert rewritten(made.path, lambda members: members).read_bytes() == made.path.read_bytes()
+    renamed = rewritten(made.path, lambda ms: with_manifest(ms, edit_json(name="other")))
+    assert bundles.open_bundle(renamed).manifest.name == "other"
+
+
+@pytest.mark.parametrize("version, advice", [(2, "upgrade"), (0, "export the model again")])
+def test_another_schema_version_says_which_side_to_move(make_bundle, version, advice):
+    made = make_bundle()
+    target = rewritten(made.path, lambda ms: with_manifest(ms, edit_json(schema_version=version, new_field=1)))
+    with pytest.raises(BundleError, match=advice):
+        bundles.open_bundle(target)
+
+
+def test_packing_lists_what_is_wrong_with_a_manifest_and_leaves_no_file(tmp_path):
+    with pytest.raises(BundleError, match="feature_dim"):
+        bundles.pack(tmp_path / "b.hwb", {"name": "x", "variants": {"fp32": "e"}}, {"e": b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packing_refuses_a_manifest_that_refers_to_a_missing_file(make_bundle, tmp_path):
+    with pytest.raises(BundleError, match="nowhere"):
+        make_bundle(extra={"global_head": "nowhere"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_installing_makes_a_bundle_current_and_rollback_the_one_before(make_bundle, tmp_path):
+    root = tmp_path / "bundles"
+    one, two, three = (make_bundle(f"{seed}.hwb", seed=seed) for seed in range(3))
+    assert bundles.current(root) is None
+    for made in (one, two, three):
+        assert bundles.install(made.path, root).manifest == made.manifest
+        assert bundles.current(root).manifest == made.manifest
+    folders = {path.name[:16] for path in root.iterdir() if path.is_dir()}
+    assert folders == {two.manifest.fingerprint[:16], three.manifest.fingerprint[:16]}
+    assert bundles.rollback(root).manifest == two.manifest
+    assert bundles.current(root).manifest == two.manifest
+    with pytest.raises(StateError, match="no earlier bundle"):
+        bundles.rollback(root)
+
+
+def test_two_exports_of_one_encoder_stand_side_by_side(make_bundle, tmp_path):
+    root = tmp_path / "bundles"
+    one, two = make_bundle("1.hwb"), make_bundle("2.hwb", extra={"name": "again"})
+    assert one.manifest.fingerprint == two.manifest.fingerprint
+    bundles.install(one.path, root)
+    bundles.install(two.path, root)
+    assert bundles.current(root).manifest.name == "again"
+    assert bundles.rollback(root).manifest.name == "test"
+
+
+def test_installing_again_repairs_a_damaged_folder(make_bundle, tmp_path):
+    root, made = tmp_path / "bundles", make_bundle()
+    installed = bundles.install(made.path, root)
+    (installed.folder / "encoder.onnx").write_bytes(b"rot")
+    with pytest.raises(BundleDamaged, match=r"encoder\.onnx"):
+        bundles.current(root)
+    bundles.install(made.path, root)
+    assert bundles.current(root).manifest == made.manifest
+
+
+def test_a_refused_bundle_changes_nothing(make_bundle, tmp_path):
+    root, good, other = tmp_path / "bundles", make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    bundles.install(good.path, root)
+    bad = bytearray(other.path.read_bytes())
+    bad[-2000] ^= 1
+    other.path.write_bytes(bad)
+    with pytest.raises(BundleDamaged):
+        bundles.install(other.path, root)
+    assert bundles.current(root).manifest == good.manifest
+
+
+def test_a_bundle_that_fails_its_check_does_not_become_current(make_bundle, tmp_path):
+    root, good, other = tmp_path / "bundles", make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    bundles.install(good.path, root)
+
+    def refuse(bundle: bundles.Bundle) -> None:
+        raise BundleDamaged(bundle.fingerprint)
+
+    with pytest.raises(BundleDamaged, match=other.manifest.fingerprint):
+        bundles.install(other.path, root, check=refuse)
+    assert bundles.current(root).manifest == good.manifest
+
+
+@pytest.mark.parametrize("content", ['{"bundles": ["../../etc"]}', '{"bundles": "x"}', "[]", "{"])
+def test_a_damaged_pointer_is_a_state_error(tmp_path, content):
+    (tmp_path / "current.json").write_text(content)
+    with pytest.raises(StateError):
+        bundles.current(tmp_path)
+
+
+def test_unpacking_never_mixes_with_what_is_there(make_bundle, tmp_path):
+    made = make_bundle()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(BundleError, match="exists already"):
+        bundles.unpack(made.path, tmp_path / "there")
+    bundles.unpack(made.path, tmp_path / "new")
+    assert bundles.open_folder(tmp_path / "new").manifest == made.manifest
+
+
+def test_a_folder_with_a_changed_manifest_or_a_linked_file_is_refused(make_bundle, tmp_path):
+    made = make_bundle()
+    bundles.unpack(made.path, tmp_path / "f")
+    onnx = tmp_path / "f" / "encoder.onnx"
+    onnx.rename(tmp_path / "elsewhere")
+    onnx.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleDamaged, match=r"encoder\.onnx"):
+        bundles.open_folder(tmp_path / "f")
+    bundles.unpack(made.path, tmp_path / "g")
+    manifest = tmp_path / "g" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"test"', b'"best"'))
+    with pytest.raises(BundleDamaged, match="checksum"):
+        bundles.open_folder(tmp_path / "g")
+
+
+def test_a_global_head_of_another_size_is_refused(make_bundle, tmp_path):
+    made = make_bundle(global_head=True)
+    bundle = bundles.install(made.path, tmp_path / "bundles")
+    assert bundle.global_head()["weight"].shape == (10, 24)
+    small = bundles.Bundle(bundle.folder, made.manifest.model_copy(update={"feature_dim": 7}))
+    with pytest.raises(BundleDamaged, match="global head"):
+        small.global_head()
+
+
+def test_a_precision_that_is_not_there_is_named(make_bundle, tmp_path):
+    bundle = bundles.install(make_bundle().path, tmp_path / "bundles")
+    with pytest.raises(StateError, match="int8"):
+        bundle.encoder_path("int8")
+
+
+def test_random_bytes_are_refused_by_our_own_errors(tmp_path):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for size in (0, 100, 512, 5000):
+        (tmp_path / "r.hwb").write_bytes(rng.bytes(size))
+        with pytest.raises(HeadwaterError):
+            bundles.open_bundle(tmp_path / "r.hwb")

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.training import augment
+
+COLOUR = ImageInput(channels=3, height=16, width=12, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+GREY = ImageInput(channels=1, height=28, width=28, mean=(0.13,), std=(0.31,))
+WINDOW = WindowInput(channels=4, length=20)
+KINDS = [COLOUR, GREY, WINDOW]
+
+
+def views_of(spec, inputs, seed=0) -> torch.Tensor:
+    task = Task(input=spec, class_names=("a",))
+    return augment.for_task(task)(inputs, torch.Generator().manual_seed(seed))
+
+
+def inputs_for(spec, n=6) -> torch.Tensor:
+    """Noise whose values are possible pixels, normalised."""
+    noise = torch.rand(n, *spec.shape, generator=torch.Generator().manual_seed(5))
+    if spec.kind == "window":
+        return noise
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (spec.mean, spec.std))
+    return (noise - mean) / std
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=lambda s: f"{s.kind}{s.channels}")
+def test_views_keep_the_form_and_stay_finite(spec):
+    inputs = inputs_for(spec)
+    views = views_of(spec, inputs)
+    assert views.shape == inputs.shape
+    assert views.dtype == torch.float32
+    assert torch.isfinite(views).all()
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=lambda s: f"{s.kind}{s.channels}")
+def test_views_follow_the_generator_alone(spec):
+    inputs = inputs_for(spec)
+    original = inputs.clone()
+    assert torch.equal(views_of(spec, inputs, seed=1), views_of(spec, inputs, seed=1))
+    assert not torch.equal(views_of(spec, inputs, seed=1), views_of(spec, inputs, seed=2))
+    assert torch.equal(inputs, original)
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=lambda s: f"{s.kind}{s.channels}")
+def test_equal_inputs_of_one_batch_get_different_views(spec):
+    inputs = inputs_for(spec, 1).expand(8, *spec.shape).contiguous()
+    views = views_of(spec, inputs).flatten(1)
+    assert len(torch.unique(views, dim=0)) == 8
+
+
+@pytest.mark.parametrize("spec", [COLOUR, GREY], ids=["colour", "grey"])
+def test_image_views_stay_possible_pixels(spec):
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (spec.mean, spec.std))
+    pixels = views_of(spec, inputs_for(spec, 64)) * std + mean
+    assert pixels.min() >= -1e-5
+    assert pixels.max() <= 1 + 1e-5
+
+
+def test_a_batch_of_views_is_centred_on_the_images():
+    # Flips and shifts are symmetric: over many views the picture's centre of mass stays in the middle.
+    spot = torch.zeros(1, 1, 28, 28)
+    spot[..., 13:15, 13:15] = 1.0
+    views = augment.grey_views(spot.expand(4000, 1, 28, 28).contiguous(), torch.Generator().manual_seed(0))
+    mass = views.sum(dim=(0, 1))
+    place = torch.arange(28.0)
+    rows = (mass.sum(dim=1) * place).sum() / mass.sum()
+    columns = (mass.sum(dim=0) * place).sum() / mass.sum()
+    assert rows.item() == pytest.approx(13.5, abs=0.1)
+    assert columns.item() == pytest.approx(13.5, abs=0.1)
+
+
+def test_grey_views_shift_by_at_most_two_of_28_pixels():
+    spot = torch.zeros(1, 1, 28, 28)
+    spot[..., 13:15, 13:15] = 1.0
+    views = augment.grey_views(spot.expand(500, 1, 28, 28).contiguous(), torch.Generator().manual_seed(0))
+    touched = torch.nonzero(views.sum(dim=(0, 1)) > 1e-3)
+    # The spot covers 13..14; two pixels of shift, one of rotation and blur.
+    assert touched.min() >= 13 - 3
+    assert touched.max() <= 14 + 3
+
+
+def test_half_of_the_grey_views_are_mirrored():
+    left = torch.zeros(2000, 1, 28, 28)
+    left[..., :, :8] = 1.0
+    views = augment.grey_views(left, torch.Generator().manual_seed(0))
+    brighter_right = (views[..., 20:].sum(dim=(1, 2, 3)) > views[..., :8].sum(dim=(1, 2, 3))).double().mean()
+    assert brighter_right.item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_fifth_of_the_colour_views_have_no_colour():
+    views = augment.colour_views(torch.rand(2000, 3, 8, 8), torch.Generator().manual_seed(0))
+    spread = (views.max(dim=1).values - views.min(dim=1).values).amax(dim=(1, 2))
+    assert (spread < 1e-6).double().mean().item() == pytest.approx(0.2, abs=0.04)
+
+
+def test_erased_holes_are_rectangles_of_the_promised_size():
+    views = augment._erase(torch.ones(1000, 1, 28, 28), torch.Generator().manual_seed(0), probability=1.0)
+    for hole in (views[:, 0] == 0).numpy():
+        rows, columns = np.flatnonzero(hole.any(axis=1)), np.flatnonzero(hole.any(axis=0))
+        assert hole.sum() == len(rows) * len(columns)
+        assert len(rows) <= 10
+        assert len(columns) <= 10
+
+
+def test_a_crop_of_everything_is_the_image_itself():
+    pixels = torch.rand(3, 3, 9, 7)
+    whole = augment._resized_crop(3, torch.Generator().manual_seed(0), smallest=1.0, flip=False)
+    whole = torch.eye(2, 3).expand(3, 2, 3) + 0 * whole
+    torch.testing.assert_close(augment._warp(pixels, whole), pixels)
+
+
+def test_crops_stay_inside_the_image():
+    maps = augment._resized_crop(5000, torch.Generator().manual_seed(0), smallest=0.3, flip=True)
+    sides, centre = torch.diagonal(maps[:, :, :2], dim1=1, dim2=2).abs(), maps[:, :, 2]
+    assert (centre.abs() + sides <= 1 + 1e-6).all()
+    assert sides.max() <= 1
+    assert (sides.prod(dim=1) >= 0.3 * 0.85).all()  # an aspect that would leave the image is cut
+    assert (maps[:, 0, 0] < 0).double().mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_time_crop_of_a_ramp_is_a_flatter_ramp():
+    # Linear interpolation of a straight line is a straight line; its slope is the share that was cut out.
+    ramp = torch.arange(20.0).expand(50, 2, 20).contiguous()
+    cropped = augment._time_crop(ramp, torch.Generator().manual_seed(0), smallest=0.7)
+    slopes = cropped.diff(dim=2)
+    torch.testing.assert_close(slopes, slopes[:, :, :1].expand_as(slopes), atol=1e-4, rtol=0)
+    assert slopes.min() >= 0.7 - 1e-4
+    assert slopes.max() <= 1 + 1e-4
+    assert cropped.min() >= 0
+    assert cropped.max() <= 19
+
+
+def test_window_views_lose_a_tenth_of_the_channels():
+    views = augment.window_views(torch.full((1000, 4, 20), 100.0), torch.Generator().manual_seed(0))
+    lost = (views.abs().amax(dim=2) < 1).double().mean()
+    assert lost.item() == pytest.approx(0.1, abs=0.02)

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from edge_agent.errors import DataError, TrainingFailed
+from edge_agent.methods.base import Client, MethodParams
+from edge_agent.task import Task, WindowInput
+from edge_agent.training import loops
+from edge_agent.training.parts import Parts
+
+TASK = Task(input=WindowInput(channels=1, length=4), class_names=("a", "b", "c"), encoder="linear")
+
+
+class Double(nn.Module):
+    def forward(self, inputs):
+        return 2 * inputs
+
+
+def client_with(model: Parts, n: int = 6, seed: int = 0) -> Client:
+    draw = torch.Generator().manual_seed(seed)
+    return Client(
+        id="lamp",
+        model=model,
+        train_inputs=torch.randn(n, 4, generator=draw),
+        train_labels=torch.arange(n) % 3,
+        task=TASK,
+        device=torch.device("cpu"),
+        rng=np.random.default_rng(seed),
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def linear_parts() -> Parts:
+    torch.manual_seed(0)
+    return Parts(encoder=nn.Linear(4, 5), head=nn.Linear(5, 3))
+
+
+@given(st.integers(0, 70), st.integers(1, 20), st.integers(0, 9))
+def test_one_epoch_visits_every_sample_once_and_ends_with_no_single_one(n, size, seed):
+    found = loops.batches(n, size, np.random.default_rng(seed))
+    assert sorted(np.concatenate([*found, np.empty(0, np.int64)]).tolist()) == list(range(n))
+    assert all(size <= len(batch) <= size + 1 or batch is found[-1] for batch in found)
+    if size > 1 and n > 1:
+        assert all(len(batch) > 1 for batch in found)
+
+
+def test_a_last_single_sample_joins_the_batch_before():
+    assert [len(b) for b in loops.batches(7, 3, np.random.default_rng(0))] == [3, 4]
+    assert [len(b) for b in loops.batches(8, 3, np.random.default_rng(0))] == [3, 3, 2]
+    assert [len(b) for b in loops.batches(3, 1, np.random.default_rng(0))] == [1, 1, 1]
+    assert [len(b) for b in loops.batches(2, 50, np.random.default_rng(0))] == [2]
+
+
+def test_the_order_comes_from_the_generator():
+    one, same, other = (loops.batches(20, 4, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_one_step_of_sgd_by_hand():
+    # f(w) = CE of logits (w, 0) for label 0 at w = 0: gradient softmax - 1 = -1/2, so w = 0 + 0.4 * 1/2.
+    weight = nn.Parameter(torch.zeros(1))
+    client = client_with(Parts(encoder=nn.Identity(), head=nn.Identity()), n=2)
+
+    def loss(inputs, labels):
+        return F.cross_entropy(torch.cat([weight, torch.zeros(1)])[None], torch.zeros(1, dtype=torch.long))
+
+    optimizer = loops.sgd([weight], MethodParams(lr=0.4, momentum=0.0))
+    mean = loops.train_epochs(client, loss, optimizer, epochs=1, batch_size=2)
+    assert weight.item() == pytest.approx(0.2)
+    assert mean == pytest.approx(math.log(2))
+
+
+def test_fused_and_plain_sgd_agree():
+    results = []
+    for fused in (True, False):
+        client = client_with(linear_parts())
+        params = MethodParams(lr=0.1, momentum=0.9, weight_decay=0.01)
+        optimizer = loops.sgd(client.model.parameters(), params)
+        if not fused:
+            optimizer = torch.optim.SGD(client.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=False)
+        loops.train_epochs(client, loops.cross_entropy(client.model), optimizer, epochs=3, batch_size=2)
+        results.append(torch.cat([p.detach().flatten() for p in client.model.parameters()]))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("make, kind", [(loops.sgd, "SGD"), (loops.adam, "Adam")])
+def test_a_device_without_fused_steps_gets_plain_ones(monkeypatch, make, kind):
+    plain = getattr(torch.optim, kind)
+
+    def refusing(parameters, *, fused=False, **settings):
+        if fused:
+            raise RuntimeError("`fused=True` requires all the params to be on another device")
+        return plain(parameters, **settings)
+
+    monkeypatch.setattr(torch.optim, kind, refusing)
+    optimizer = make([nn.Parameter(torch.ones(1))], MethodParams(lr=0.25), lr=0.5)
+    assert isinstance(optimizer, plain)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_frozen_parts_keep_their_bits_and_their_statistics():
+    torch.manual_seed(0)
+    model = Parts(encoder=nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), head=nn.Linear(5, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    client = client_with(model)
+    optimizer = loops.sgd(model.head.parameters(), MethodParams(lr=0.1))
+    loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, frozen=("encoder",))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("encoder."))
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_frozen_parts_are_thawed_also_after_a_failure():
+    model = linear_parts()
+    client = client_with(model)
+    client.train_inputs[:] = torch.nan
+    with pytest.raises(TrainingFailed):
+        loops.train_epochs(
+            client,
+            loops.cross_entropy(model),
+            loops.sgd(model.head.parameters(), MethodParams()),
+            epochs=1,
+            batch_size=3,
+            frozen=("encoder",),
+        )
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradients_may_be_changed_before_a_step():
+    model = linear_parts()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def silence() -> None:
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+
+    optimizer = loops.sgd(model.parameters(), MethodParams())
+    loops.train_epochs(
+        client_with(model), loops.cross_entropy(model), optimizer, epochs=1, batch_size=3, before_step=silence
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_reported_loss_weighs_each_sample_once():
+    # Batches of 3 and 4 (the seventh joins): the loss is the batch's first label value, not their plain mean.
+    client = client_with(linear_parts(), n=7)
+    client.train_labels = torch.arange(7)
+    weight = nn.Parameter(torch.zeros(1))
+    mean = loops.train_epochs(
+        client,
+        lambda _inputs, labels: labels.double().mean() + 0 * weight.sum(),
+        loops.sgd([weight], MethodParams()),
+        epochs=1,
+        batch_size=3,
+    )
+    assert mean == pytest.approx(3.0)  # mean of 0..6
+
+
+def test_zero_epochs_change_nothing_and_report_no_loss():
+    model = linear_parts()
+    optimizer = loops.sgd(model.parameters(), MethodParams())
+    client = client_with(model)
+    mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=0, batch_size=3)
+    assert math.isnan(mean)
+    assert client.log == {}
+
+
+def test_the_last_loss_is_logged_under_the_given_name():
+    model = linear_parts()
+    client = client_with(model)
+    optimizer = loops.sgd(model.parameters(), MethodParams())
+    mean = loops.train_epochs(
+        client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, log="loss.head"
+    )
+    assert client.log == {"loss.head": mean}
+
+
+def test_a_loss_that_explodes_names_client_epoch_and_step_size():
+    model = linear_parts()
+    optimizer = loops.sgd(model.parameters(), MethodParams(lr=1e30))
+    with pytest.raises(TrainingFailed) as caught:
+        loops.train_epochs(client_with(model), loops.cross_entropy(model), optimizer, epochs=5, batch_size=2)
+    message = str(caught.value)
+    assert "client 'lamp'" in message
+    assert "lr 1e+30" in message
+    assert "lower lr" in message
+
+
+def test_a_client_without_samples_is_told_so():
+    model = linear_parts()
+    optimizer = loops.sgd(model.parameters(), MethodParams())
+    with pytest.raises(TrainingFailed, match="'lamp' has no training samples"):
+        loops.train_epochs(client_with(model, n=0), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
+
+
+def test_one_sample_under_batch_norm_is_explained():
+    model = Parts(encoder=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
+    optimizer = loops.sgd(model.parameters(), MethodParams())
+    with pytest.raises(TrainingFailed, match="1 training sample; batch norm needs at least 2"):
+        loops.train_epochs(client_with(model, n=1), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
+
+
+def test_other_value_errors_of_a_loss_are_not_disguised():
+    def broken(inputs, labels):
+        raise ValueError("a mistake in a method")
+
+    model = linear_parts()
+    with pytest.raises(ValueError, match="a mistake in a method"):
+        loops.train_epochs(
+            client_with(model), broken, loops.sgd(model.parameters(), MethodParams()), epochs=1, batch_size=2
+        )
+
+
+def test_probabilities_come_from_eval_mode_and_leave_the_mode_alone():
+    model = Parts(encoder=nn.Dropout(0.5), head=nn.Linear(4, 3)).train()
+    inputs = torch.randn(5, 4)
+    found = loops.predict_probabilities(model, inputs, batch=2)
+    torch.testing.assert_close(found, torch.softmax(model.head(inputs), dim=1))
+    assert model.training
+    assert not found.requires_grad
+
+
+def test_features_do_not_depend_on_the_batch_size():
+    model = Parts(encoder=Double(), head=nn.Identity()).eval()
+    inputs = torch.randn(5, 4)
+    assert torch.equal(loops.features_of(model, inputs, batch=2), 2 * inputs)
+    assert not model.training
+
+
+def test_accuracy_counts_rows():
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]])
+    assert loops.accuracy(probabilities, torch.tensor([0, 1, 1, 0])) == 0.5
+
+
+def test_evaluating_nothing_is_refused():
+    with pytest.raises(DataError, match="no inputs"):
+        loops.predict_probabilities(linear_parts(), torch.empty(0, 4))
+    with pytest.raises(DataError, match="no samples"):
+        loops.accuracy(torch.empty(0, 3), torch.empty(0, dtype=torch.long))

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from edge_agent import methods
+from edge_agent.bundle import fingerprint, install, open_bundle
+from edge_agent.encoder import Encoder
+from edge_agent.errors import ExportRejected
+from edge_agent.methods.base import Method
+from edge_agent.task import Task, WindowInput
+from edge_agent.training.parts import encoder_and_head, to_arrays
+from edge_agent.wire.tensors import decode
+from export import bundle as export_bundle_module
+from export import export_bundle, model_from_state, synthetic_inputs
+
+MOMENT = "2026-01-02T03:04:05+00:00"
+
+
+@pytest.fixture(scope="module")
+def model(task, images):
+    torch.manual_seed(0)
+    built = encoder_and_head(task).train()
+    for _ in range(5):
+        built(torch.from_numpy(images))
+    return built
+
+
+@pytest.fixture(scope="module")
+def state(model):
+    return to_arrays(model, methods.create("fedavg").shared_names(model))
+
+
+@pytest.fixture(scope="module")
+def report(model, state, task, images, tmp_path_factory):
+    method = methods.create("fedavg", {"lr": 0.2})
+    out = tmp_path_factory.mktemp("bundles") / "first.hwb"
+    head = method.global_head(state)
+    return export_bundle(
+        model, method, task, images, out, name="run-7", created=MOMENT, global_head=head, exporter="legacy"
+    )
+
+
+def export(model, task, images, out, method="fedavg", **changes):
+    made = methods.create(method) if isinstance(method, str) else method
+    settings = {"name": "n", "created": MOMENT, "exporter": "legacy", "int8": False, **changes}
+    return export_bundle(model, made, task, images, out, **settings)
+
+
+def test_the_bundle_opens_and_says_what_it_is(report, task):
+    manifest = open_bundle(report.path).manifest
+    assert manifest == report.manifest
+    assert (manifest.name, manifest.created, manifest.method) == ("run-7", MOMENT, "fedavg")
+    assert manifest.method_params["lr"] == 0.2
+    assert manifest.task == task
+    assert manifest.feature_dim == 12
+    assert (manifest.exporter, manifest.opset, manifest.norm) == ("legacy", 17, "global")
+    assert manifest.variants == {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
+    assert manifest.requires == {"onnxruntime": "1.18"}
+
+
+def test_the_fingerprint_is_that_of_the_encoder_file_and_the_input(report, task):
+    encoder = open_bundle(report.path).read("encoder.onnx")
+    assert report.manifest.fingerprint == fingerprint(hashlib.sha256(encoder).hexdigest(), task.input)
+
+
+def test_golden_features_are_torch_features_of_inputs_that_belong_to_nobody(report, model, images):
+    golden = decode(open_bundle(report.path).read("golden.safetensors"))
+    assert golden["inputs"].shape == (8, 1, 8, 8)
+    assert not any(np.array_equal(a, b) for a in golden["inputs"] for b in images)
+    with torch.no_grad():
+        expected = model.eval().features(torch.from_numpy(golden["inputs"].copy())).numpy()
+    np.testing.assert_allclose(golden["features_fp32"], expected, atol=1e-5)
+    rough = golden["features_int8"]
+    cosines = (rough * expected).sum(1) / np.linalg.norm(rough, axis=1) / np.linalg.norm(expected, axis=1)
+    assert cosines.mean() > 0.98
+
+
+def test_a_device_installs_it_and_its_self_test_passes(report, tmp_path, model):
+    bundle = install(report.path, tmp_path)
+    inputs = np.random.default_rng(1).normal(size=(3, 1, 8, 8)).astype(np.float32)
+    with torch.no_grad():
+        expected = model.eval().features(torch.from_numpy(inputs)).numpy()
+    encoder = Encoder.open(bundle, "fp32", cache=False)
+    encoder.self_test(bundle.golden())
+    np.testing.assert_allclose(encoder.features(inputs), expected, atol=1e-4)
+    Encoder.open(bundle, "int8", cache=False).self_test(bundle.golden())
+
+
+def test_head_cards_say_how_true_each_head_is(report):
+    cards = report.manifest.heads
+    assert set(cards) == {"lr", "svm", "mlp", "prototype"}
+    assert cards["mlp"].exactness == "exact"
+    assert cards["lr"].exactness == "approximate"
+    assert "fedavg" in cards["lr"].reason
+
+
+def test_head_cards_carry_the_parameters_of_the_method(model, task, images, tmp_path):
+    report = export(model, task, images, tmp_path / "b.hwb", methods.create("repper", {"feature_norm": "l2"}))
+    assert report.manifest.heads["svm"].params == {"feature_norm": "l2"}
+    assert report.manifest.heads["svm"].exactness == "exact"
+
+
+def test_the_shared_classifier_comes_along(report, tmp_path, state):
+    head = install(report.path, tmp_path).global_head()
+    np.testing.assert_array_equal(head["weight"], state["head.weight"])
+    np.testing.assert_array_equal(head["bias"], state["head.bias"])
+
+
+def test_calibration_inputs_are_hashed_not_shipped(report, images):
+    expected = hashlib.sha256(repr(images.shape).encode() + images.tobytes()).hexdigest()
+    assert report.manifest.calibration_sha256 == expected
+    assert sorted(report.manifest.files) == [
+        "encoder.int8.onnx", "encoder.onnx", "global_head.safetensors", "golden.safetensors"
+    ]  # fmt: skip
+
+
+def test_the_report_lists_gates_and_times(report):
+    assert all(gate.passed for gate in report.gates)
+    assert {"valid", "interface", "operators", "frozen", "self-contained", "parity", "int8", "global head"} == {
+        gate.name for gate in report.gates
+    }
+    assert report.int8_note == ""
+    assert report.manifest.parity.int8_cosine > 0.99
+    assert set(report.seconds) == {"onnx", "gates", "int8", "pack"}
+
+
+def test_without_int8_nothing_of_it_is_promised(model, task, images, tmp_path):
+    report = export(model, task, images, tmp_path / "b.hwb")
+    assert report.manifest.variants == {"fp32": "encoder.onnx"}
+    assert report.manifest.calibration_sha256 is None
+    assert report.manifest.parity.int8_cosine is None
+    assert "features_int8" not in decode(open_bundle(report.path).read("golden.safetensors"))
+
+
+def test_the_same_model_gives_the_same_file(model, task, images, tmp_path):
+    one, two = (export(model, task, images, tmp_path / name, int8=True).path for name in ("a", "b"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_an_int8_variant_that_is_too_rough_is_left_out_with_the_reason(model, task, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_bundle_module, "MIN_COSINE", 1.01)
+    report = export(model, task, images, tmp_path / "b.hwb", int8=True)
+    assert "int8" not in report.manifest.variants
+    assert report.int8_note.startswith("left out: mean cosine")
+    assert [gate.name for gate in report.gates if not gate.passed] == ["int8"]
+
+
+def test_a_quantizer_that_fails_does_not_fail_the_export(model, task, images, tmp_path, monkeypatch):
+    def fail(model, inputs):
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(export_bundle_module, "to_int8", fail)
+    report = export(model, task, images, tmp_path / "b.hwb", int8=True)
+    assert report.int8_note == "left out: the quantizer failed: no kernel for this"
+    assert report.manifest.variants == {"fp32": "encoder.onnx"}
+
+
+def foreign_graph(exported):
+    graph = onnx.load_from_string(exported.model)
+    graph.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 2
+    extra = onnx.helper.make_node("Dropout", [graph.graph.node[0].output[0]], ["spare"])
+    graph.graph.node.append(extra)
+    return dataclasses.replace(exported, model=graph.SerializeToString())
+
+
+def other_weights(exported):
+    graph = onnx.load_from_string(exported.model)
+    first = graph.graph.initializer[0]
+    changed = onnx.numpy_helper.to_array(first) * np.float32(1.5) + np.float32(0.1)
+    first.CopyFrom(onnx.numpy_helper.from_array(changed, first.name))
+    return dataclasses.replace(exported, model=graph.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "spoil, complaints",
+    [(foreign_graph, ["interface", "operators", "frozen"]), (other_weights, ["parity"])],
+)
+def test_failed_gates_are_all_named_and_the_previous_bundle_stays(
+    spoil, complaints, model, task, images, tmp_path, monkeypatch
+):
+    out = tmp_path / "b.hwb"
+    export(model, task, images, out)
+    before = out.read_bytes()
+    real = export_bundle_module.to_onnx
+    monkeypatch.setattr(export_bundle_module, "to_onnx", lambda *given: spoil(real(*given)))
+    with pytest.raises(ExportRejected) as caught:
+        export(model, task, images, out, name="second")
+    for complaint in complaints:
+        assert f"- {complaint}: " in str(caught.value)
+    assert out.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["b.hwb"]
+
+
+def test_a_shared_classifier_of_another_size_fails(model, task, images, tmp_path):
+    wrong = {"weight": np.zeros((3, 11), np.float32), "bias": np.zeros(3, np.float32)}
+    with pytest.raises(ExportRejected, match=r"global head: .*\(3, 11\).*\(3, 12\)"):
+        export(model, task, images, tmp_path / "b.hwb", global_head=wrong)
+    assert not (tmp_path / "b.hwb").exists()
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        np.zeros((4, 1, 8, 9), np.float32),
+        np.zeros((0, 1, 8, 8), np.float32),
+        np.full((2, 1, 8, 8), np.nan, np.float32),
+    ],
+)
+def test_calibration_inputs_of_another_form_are_refused(inputs, model, task, tmp_path):
+    with pytest.raises(ExportRejected, match=r"expected finite \[n, 1, 8, 8\]"):
+        export(model, task, inputs, tmp_path / "b.hwb")
+
+
+def test_windows_are_exported_like_images(tmp_path):
+    task = Task(input=WindowInput(channels=3, length=16), class_names=("walk", "run"), encoder="cnn1d")
+    torch.manual_seed(0)
+    report = export(encoder_and_head(task), task, synthetic_inputs(task, 20), tmp_path / "b.hwb", int8=True)
+    assert report.int8_note == ""
+    assert decode(open_bundle(report.path).read("golden.safetensors"))["inputs"].shape == (8, 3, 16)
+
+
+def test_a_state_becomes_a_model_again(state, task, model, images):
+    random = torch.get_rng_state()
+    found = model_from_state(methods.create("fedavg"), task, {**state, "extra.centroids": np.ones(3, np.float32)})
+    assert torch.equal(torch.get_rng_state(), random)
+    inputs = torch.from_numpy(images)
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(inputs), model.eval()(inputs))
+
+
+def test_a_method_that_shares_no_encoder_has_nothing_to_export(task):
+    with pytest.raises(ExportRejected, match="shares no encoder"):
+        model_from_state(methods.create("local"), task, {})
+
+
+def test_batch_norm_that_stayed_on_devices_must_be_pooled_first(state, task):
+    class KeepsStatistics(Method):
+        norm = "local_stats"
+
+    method = KeepsStatistics()
+    sent = {name: array for name, array in state.items() if "running" not in name}
+    with pytest.raises(ExportRejected, match=r"2 tensors of the encoder are not in the state.*norm local_stats"):
+        model_from_state(method, task, sent)
+    model_from_state(method, task, state)
+
+
+def test_synthetic_inputs_are_standard_normal_and_repeatable(task):
+    drawn = synthetic_inputs(task, 500)
+    assert drawn.dtype == np.float32
+    assert abs(drawn.mean()) < 0.02
+    assert abs(drawn.std() - 1) < 0.02
+    np.testing.assert_array_equal(drawn, synthetic_inputs(task, 500))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import re
+
+from edge_agent import errors
+
+LINE = re.compile(r"^(?P<branch>[│├└─ ]*)(?P<name>\w+)\s+exit\s+(?P<code>\d+)\s+\S", re.MULTILINE)
+
+
+def subclasses(root):
+    return {root}.union(*(subclasses(child) for child in root.__subclasses__()))
+
+
+def drawn():
+    """name -> (parent's name, exit code) as the drawing at the top of the module shows it."""
+    found, path = {}, []
+    for line in LINE.finditer(errors.__doc__):
+        depth = len(line["branch"]) // 4
+        path = [*path[:depth], line["name"]]
+        found[line["name"]] = (path[depth - 1] if depth else None, int(line["code"]))
+    return found
+
+
+def test_the_drawn_tree_is_the_tree():
+    real = {
+        kind.__name__: (None if kind is errors.HeadwaterError else kind.__bases__[0].__name__, kind.exit_code)
+        for kind in subclasses(errors.HeadwaterError)
+        if kind.__module__ == errors.__name__
+    }
+    assert len(real) > 15
+    assert drawn() == real
+
+
+def test_all_errors_of_the_packages_are_in_the_tree(sources):
+    """Classes that end an expected failure live in one module, so that a caller can look them up."""
+    import ast
+
+    names = {kind.__name__ for kind in subclasses(errors.HeadwaterError)} | {"Exception", "ValueError", "RuntimeError"}
+    strays = [
+        f"{source.name}.{node.name}"
+        for source in sources
+        if source.name != "edge_agent.errors"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef) and {ast.unparse(base).split(".")[-1] for base in node.bases} & names
+    ]
+    assert strays == []
+
+
+def test_exit_codes_are_the_documented_ones():
+    codes = {kind.exit_code for kind in subclasses(errors.HeadwaterError)}
+    assert codes == {1, 2, 3, 4, 5, 75}

@@ -1,0 +1,163 @@
+"""What is said about the project, held against the project."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from coordinator.broker import mosquitto_acl
+from edge_agent.config import AgentConfig, load
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -c configs/constraints-cpu.txt"
+COMMANDS = (
+    f"{INSTALL} '.[all]' && .venv/bin/headwater demo",
+    f"{INSTALL} -e '.[all,dev]' && .venv/bin/pytest",
+)
+
+
+@pytest.fixture(scope="module")
+def project(root):
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_readme_has_the_command_on_a_line_of_its_own(root, command):
+    lines = [line.strip() for line in (root / "README.md").read_text(encoding="utf-8").splitlines()]
+    assert lines.count(command) == 1
+
+
+def test_ci_runs_the_readmes_test_command_by_reading_it(root):
+    """The expression that .ci/run uses finds exactly the second command."""
+    script = (root / ".ci/run").read_text(encoding="utf-8")
+    pattern = re.search(r"grep -E '([^']+)' README.md", script)[1]
+    found = [line for line in (root / "README.md").read_text(encoding="utf-8").splitlines() if re.search(pattern, line)]
+    assert found == [COMMANDS[1]]
+
+
+def test_ci_is_an_executable_script_that_stops_at_the_first_failure(root):
+    script = root / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    assert "set -euo pipefail" in script.read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_links_of_the_documents_lead_somewhere(root):
+    documents = [root / "README.md", *(root / ".github").glob("*.md")]
+    broken = [
+        f"{document.name}: {target}"
+        for document in documents
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+        if not target.startswith(("http://", "https://", "mailto:")) and not (document.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_changelog_has_an_entry_for_this_version(root, project):
+    text = (root / ".github/CHANGELOG.md").read_text(encoding="utf-8")
+    version = project["project"]["version"]
+    entry = re.search(rf"^## \[{re.escape(version)}\].*\n((?:(?!^## ).*\n?)*)", text, re.MULTILINE)
+    assert entry, f"no '## [{version}]' in the changelog"
+    assert re.search(r"^- \S", entry[1], re.MULTILINE), "the entry is empty"
+    assert "## [Unreleased]" in text
+
+
+def test_extra_all_is_everything_but_development(project):
+    extras = project["project"]["optional-dependencies"]
+    inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
+    reached = inside | {"export", "heads"}
+    assert reached == set(extras) - {"all", "dev"}
+
+
+@pytest.fixture(scope="module")
+def wheel(root, tmp_path_factory):
+    """Names in a wheel built from a copy, so that nothing is left in the working tree."""
+    copy = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy)
+    for folder in ("edge_agent", "export", "coordinator", "tests", "configs", "examples"):
+        shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, cwd=copy, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = (copy / "dist").glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_exactly_the_three_packages(root, wheel, project):
+    info = f"headwater-{project['project']['version']}.dist-info"
+    assert {name.split("/")[0] for name in wheel.namelist()} == {"edge_agent", "export", "coordinator", info}
+
+
+def test_wheel_holds_every_file_of_the_packages(root, wheel):
+    wanted = {
+        str(path.relative_to(root))
+        for package in ("edge_agent", "export", "coordinator")
+        for path in (root / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == wanted
+
+
+def test_wheel_brings_both_commands_and_the_licence(wheel, project):
+    info = f"headwater-{project['project']['version']}.dist-info"
+    points = configparser.ConfigParser()
+    points.read_string(wheel.read(f"{info}/entry_points.txt").decode())
+    assert set(points["console_scripts"]) == {"headwater", "edge-agent"}
+    assert "License-Expression: Apache-2.0" in wheel.read(f"{info}/METADATA").decode()
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
+
+
+@pytest.mark.parametrize("name, tier", [("agent-train", "train"), ("agent-head", "head")])
+def test_example_of_an_agent_is_valid(root, name, tier):
+    config = load(AgentConfig, root / f"configs/{name}.toml")
+    assert config.tier == tier
+
+
+def test_example_acl_is_what_the_program_makes(root):
+    text = (root / "configs/mosquitto.acl").read_text(encoding="utf-8")
+    assert "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n" == mosquitto_acl("home")
+
+
+@pytest.fixture(scope="module")
+def units(root):
+    found = {}
+    for path in (root / "configs/systemd").glob("*.service"):
+        unit = configparser.ConfigParser(strict=False, interpolation=None)
+        unit.optionxform = str
+        unit.read(path)
+        found[path.stem] = unit
+    return found
+
+
+def test_units_start_commands_that_the_project_installs(units, project):
+    assert set(units) == {"headwater-agent", "headwater-coordinator"}
+    for name, unit in units.items():
+        program = unit["Service"]["ExecStart"].split()[0].rpartition("/")[2]
+        assert program in project["project"]["scripts"], name
+
+
+def test_a_unit_waits_for_a_notice_only_from_a_program_that_gives_one(units, sources):
+    gives = {source.name.split(".")[0] for source in sources if "NOTIFY_SOCKET" in source.text}
+    packages = {"headwater-agent": {"edge_agent"}, "headwater-coordinator": {"coordinator"}}
+    for name, unit in units.items():
+        if unit["Service"]["Type"] == "notify" or "WatchdogSec" in unit["Service"]:
+            assert packages[name] & gives, f"{name} would be killed as hung"
+
+
+def test_units_do_not_restart_what_restarting_cannot_help(units):
+    """Exit codes 2 (configuration), 3 (protocol) and 5 (missing package) need a person; 75 (broker away) does not."""
+    for unit in units.values():
+        assert set(unit["Service"]["RestartPreventExitStatus"].split()) == {"2", "3", "5"}
