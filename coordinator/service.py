@@ -280,7 +280,7 @@ class Coordinator:
     def _announce(self) -> None:
         log.info("connected federation=%s epoch=%d", self.config.federation, self._epoch)
         message = wire.Announce(epoch=self._epoch, software=__version__, boot=self._boot)
-        self.transport.publish(self.topics.announce, wire.encode(message), retain=True)
+        self.transport.publish(self.topics.announce, wire.encode(message))
 
     def _publish_chunk(self, topic: str, frame: bytes) -> None:
         self.transport.publish(topic, frame)

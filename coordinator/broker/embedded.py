@@ -6,13 +6,17 @@ coordinator along. Nothing of ours leans on its sessions or its storage.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import secrets
 import sys
 from pathlib import Path
 
 from edge_agent.config import BrokerConfig
+from edge_agent.errors import MissingCapability
+from edge_agent.store import write_atomic
 
-from .access import COORDINATOR_USER
+from .access import COORDINATOR_USER, is_password, read_passwords, set_password
 from .supervise import SupervisedBroker, is_loopback
 
 log = logging.getLogger(__name__)
@@ -28,32 +32,35 @@ class EmbeddedBroker(SupervisedBroker):
         *,
         federation: str = "home",
         password_file: Path | None = None,
-        coordinator_password_file: Path | None = None,
     ) -> None:
         super().__init__(bind, port)
         self.federation, self.password_file = federation, password_file
-        self.coordinator_password_file = coordinator_password_file
 
     def start(self) -> None:
         """Start the process and return as soon as it accepts connections.
 
         Raises:
+            MissingCapability: amqtt is not installed.
             UsageError: the port is taken.
             BrokerAway: the process did not come up; the message holds its last words.
         """
+        if importlib.util.find_spec("amqtt") is None:
+            raise MissingCapability.package("amqtt", "coordinator", "the embedded broker")
         if self.password_file is None and not is_loopback(self.bind):
             log.warning(
                 "anonymous broker on a public address bind=%s: anybody who reaches it can take part; "
                 "set embedded.password_file, or bind to 127.0.0.1",
                 self.bind,
             )
+        if self.password_file is not None:
+            _let_coordinator_in(self.password_file)
         super().start()
 
     def config(self) -> BrokerConfig:
         """How the coordinator connects."""
         if self.password_file is None:
             return BrokerConfig(url=self.url)
-        return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=self.coordinator_password_file)
+        return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=_own_password(self.password_file))
 
     def command(self) -> list[str]:
         """The command line that serves ``bind`` and ``port``."""
@@ -62,3 +69,20 @@ class EmbeddedBroker(SupervisedBroker):
         if self.password_file is not None:
             command += ["--password-file", str(self.password_file.resolve())]
         return command
+
+
+def _own_password(password_file: Path) -> Path:
+    """Where the coordinator keeps its own password: beside those that it gave to the agents."""
+    return password_file.with_name(f"{password_file.name}.coordinator")
+
+
+def _let_coordinator_in(password_file: Path) -> None:
+    """Make the coordinator a user of the broker that it starts; its password is made up once and kept."""
+    own = _own_password(password_file)
+    if not own.exists():
+        write_atomic(own, secrets.token_urlsafe(32).encode())
+        own.chmod(0o600)
+    password = own.read_text(encoding="utf-8").strip()
+    known = read_passwords(password_file) if password_file.exists() else {}
+    if not is_password(password, known.get(COORDINATOR_USER, "")):
+        set_password(password_file, COORDINATOR_USER, password)

@@ -61,6 +61,7 @@ class Agent:
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
         self.topics = Topics(config.federation)
+        self._broadcasts = self.topics.broadcast("")
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
         self.outbox = Outbox(config.state / "outbox")
@@ -143,7 +144,7 @@ class Agent:
     def _hello(self) -> None:
         self._hello_at = self.clock()
         presence = f"online {self.boot}".encode()
-        self.transport.publish(self.topics.presence(self.config.id), presence, retain=True)
+        self.transport.publish(self.topics.presence(self.config.id), presence)
         hello = wire.Hello(
             software=__version__,
             tier=self.duties.tier,
@@ -170,7 +171,7 @@ class Agent:
         try:
             if event.topic == self.topics.down(self.config.id) or event.topic == self.topics.announce:
                 self._on_control(wire.parse_from_coordinator(event.payload), retained=event.retained)
-            else:
+            elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
                 self._on_chunk(event.payload)
         except ProtocolMismatch as error:
             self._mismatch(error)

@@ -21,7 +21,7 @@ class Params(NormedParams):
 
     c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
     max_iterations: int = Field(1000, ge=1, le=100_000)
-    tolerance: float = Field(1e-5, gt=0, description="largest entry of the mean loss's gradient at which to stop")
+    tolerance: float = Field(1e-6, gt=0, description="largest entry of the mean loss's gradient at which to stop")
 
 
 class Head(BaseHead):

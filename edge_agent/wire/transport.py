@@ -54,7 +54,7 @@ class Will:
 
     topic: str
     payload: bytes
-    retain: bool = True
+    retain: bool = False
 
 
 @dataclass

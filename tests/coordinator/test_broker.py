@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +15,7 @@ from coordinator.broker import EmbeddedBroker, MosquittoBroker, Rules, find_mosq
 from coordinator.broker.access import hash_password, is_password, read_passwords, set_password
 from coordinator.broker.mosquitto import settings_text
 from coordinator.broker.supervise import claim_port, is_loopback
-from edge_agent.errors import BrokerAway, StateError, UsageError
+from edge_agent.errors import BrokerAway, MissingCapability, StateError, UsageError
 
 PATIENCE_S = 20
 BROKERS = [
@@ -120,23 +120,24 @@ sys.stdin.read()
 
 
 @pytest.mark.broker
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system cannot wait for a process that is no child")
 @pytest.mark.parametrize("kind", BROKERS)
 def test_broker_goes_with_a_parent_that_is_killed(kind):
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, kind.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
-        _, port = (int(word) for word in parent.stdout.readline().split())
-        with socket.create_connection(("127.0.0.1", port)) as witness:
-            witness.settimeout(PATIENCE_S)
-            os.kill(parent.pid, signal.SIGKILL)
-            with contextlib.suppress(ConnectionResetError):
-                assert witness.recv(1) == b"", "the broker closed the connection, which it does when it ends"
+        pid, port = (int(word) for word in parent.stdout.readline().split())
+        broker = os.pidfd_open(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        ended, _, _ = select.select([broker], [], [], PATIENCE_S)
+        os.close(broker)
+    assert ended, "a process's descriptor becomes readable when the process ends"
     assert claim_port("127.0.0.1", port) == port
 
 
-@pytest.fixture(scope="module")
-def passwords(tmp_path_factory):
-    path = tmp_path_factory.mktemp("passwords") / "users"
+@pytest.fixture
+def passwords(tmp_path):
+    path = tmp_path / "users"
     for user in ("coordinator", "porch", "attic"):
         set_password(path, user, f"secret of {user}")
     return path
@@ -147,11 +148,12 @@ def passwords(tmp_path_factory):
 def test_users_are_let_in_by_password_and_kept_to_their_topics(kind, passwords):
     """The attic says something on the porch's topic and listens to it; a message on its own topic follows each try."""
     with kind(password_file=passwords) as broker, Client(broker.port, "stranger") as stranger:
+        boss_password = broker.config().password() or "secret of coordinator"
         assert not stranger.is_let_in()
         with Client(broker.port, "liar", "porch", "secret of attic") as liar:
             assert not liar.is_let_in()
         with (
-            Client(broker.port, "boss", "coordinator", "secret of coordinator") as boss,
+            Client(broker.port, "boss", "coordinator", boss_password) as boss,
             Client(broker.port, "attic", "attic", "secret of attic") as attic,
         ):
             assert boss.is_let_in()
@@ -181,7 +183,6 @@ def test_embedded_broker_refuses_a_will_on_the_topic_of_another(passwords):
 @pytest.mark.broker
 def test_embedded_broker_knows_users_that_are_enrolled_while_it_runs(tmp_path):
     path = tmp_path / "users"
-    set_password(path, "coordinator", "one")
     with EmbeddedBroker(password_file=path) as broker:
         set_password(path, "cellar", "two")
         with Client(broker.port, "cellar", "cellar", "two") as cellar:
@@ -211,6 +212,33 @@ def test_broker_that_ends_at_once_is_reported_with_its_last_words():
     with pytest.raises(BrokerAway, match="no such plugin"):
         broker.start()
     assert not broker.is_alive
+
+
+def test_coordinator_keeps_its_password_and_is_put_back_where_somebody_removed_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.broker.supervise.SupervisedBroker.start", lambda self: None)
+    path = tmp_path / "users"
+    broker = EmbeddedBroker(password_file=path)
+    broker.start()
+    first = broker.config()
+    assert first.user == "coordinator"
+    assert len(first.password()) > 40
+    assert is_password(first.password(), read_passwords(path)["coordinator"])
+    assert first.password_file.stat().st_mode & 0o777 == 0o600
+    set_password(path, "porch", "one")
+    before = path.read_bytes()
+    broker.start()
+    assert path.read_bytes() == before, "nothing to do the second time"
+    path.unlink()
+    set_password(path, "porch", "one")
+    broker.start()
+    assert broker.config().password() == first.password()
+    assert sorted(read_passwords(path)) == ["coordinator", "porch"]
+
+
+def test_missing_amqtt_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amqtt", None)
+    with pytest.raises(MissingCapability, match=r"'amqtt'.*headwater\[coordinator\]"):
+        EmbeddedBroker().start()
 
 
 def test_open_door_on_a_public_address_is_warned_about(monkeypatch, caplog):

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.journal import KINDS, Accepted, Journal, RunRecord, _step
+from coordinator.journal import KINDS, Accepted, Entry, Journal, RunRecord
+from coordinator.journal.replay import step
 from edge_agent.errors import StateError, UnknownName
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
@@ -286,8 +287,6 @@ def test_unfinished_runs_in_the_order_of_their_requests(journal):
 @given(st.lists(st.tuples(st.sampled_from(KINDS[3:7]), st.integers(1, 3), st.sampled_from("abc")), max_size=30))
 def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
     """A twin that keeps sets: whatever the order of entries, each digest is in at most one place."""
-    from coordinator.journal import Entry
-
     record, open_round, updates, closed = RunRecord("run-0001", {}), None, set(), 0
     for number, (kind, round_, agent) in enumerate(steps, 1):
         entry = Entry(number, "", kind, "run-0001", round_, agent, "aa" * 32, {"cohort": ["a", "b", "c"]}, "", "")
@@ -295,7 +294,7 @@ def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
             continue
         if kind == "round_closed" and open_round != round_:
             continue
-        record = _step(record, entry)
+        record = step(record, entry)
         if kind == "round_opened":
             open_round, updates = round_, set()
         elif kind == "round_closed":

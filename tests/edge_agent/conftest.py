@@ -16,7 +16,10 @@ from edge_agent.task import ImageInput, Task
 from edge_agent.wire.tensors import encode
 
 TASK = Task(
-    input=ImageInput(channels=3, height=8, width=8), class_names=tuple("0123456789"), encoder="linear", encoder_params={}
+    input=ImageInput(channels=3, height=8, width=8),
+    class_names=tuple("0123456789"),
+    encoder="linear",
+    encoder_params={},
 )
 
 

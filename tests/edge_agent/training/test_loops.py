@@ -179,9 +179,7 @@ def test_the_last_loss_is_logged_under_the_given_name():
     model = linear_parts()
     client = client_with(model)
     optimizer = loops.sgd(model.parameters(), MethodParams())
-    mean = loops.train_epochs(
-        client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, log="loss.head"
-    )
+    mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, log="loss.head")
     assert client.log == {"loss.head": mean}
 
 

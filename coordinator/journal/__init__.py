@@ -8,35 +8,21 @@ write: appends are serialised by the database. What a run is doing is never stor
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import sqlalchemy as sa
 
 from edge_agent.errors import StateError, UnknownName
 
-Kind = Literal[
-    "coordinator_started",
-    "run_requested",
-    "run_started",
-    "round_opened",
-    "update_accepted",
-    "update_refused",
-    "round_closed",
-    "run_finished",
-    "run_failed",
-    "run_cancelled",
-    "release_made",
-    "release_reported",
-]
-KINDS: tuple[str, ...] = get_args(Kind)
-FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
-RunStatus = Literal["requested", "running", "finished", "failed", "cancelled"]
+from .entry import KINDS, WHAT_TO_DO, Entry, Kind, draft, hash_of
+from .replay import FINAL, Accepted, OpenRound, RunRecord, RunStatus, step
+
+__all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
+
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
 """How long an append waits for another process; an append takes milliseconds, so this is patience with a slow disk."""
@@ -59,61 +45,6 @@ _ENTRIES = sa.Table(
     sa.Index("ix_entries_run_round", "run", "round"),
     sqlite_autoincrement=True,  # remembers the highest id, which shows when the newest entries were removed
 )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the journal; ``at`` is ISO 8601 UTC and only for people: order is ``id``."""
-
-    id: int
-    at: str
-    kind: str
-    run: str | None
-    round: int | None
-    agent: str | None
-    digest: str | None
-    body: dict[str, Any]
-    previous_hash: str
-    hash: str
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """An update that has its receipt: where its bytes are, and what the agent said about them."""
-
-    digest: str
-    samples: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class OpenRound:
-    """A round that was opened and not closed. A later attempt starts without the updates of the earlier one."""
-
-    round: int
-    attempt: int
-    cohort: tuple[str, ...]
-    body: dict[str, Any]
-    updates: dict[str, Accepted] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """Where a run stands: ``round`` is the last closed one (0: none), ``checkpoint`` the state's digest after it."""
-
-    run: str
-    request: dict[str, Any]
-    status: RunStatus = "requested"
-    round: int = 0
-    checkpoint: str | None = None
-    open_round: OpenRound | None = None
-    outcome: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will happen in this run."""
-        return self.status in FINAL.values()
 
 
 def utc_now() -> datetime:
@@ -173,16 +104,16 @@ class Journal:
             UnknownName: no such kind.
             StateError: the disk is full or the database cannot be written.
         """
-        draft = _draft(kind, run=run, round=round, agent=agent, digest=digest, body=dict(body or {}))
+        row = draft(kind, run=run, round=round, agent=agent, digest=digest, body=dict(body or {}))
         with self._transaction(writes=True) as connection:
-            return self._write(connection, draft)
+            return self._write(connection, row)
 
     def request_run(self, body: Mapping[str, Any]) -> str:
         """The id of a run that has just been asked for; a coordinator on this folder will find it."""
         with self._transaction(writes=True) as connection:
             requested = sa.select(sa.func.count()).where(_ENTRIES.c.kind == "run_requested")
             run = f"run-{connection.execute(requested).scalar_one() + 1:04d}"
-            self._write(connection, _draft("run_requested", run=run, body=dict(body)))
+            self._write(connection, draft("run_requested", run=run, body=dict(body)))
             return run
 
     def entries(
@@ -237,7 +168,7 @@ class Journal:
             raise UnknownName("run", run, self.runs())
         record = RunRecord(run, entries[0].body)
         for entry in entries[1:]:
-            record = _step(record, entry)
+            record = step(record, entry)
         return record
 
     def runs(self) -> list[str]:
@@ -269,12 +200,12 @@ class Journal:
         except (sa.exc.DatabaseError, sa.exc.InterfaceError) as error:
             raise self._failed(error) from error
 
-    def _write(self, connection: sa.Connection, draft: dict[str, Any]) -> Entry:
+    def _write(self, connection: sa.Connection, content: dict[str, Any]) -> Entry:
         newest = sa.select(_ENTRIES.c.id, _ENTRIES.c.hash).order_by(_ENTRIES.c.id.desc()).limit(1)
         last = connection.execute(newest).first()
         at = self._now().isoformat(timespec="milliseconds")
-        row = {**draft, "id": last.id + 1 if last else 1, "at": at, "previous_hash": last.hash if last else _GENESIS}
-        row["hash"] = _hash(row)
+        row = {**content, "id": last.id + 1 if last else 1, "at": at, "previous_hash": last.hash if last else _GENESIS}
+        row["hash"] = hash_of(row)
         connection.execute(_ENTRIES.insert().values(**row))
         return Entry(**{**row, "body": json.loads(row["body"])})
 
@@ -298,22 +229,16 @@ class Journal:
             raise self._broken(expected_id, f"it is missing, the next one is {row.id}")
         if row.previous_hash != previous:
             raise self._broken(row.id, "it does not follow from the entry before it")
-        if row.hash != _hash(row._asdict()):
+        if row.hash != hash_of(row._asdict()):
             raise self._broken(row.id, "its content is not what was written")
         return str(row.hash)
 
     def _broken(self, entry: int, what: str) -> StateError:
-        return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {_WHAT_TO_DO}")
+        return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
 
     def _failed(self, error: object) -> StateError:
         cause = getattr(error, "orig", None) or error
-        return StateError(f"{self.path}: the journal cannot be read or written ({cause}). {_WHAT_TO_DO}")
-
-
-_WHAT_TO_DO = (
-    "Free disk space if it is full; otherwise put back a copy of the state folder from a backup, "
-    "or start with a new state folder. Nothing was changed."
-)
+        return StateError(f"{self.path}: the journal cannot be read or written ({cause}). {WHAT_TO_DO}")
 
 
 def _engine(path: Path) -> sa.Engine:
@@ -334,73 +259,9 @@ def _engine(path: Path) -> sa.Engine:
     return engine
 
 
-def _draft(kind: str, *, body: dict[str, Any], **columns: Any) -> dict[str, Any]:
-    if kind not in KINDS:
-        raise UnknownName("journal entry kind", kind, KINDS)
-    try:
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
-    return {"kind": kind, "run": None, "round": None, "agent": None, "digest": None, **columns, "body": text}
-
-
-_HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
-
-
-def _hash(row: Mapping[str, Any]) -> str:
-    content = json.dumps([row[name] for name in _HASHED], separators=(",", ":"))
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
 def _entry(row: sa.Row[Any]) -> Entry:
     columns = row._asdict()
     try:
         return Entry(**{**columns, "body": json.loads(columns["body"])})
     except ValueError as error:
-        raise StateError(f"journal entry {columns['id']}: its body is not JSON ({error}). {_WHAT_TO_DO}") from error
-
-
-def _step(record: RunRecord, entry: Entry) -> RunRecord:
-    """The record after one more entry; kinds that change nothing leave it as it is."""
-    if entry.kind == "run_started":
-        return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
-    if entry.kind == "round_opened":
-        return replace(record, status="running", open_round=_opened(record, entry))
-    if entry.kind == "round_closed":
-        return _closed(record, entry)
-    if entry.kind in {"update_accepted", "update_refused"}:
-        return replace(record, open_round=_with_update(record.open_round, entry))
-    if entry.kind in FINAL:
-        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=entry.body)
-    return record
-
-
-def _opened(record: RunRecord, entry: Entry) -> OpenRound:
-    if entry.round != record.round + 1:
-        raise _contradiction(entry, f"opens round {entry.round}, round {record.round} was closed last")
-    body = entry.body
-    return OpenRound(entry.round, int(body.get("attempt", 1)), tuple(body.get("cohort", ())), body)
-
-
-def _closed(record: RunRecord, entry: Entry) -> RunRecord:
-    is_open = record.open_round is not None and record.open_round.round == entry.round
-    if not is_open or entry.round is None or entry.digest is None:
-        raise _contradiction(entry, f"closes round {entry.round} with state {entry.digest}, which is not open")
-    return replace(record, round=entry.round, checkpoint=entry.digest, open_round=None)
-
-
-def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None:
-    """The open round with one more update or refusal; what belongs to no open round changes nothing."""
-    if open_round is None or entry.round != open_round.round or entry.agent is None:
-        return open_round
-    if entry.kind == "update_refused":
-        refused = {**open_round.refused, entry.agent: str(entry.body.get("reason", ""))}
-        return replace(open_round, refused=refused)
-    if entry.agent in open_round.updates or entry.digest is None:
-        return open_round  # the first one has the receipt
-    update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))
-    return replace(open_round, updates={**open_round.updates, entry.agent: update})
-
-
-def _contradiction(entry: Entry, what: str) -> StateError:
-    return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {_WHAT_TO_DO}")
+        raise StateError(f"journal entry {columns['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error

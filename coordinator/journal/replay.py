@@ -1,0 +1,98 @@
+"""Where a run stands, derived from its entries one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from edge_agent.errors import StateError
+
+from .entry import WHAT_TO_DO, Entry
+
+RunStatus = Literal["requested", "running", "finished", "failed", "cancelled"]
+FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An update that has its receipt: where its bytes are, and what the agent said about them."""
+
+    digest: str
+    samples: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """A round that was opened and not closed. A later attempt starts without the updates of the earlier one."""
+
+    round: int
+    attempt: int
+    cohort: tuple[str, ...]
+    body: dict[str, Any]
+    updates: dict[str, Accepted] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Where a run stands: ``round`` is the last closed one (0: none), ``checkpoint`` the state's digest after it."""
+
+    run: str
+    request: dict[str, Any]
+    status: RunStatus = "requested"
+    round: int = 0
+    checkpoint: str | None = None
+    open_round: OpenRound | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will happen in this run."""
+        return self.status in FINAL.values()
+
+
+def step(record: RunRecord, entry: Entry) -> RunRecord:
+    """The record after one more entry; kinds that change nothing leave it as it is."""
+    if entry.kind == "run_started":
+        return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
+    if entry.kind == "round_opened":
+        return replace(record, status="running", open_round=_opened(record, entry))
+    if entry.kind == "round_closed":
+        return _closed(record, entry)
+    if entry.kind in {"update_accepted", "update_refused"}:
+        return replace(record, open_round=_with_update(record.open_round, entry))
+    if entry.kind in FINAL:
+        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=entry.body)
+    return record
+
+
+def _opened(record: RunRecord, entry: Entry) -> OpenRound:
+    if entry.round != record.round + 1:
+        raise _contradiction(entry, f"opens round {entry.round}, round {record.round} was closed last")
+    body = entry.body
+    return OpenRound(entry.round, int(body.get("attempt", 1)), tuple(body.get("cohort", ())), body)
+
+
+def _closed(record: RunRecord, entry: Entry) -> RunRecord:
+    is_open = record.open_round is not None and record.open_round.round == entry.round
+    if not is_open or entry.round is None or entry.digest is None:
+        raise _contradiction(entry, f"closes round {entry.round} with state {entry.digest}, which is not open")
+    return replace(record, round=entry.round, checkpoint=entry.digest, open_round=None)
+
+
+def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None:
+    """The open round with one more update or refusal; what belongs to no open round changes nothing."""
+    if open_round is None or entry.round != open_round.round or entry.agent is None:
+        return open_round
+    if entry.kind == "update_refused":
+        refused = {**open_round.refused, entry.agent: str(entry.body.get("reason", ""))}
+        return replace(open_round, refused=refused)
+    if entry.agent in open_round.updates or entry.digest is None:
+        return open_round  # the first one has the receipt
+    update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))
+    return replace(open_round, updates={**open_round.updates, entry.agent: update})
+
+
+def _contradiction(entry: Entry, what: str) -> StateError:
+    return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {WHAT_TO_DO}")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_agent.data import Samples, split, standardised
+from edge_agent.task import ImageInput, WindowInput
+
+
+def plain(labels):
+    inputs = np.arange(len(labels), dtype=np.float32).reshape(-1, 1, 1, 1) * np.ones((1, 3, 4, 4), np.float32)
+    return Samples(inputs, np.array(labels, np.int64), ("a", "b", "c"), ImageInput(height=4, width=4))
+
+
+def rows(samples):
+    return samples.inputs[:, 0, 0, 0].astype(int).tolist()
+
+
+def test_each_class_gives_its_share():
+    train, test = split(plain([0] * 8 + [1] * 4 + [2]), 0.25, seed=1)
+    assert np.bincount(test.labels, minlength=3).tolist() == [2, 1, 0]
+    assert np.bincount(train.labels, minlength=3).tolist() == [6, 3, 1]
+    assert sorted(rows(train) + rows(test)) == list(range(13))
+
+
+def test_the_seed_decides_and_nothing_else():
+    samples = plain([0] * 20)
+    assert rows(split(samples, 0.3, 1)[1]) == rows(split(samples, 0.3, 1)[1])
+    assert rows(split(samples, 0.3, 1)[1]) != rows(split(samples, 0.3, 2)[1])
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_a_class_with_two_samples_is_on_both_sides(labels, fraction, seed):
+    train, test = split(plain(labels), fraction, seed)
+    assert sorted(rows(train) + rows(test)) == list(range(len(labels)))
+    for label in set(labels):
+        assert label in train.labels
+        assert (label in test.labels) == (labels.count(label) >= 2)
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.integers(4, 40),
+    st.integers(1, 40),
+    st.floats(0.05, 0.9),
+)
+def test_no_sample_of_a_recording_is_on_both_sides_and_tests_come_last(counts, length, stride, fraction):
+    """Every window is followed to the raw samples that it covers."""
+    spec = WindowInput(channels=1, length=length, stride=stride)
+    groups = np.repeat(np.arange(len(counts)), counts)
+    starts = np.concatenate([np.arange(count) * stride for count in counts])
+    inputs = np.broadcast_to(starts[:, None, None], (len(starts), 1, length)).astype(np.float32)
+    samples = Samples(inputs, np.zeros(len(starts), np.int64), ("a",), spec, groups)
+    train, test = split(samples, fraction, 0)
+    for group in range(len(counts)):
+        learned, held = (part.inputs[part.groups == group, 0, 0] for part in (train, test))
+        assert len(learned) >= 1
+        if len(held):
+            assert learned.max() + length <= held.min()
+
+
+def test_a_recording_of_ten_windows_by_hand():
+    """Length 100, stride 50: one window lies between. A quarter of 10 is 2 (banker's rounding of 2.5): 7 + 1 + 2."""
+    spec = WindowInput(channels=1, length=100, stride=50)
+    inputs = np.arange(10, dtype=np.float32)[:, None, None] * np.ones((1, 1, 100), np.float32)
+    samples = Samples(inputs, np.zeros(10, np.int64), ("a",), spec, np.zeros(10, np.int64))
+    train, test = split(samples, 0.25, 0)
+    assert train.inputs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert test.inputs[:, 0, 0].tolist() == [8, 9]
+
+
+def test_recordings_too_short_to_hold_back_train_only(caplog):
+    spec = WindowInput(channels=1, length=100, stride=50)
+    samples = Samples(np.zeros((2, 1, 100), np.float32), np.zeros(2, np.int64), ("a",), spec, np.zeros(2, np.int64))
+    train, test = split(samples, 0.25, 0)
+    assert (len(train), len(test)) == (2, 0)
+    assert "no_test_samples" in caplog.text
+
+
+def test_the_estimated_spec_makes_mean_zero_and_spread_one():
+    rng = np.random.default_rng(0)
+    raw = rng.normal([[1], [-2]], [[3], [0.5]], (200, 2, 16))
+    old = WindowInput(channels=2, length=16, mean=(0.5,), std=(2.0,))
+    samples = Samples(((raw - 0.5) / 2).astype(np.float32), np.zeros(200, np.int64), ("a",), old)
+    new = standardised(samples)
+    assert np.allclose(new.mean, raw.mean(axis=(0, 2)), atol=1e-4)
+    assert np.allclose(new.std, raw.std(axis=(0, 2)), atol=1e-4)
+
+
+def test_a_constant_channel_keeps_its_spread():
+    samples = Samples(np.ones((3, 3, 4, 4), np.float32), np.zeros(3, np.int64), ("a",), ImageInput(height=4, width=4))
+    assert standardised(samples).std == (0.5, 0.5, 0.5)
+
+
+def test_the_digest_follows_the_inputs():
+    one, two = plain([0, 1]), plain([0, 1])
+    assert one.digest == two.digest
+    two.inputs[0, 0, 0, 0] += 1
+    assert one.digest != two.digest
+    assert one.digest != one.take(np.array([0])).digest

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from edge_agent import heads
+from edge_agent.errors import MissingCapability, TrainingFailed
+from edge_agent.heads import FitData
+from edge_agent.heads.base import softmax
+
+
+def data(classes: int):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, classes, 120)
+    features = (rng.normal(size=(classes, 6)) * 1.5)[labels] + rng.normal(size=(120, 6))
+    return FitData(features.astype(np.float32), labels, classes)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_linear_decisions_are_those_of_linear_svc(classes):
+    from sklearn.svm import LinearSVC
+
+    found = data(classes)
+    head = heads.create("svm", {"feature_norm": "none", "max_iterations": 100_000})
+    head.fit(found, np.random.default_rng(5))
+    seed = int(np.random.default_rng(5).integers(2**31))
+    reference = LinearSVC(dual=True, max_iter=100_000, random_state=seed).fit(
+        found.features.astype(np.float64), found.labels
+    )
+    values = reference.decision_function(found.features.astype(np.float64))
+    expected = np.stack([-values, values], axis=1) if classes == 2 else values
+    assert np.allclose(head.predict_proba(found.features), softmax(expected), atol=1e-8)
+
+
+def test_rbf_decisions_are_those_of_one_svc_for_each_class():
+    from sklearn.svm import SVC
+
+    found = data(3)
+    head = heads.create("svm", {"kernel": "rbf", "feature_norm": "none"})
+    head.fit(found, np.random.default_rng(0))
+    wide = found.features.astype(np.float64)
+    values = [SVC(gamma="scale").fit(wide, found.labels == label).decision_function(wide) for label in range(3)]
+    assert np.allclose(head.predict_proba(found.features), softmax(np.stack(values, axis=1)), atol=1e-6)
+
+
+def test_fitting_leaves_scikit_learn_out_of_this_process():
+    code = (
+        "import sys, numpy as np\n"
+        "from edge_agent import heads\n"
+        "from edge_agent.heads import FitData\n"
+        "h = heads.create('svm')\n"
+        "h.fit(FitData(np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1]), 2), np.random.default_rng(0))\n"
+        "assert h.predict_proba(np.eye(4, dtype=np.float32)).argmax(1).tolist() == [0, 1, 0, 1]\n"
+        "assert not {'sklearn', 'scipy', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_scikit_learn_the_extra_is_named(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else real(name, *rest)
+    )
+    with pytest.raises(MissingCapability, match=r"headwater\[heads\]"):
+        heads.create("svm").fit(data(2), np.random.default_rng(0))
+
+
+def test_a_fit_that_takes_too_long_is_given_up():
+    with pytest.raises(TrainingFailed, match=r"0\.001 s"):
+        heads.create("svm", {"timeout_s": 0.001}).fit(data(2), np.random.default_rng(0))
+
+
+def test_what_scikit_learn_says_reaches_the_reader(monkeypatch):
+    import edge_agent.heads.svm as module
+
+    # Inputs of another length than the labels: only scikit-learn notices.
+    monkeypatch.setattr(module, "normalise", lambda *_: np.zeros((3, 2)))
+    with pytest.raises(TrainingFailed, match="inconsistent numbers of samples"):
+        heads.create("svm").fit(data(2), np.random.default_rng(0))

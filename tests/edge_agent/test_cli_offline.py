@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_agent import bundle as bundles
+from edge_agent.cli import COMMANDS, main
+from edge_agent.data import load
+from edge_agent.heads import saved
+
+
+@pytest.fixture
+def place(make_bundle, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    make_bundle(dim=48, global_head=True)
+    return tmp_path
+
+
+def answer(capsys, *words: str, code: int = 0):
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+FIT = ("fit", "--bundle", "b.hwb", "--data", "digits?n=200", "--out", "head")
+
+
+def test_fit_predict_and_evaluate_agree(place, capsys):
+    fitted = answer(capsys, *FIT)
+    assert fitted["acc.personal"] > 0.7
+    assert fitted["n_train"] + fitted["n_test"] == 200
+    scored = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "digits?n=200", "--head", "head")
+    names = ("acc.personal", "acc.global", "acc.local", "n_test")
+    assert {name: scored[name] for name in names} == {name: fitted[name] for name in names}
+    rows = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "digits?n=200", "--head", "head")["predictions"]
+    task = bundles.open_bundle(place / "b.hwb").manifest.task
+    truth = load("digits?n=200", task.input).labels
+    right = np.mean([row["class"] == str(label) for row, label in zip(rows, truth, strict=True)])
+    assert right > fitted["acc.personal"]  # three quarters of them were learned from
+
+
+def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
+    for head in ("svm", "mlp", "prototype"):
+        assert answer(capsys, *FIT, "--head", head)["acc.personal"] > 0.6
+        assert saved.load(place / "head").head.name == head
+    answer(capsys, *FIT, "--param", "c=0.25", "--param", "feature_norm=l2")
+    params = saved.load(place / "head").head.params
+    assert (params.c, params.feature_norm) == (0.25, "l2")
+
+
+def test_tables_show_units(place, capsys):
+    assert main(FIT) == 0
+    text = capsys.readouterr().out
+    assert "acc.personal" in text
+    assert "%" in text
+    assert "held back" in text
+    assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr,nope"]) == 0
+    text = capsys.readouterr().out
+    assert "exact" in text
+    assert "unknown head 'nope'" in text
+
+
+def test_pictures_are_classified_by_the_head_or_the_shared_classifier(place, capsys):
+    task = bundles.open_bundle(place / "b.hwb").manifest.task
+    digits = load("digits?n=200", task.input)
+    answer(capsys, *FIT)
+    pixels = np.round((digits.inputs[0] * 0.5 + 0.5) * 255).astype(np.uint8).transpose(1, 2, 0)
+    Image.fromarray(pixels).save("x.png")
+    found = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "head", "--input", "x.png", "--input", "x.png")
+    row = found["predictions"][0]
+    assert (row["input"], row["class"]) == ("x.png", str(digits.labels[0]))
+    assert found["predictions"][1] == row
+    assert answer(capsys, "predict", "--bundle", "b.hwb", "--input", "x.png")["predictions"][0]["class"] in "0123456789"
+    assert main(["predict", "--bundle", "b.hwb", "--input", "x.png"]) == 0
+    assert "probability" in capsys.readouterr().out
+
+
+def test_import_installs_into_a_state_folder_that_other_commands_accept(place, capsys, make_bundle):
+    found = answer(capsys, "import", "b.hwb", "--state", "state")
+    assert found["self_test"] is True
+    assert bundles.current(place / "state" / "bundles").fingerprint == found["fingerprint"]
+    answer(capsys, "fit", "--bundle", "state", "--data", "digits?n=50", "--out", "h")
+    answer(capsys, "predict", "--bundle", found["folder"], "--data", "digits?n=5", "--head", "h")
+    make_bundle("bad.hwb", golden_error=0.5)
+    assert answer(capsys, "import", "bad.hwb", "--state", "state", code=4)["error"]["kind"] == "BundleDamaged"
+    assert bundles.current(place / "state" / "bundles").fingerprint == found["fingerprint"]
+    assert main(["import", "bad.hwb", "--state", "state", "--no-self-test"]) == 0
+
+
+def test_import_waits_for_no_running_agent(place, capsys):
+    from edge_agent.store import folder_lock
+
+    with folder_lock(place / "state", "edge-agent run"):
+        assert answer(capsys, "import", "b.hwb", "--state", "state", code=1)["error"]["kind"] == "StateError"
+
+
+ERRORS = {
+    "no bundle": (("fit", "--bundle", "gone.hwb", "--data", "digits", "--out", "h"), 4, "gone.hwb"),
+    "empty folder": (("fit", "--bundle", ".", "--data", "digits", "--out", "h"), 4, "no bundle"),
+    "unknown head": ((*FIT, "--head", "lrr"), 2, "'lr'"),
+    "unknown parameter": ((*FIT, "--param", "cc=1"), 2, "cc"),
+    "parameter without value": ((*FIT, "--param", "c"), 2, "NAME=VALUE"),
+    "unknown source": ((*FIT[:4], "digitz", *FIT[5:]), 2, "digits"),
+    "missing data": ((*FIT[:4], "images:nowhere", *FIT[5:]), 2, "nowhere"),
+    "impossible share": ((*FIT, "--test-fraction", "1.5"), 2, "below 1"),
+    "impossible seed and threads": ((*FIT, "--seed", "-1", "--threads", "-2"), 2, "--threads"),
+    "missing picture": (("predict", "--bundle", "b.hwb", "--input", "gone.png"), 2, "gone.png"),
+    "missing head": (("predict", "--bundle", "b.hwb", "--head", "nowhere", "--data", "digits?n=1"), 1, "nowhere"),
+    "no such precision": ((*FIT, "--precision", "int8"), 1, "int8"),
+    "not a broker": (("doctor", "--broker", "http://x"), 2, "mqtt://"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(ERRORS))
+def test_mistakes_end_with_their_exit_code_and_a_message(place, capsys, case):
+    words, code, hint = ERRORS[case]
+    assert main(words) == code
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert hint in found.err
+    assert "Traceback" not in found.err
+
+
+def test_a_head_of_another_bundle_is_refused(place, capsys, make_bundle):
+    answer(capsys, *FIT)
+    make_bundle("other.hwb", seed=9)
+    found = answer(capsys, "predict", "--bundle", "other.hwb", "--head", "head", "--data", "digits?n=1", code=4)
+    assert found["error"]["kind"] == "FingerprintMismatch"
+
+
+def test_missing_packages_are_named_without_a_traceback(place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert main(FIT) == 5
+    assert "headwater[agent]" in capsys.readouterr().err
+
+
+def test_a_bundle_for_windows_takes_no_pictures(place, capsys, make_bundle):
+    from edge_agent.task import Task, WindowInput
+
+    make_bundle("w.hwb", task=Task(input=WindowInput(channels=2, length=8), class_names=("a", "b")))
+    assert main(["predict", "--bundle", "w.hwb", "--input", "x.png"]) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_quietly(place, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edge_agent.cli.doctor.run", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_shows_the_device_and_the_way_to_the_broker(capsys):
+    found = answer(capsys, "doctor")
+    assert found["tier"] in {"train", "head", "idle"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        steps = answer(capsys, "doctor", "--broker", f"mqtt://127.0.0.1:{port}")["broker"]
+    assert [(step["step"], step["ok"]) for step in steps] == [("name", True), ("tcp", True)]
+    steps = answer(capsys, "doctor", "--broker", f"mqtts://127.0.0.1:{port}", "--timeout", "1", code=75)["broker"]
+    assert [(step["step"], step["ok"]) for step in steps] == [("name", True), ("tcp", False)]
+    steps = answer(capsys, "doctor", "--broker", "mqtt://no-such-host.invalid", code=75)["broker"]
+    assert [(step["step"], step["ok"]) for step in steps] == [("name", False)]
+    main(["doctor"])
+    assert "suggested tier" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_every_command_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  edge-agent {command}" in text
+    assert "--json" in text
+
+
+def test_help_names_all_commands_quickly_and_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from edge_agent.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'numpy', 'pydantic', 'onnxruntime', 'PIL', 'sklearn', 'torch'} & set(sys.modules)\n"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # 0.05 s on an idle machine.
+    assert time.perf_counter() - begin < 1.0
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_a_command_that_is_none_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fitt"])
+    assert end.value.code == 2
+
+
+def test_running_the_package_is_the_same_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "edge_agent", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("headwater ")
+
+
+def test_a_reader_that_stops_early_leaves_no_traceback(place):
+    command = f"{sys.executable} -m edge_agent predict --bundle b.hwb --data 'digits' | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

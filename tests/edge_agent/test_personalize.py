@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent import personalize as module
+from edge_agent.data import Samples, load, split
+from edge_agent.encoder import Encoder
+from edge_agent.errors import FingerprintMismatch, StateError, UnknownName
+from edge_agent.heads import saved
+from edge_agent.personalize import evaluate_heads, flattened, load_head, personalize
+
+
+@pytest.fixture
+def ready(make_bundle, tmp_path):
+    made = make_bundle(dim=48, global_head=True)
+    bundle = bundles.install(made.path, tmp_path / "bundles")
+    task = bundle.manifest.task
+    return made, bundle, Encoder.open(bundle, "fp32"), load("digits?n=300", task.input, task.class_names)
+
+
+def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
+    """The same split, the features worked out by a matrix product, the heads by scikit-learn."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    made, bundle, encoder, samples = ready
+    result = personalize(bundle, samples, "lr", {"feature_norm": "none"}, encoder=encoder, seed=3)
+    train, test = split(samples, 0.25, 3)
+    assert (result.n_train, result.n_test) == (len(train), len(test))
+    # c = 0.5 is what the bundle's manifest suggests.
+    personal = LogisticRegression(C=0.5, max_iter=5000).fit(made.features(train.inputs), train.labels)
+    expected = personal.score(made.features(test.inputs), test.labels)
+    assert result.scores.personal == pytest.approx(expected, abs=1.01 / len(test))
+    shared = bundle.global_head()
+    logits = made.features(test.inputs) @ shared["weight"].T + shared["bias"]
+    assert result.scores.overall == pytest.approx((logits.argmax(axis=1) == test.labels).mean())
+    raw = [part.inputs.reshape(len(part), -1).astype(np.float64) for part in (train, test)]
+    local = make_pipeline(StandardScaler(), LogisticRegression(max_iter=5000)).fit(raw[0], train.labels)
+    # Pixels that are nearly constant are spread by our floor and not by scikit-learn's scaler: a few answers differ.
+    assert result.scores.local == pytest.approx(local.score(raw[1], test.labels), abs=0.05)
+    assert result.scores.personal > 0.8
+
+
+def test_metrics_carry_their_scope_and_are_shares(ready):
+    _, bundle, encoder, samples = ready
+    times = iter([10.0, 12.5])
+    result = personalize(bundle, samples, encoder=encoder, clock=lambda: next(times))
+    metrics = result.metrics()
+    assert {"acc.personal", "acc.global", "acc.local", "n_train", "n_test", "seconds", "head"} <= metrics.keys()
+    assert all(0 <= metrics[name] <= 1 for name in ("acc.personal", "acc.global", "acc.local"))
+    assert metrics["seconds"] == 2.5
+    assert (metrics["head"], metrics["exactness"], metrics["precision"]) == ("lr", "exact", "fp32")
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_the_same_seed_gives_the_same_head(ready):
+    _, bundle, encoder, samples = ready
+    one, two, three = (personalize(bundle, samples, "mlp", encoder=encoder, seed=seed) for seed in (1, 1, 2))
+    assert all((one.head.arrays[name] == two.head.arrays[name]).all() for name in one.head.arrays)
+    assert (one.head.arrays["weight0"] != three.head.arrays["weight0"]).any()
+
+
+def test_without_a_shared_classifier_there_is_no_global_score(make_bundle, tmp_path):
+    bundle = bundles.install(make_bundle().path, tmp_path / "bundles")
+    samples = load("digits?n=60", bundle.manifest.task.input)
+    assert personalize(bundle, samples, encoder=Encoder.open(bundle, "fp32")).scores.overall is None
+
+
+def test_too_few_samples_to_hold_back_give_a_head_without_scores(ready):
+    _, bundle, encoder, samples = ready
+    one_each = samples.take(np.array([np.flatnonzero(samples.labels == label)[0] for label in range(10)]))
+    result = personalize(bundle, one_each, encoder=encoder)
+    assert result.scores.metrics() == {"acc.personal": None, "acc.global": None, "acc.local": None}
+    assert (result.n_train, result.n_test) == (10, 0)
+
+
+def test_features_are_computed_once_and_again_only_when_something_changed(ready, tmp_path, monkeypatch):
+    _, bundle, encoder, samples = ready
+    runs: list[int] = []
+    real = Encoder.features
+    monkeypatch.setattr(
+        Encoder, "features", lambda self, inputs, *rest: runs.append(len(inputs)) or real(self, inputs, *rest)
+    )
+    first = personalize(bundle, samples, encoder=encoder, cache=tmp_path / "c")
+    second = personalize(bundle, samples, "prototype", encoder=encoder, cache=tmp_path / "c")
+    assert runs == [first.n_train, first.n_test]
+    assert second.n_train == first.n_train
+    changed = Samples(samples.inputs + np.float32(0.1), samples.labels, samples.class_names, samples.input)
+    personalize(bundle, changed, encoder=encoder, cache=tmp_path / "c")
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk" * 50])
+def test_a_damaged_cache_is_computed_again(ready, tmp_path, damage):
+    _, bundle, encoder, samples = ready
+    good = module.features_of(bundle, samples, encoder, tmp_path / "c")
+    next((tmp_path / "c").iterdir()).write_bytes(damage)
+    assert (module.features_of(bundle, samples, encoder, tmp_path / "c") == good).all()
+    assert (module.features_of(bundle, samples, encoder, tmp_path / "c") == good).all()
+
+
+def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
+    _, bundle, encoder, samples = ready
+    personalize(bundle, samples, encoder=encoder).save(tmp_path / "head")
+    assert load_head(tmp_path / "head", bundle).head.name == "lr"
+    assert load_head(tmp_path / "head", bundle, "fp32").metrics["head"] == "lr"
+    with pytest.raises(FingerprintMismatch):
+        load_head(tmp_path / "head", bundle, "int8")
+    other = bundles.install(make_bundle("other.hwb", seed=1).path, tmp_path / "others")
+    with pytest.raises(FingerprintMismatch):
+        load_head(tmp_path / "head", other)
+
+
+def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
+    _, bundle, encoder, samples = ready
+    result = personalize(bundle, samples, encoder=encoder)
+    names = ("zero", *result.class_names[1:])
+    saved.save(tmp_path, result.head, fingerprint=bundle.fingerprint, precision="fp32", class_names=names, metrics={})
+    with pytest.raises(StateError, match="zero"):
+        load_head(tmp_path, bundle)
+
+
+def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch):
+    _, bundle, encoder, samples = ready
+    results, failed = evaluate_heads(bundle, samples, encoder=encoder)
+    assert {result.head.name for result in results} == {"lr", "prototype"}  # what the manifest offers
+    scores = [result.scores.personal for result in results]
+    assert scores == sorted(scores, reverse=True)
+    assert failed == {}
+    results, failed = evaluate_heads(bundle, samples, ["prototype", "lrr"], encoder=encoder)
+    assert [result.head.name for result in results] == ["prototype"]
+    assert "'lr'" in failed["lrr"]
+
+
+def test_an_unknown_head_is_named(ready):
+    _, bundle, encoder, samples = ready
+    with pytest.raises(UnknownName):
+        personalize(bundle, samples, "lrr", encoder=encoder)
+
+
+@pytest.mark.parametrize("shape, expected", [((3, 8, 8), 192), ((3, 64, 64), 3072), ((6, 2000), 3000), ((5000,), 5000)])
+def test_raw_inputs_are_averaged_down_to_4096_values(shape, expected):
+    inputs = np.ones((2, *shape), np.float32)
+    assert flattened(inputs).shape == (2, expected)
+    assert (flattened(inputs) == 1).all()
+
+
+def test_averaging_by_hand():
+    inputs = np.arange(2 * 8192, dtype=np.float32).reshape(2, 1, 8192)
+    assert flattened(inputs)[0, :3].tolist() == [0.5, 2.5, 4.5]
