@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edge_agent.errors import ChunkError, HeadwaterError, TensorsError, UpdateRefused
+from edge_agent.errors import ChunkError, TensorsError, UpdateRefused
 from edge_agent.store import sync_folder
 from edge_agent.wire.chunks import Frame, Incoming
 from edge_agent.wire.flow import WINDOW_BYTES, Receiving
@@ -38,11 +38,17 @@ class Collection:
     expected: Mapping[str, Spec]
     accepted: dict[str, Accepted] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    late: list[tuple[str, int]] = field(default_factory=list)
+    """Updates of rounds that are over: (agent, round that it was for)."""
 
     @property
     def outstanding(self) -> tuple[str, ...]:
         """Cohort members that have neither been accepted nor refused."""
         return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
+
+    def takes(self, message: UpdateManifest) -> bool:
+        """Whether the update was made for this round."""
+        return (self.run, self.round) == (message.run, message.round)
 
 
 @dataclass
@@ -125,17 +131,18 @@ class Collector:
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round
-        if collection is not None and (collection.run, collection.round) == (message.run, message.round):
+        if collection is not None and collection.takes(message):
             known = collection.accepted.get(agent)
             if known is not None and known.digest != message.blob.digest:
                 raise UpdateRefused(f"an update of {agent} for round {message.round} is already accepted; one counts")
             return known is not None
-        entries = self._journal.entries(run=message.run, kinds=("update_accepted",))
-        return any(e.agent == agent and e.digest == message.blob.digest for e in entries)
+        kinds = ("update_accepted",)
+        entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
+        return any(entry.digest == message.blob.digest for entry in entries)
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
         collection = self.open_round
-        if collection is None or (collection.run, collection.round) != (message.run, message.round):
+        if collection is None or not collection.takes(message):
             now = f"round {collection.round} of {collection.run}" if collection else "no round"
             raise UpdateRefused(f"late: the update is for round {message.round} of {message.run}, open is {now}")
         if agent not in collection.cohort:
@@ -197,7 +204,7 @@ class Collector:
 
     def _check_content(self, arrived: Path, collection: Collection) -> None:
         with arrived.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         specs, _ = inspect(mapped)
         check_specs(specs, collection.expected)
         bad = first_non_finite(decode(mapped))
@@ -217,9 +224,8 @@ class Collector:
     def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
         log.warning("update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
         collection = self.open_round
-        if collection is not None and (collection.run, collection.round) == (message.run, message.round):
-            if agent in collection.outstanding:
-                self._note_refusal(collection, agent, reason)
+        if collection is not None and collection.takes(message) and agent in collection.outstanding:
+            self._note_refusal(collection, agent, reason)
         self._send(agent, Receipt(digest=message.blob.digest, accepted=False, reason=reason[:1000]))
 
     def _note_refusal(self, collection: Collection, agent: str, reason: str) -> None:
@@ -229,6 +235,6 @@ class Collector:
         collection.refused[agent] = reason
 
 
-def reason_of(error: HeadwaterError) -> str:
+def reason_of(error: BaseException) -> str:
     """An error as one line for a journal entry or a table."""
     return " ".join(f"{type(error).__name__}: {error}".split())

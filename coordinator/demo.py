@@ -22,21 +22,23 @@ from edge_agent.task import ImageInput, Task
 
 from .cli.follow import follow
 from .config import CoordinatorConfig
-from .rounds import Request
+from .request import Request
 from .serving import coordinator
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
 HEAD_STYLES = ("slanted", "striped")
 STYLES = (*TRAIN_STYLES, *HEAD_STYLES)
-SAMPLES_OF_RENDERED = 300
+SAMPLES_OF_RENDERED = 400
+EVALUATE_EVERY = 5
 
 METHOD_PARAMS: dict[str, dict[str, Any]] = {
-    "repper": {"local_epochs": 2, "batch_size": 64, "global_head": True},
+    "repper": {"local_epochs": 1, "batch_size": 128, "lr": 3e-3, "augment": False, "global_head": True},
 }
-"""Shorter local work than the papers' where their defaults would take minutes on two cores."""
+"""Little local work and many rounds: with 225 images a client, representations that drift apart average to nothing.
+The usual views flip and crop, which turns digits into other digits, so they are off."""
 
-DEFAULT_PARAMS: dict[str, Any] = {"local_epochs": 2, "batch_size": 32, "lr": 0.02}
+DEFAULT_PARAMS: dict[str, Any] = {"local_epochs": 1, "batch_size": 32, "lr": 0.05}
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def run_demo(folder: Path, *, method: str, rounds: int, seed: int) -> DemoResult
     config = _coordinator_config(folder)
     request = _request(config, method, rounds, seed)
     with coordinator(config) as service:
-        with _agents(folder, service.transport.config.url, seed) as agents:
+        with _agents(folder, service.broker_url, seed) as agents:
             run = service.state.journal.request_run(request.body())
 
             def step() -> None:
@@ -113,6 +115,7 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
         "task": task.model_dump(mode="json"),
         "cohort": {"min_agents": len(TRAIN_STYLES)},
         "round": {"quorum": 1.0, "deadline_s": 120.0},
+        "evaluate_every": EVALUATE_EVERY,
         # The older exporter takes 0.2 s for this encoder where the newer takes 7; the gates are the same.
         "export": {"exporter": "legacy", "calibration": f"digits:{TRAIN_STYLES[0]}?n=128"},
     }
@@ -137,7 +140,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, subprocess.
             path = _write_agent(folder, url, number, style, tier, seed)
             log = (folder / "logs" / f"{tier}-{style}.log").open("wb")
             command = [sys.executable, "-m", "edge_agent", "run", "--config", str(path)]
-            agents[f"{tier}-{style}"] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
+            agents[f"{tier}-{style}"] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             log.close()
         yield agents
     finally:

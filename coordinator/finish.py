@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from edge_agent.wire.messages import Install, Report
 from edge_agent.work import Worker
 
 from .collect import reason_of
+from .fleet import Steps, Waiting
 from .journal import utc_now
-from .rounds import RunLoop, Steps, Waiting
+from .rounds import RunLoop
 
 if TYPE_CHECKING:
     from export.bundle import Report as ExportReport
@@ -65,14 +66,14 @@ class Finisher:
                 released = yield from self._export(loop)
             except ExportRejected as error:
                 why_not = reason_of(error)
-                log.error("export_rejected run=%s reason=%s", loop.run, why_not)  # noqa: TRY400 - a gate, not a bug
+                log.error("export_rejected run=%s reason=%s", loop.run, why_not)
         elif loop.fleet.config.export.after_run:
             why_not = f"method '{loop.method.name}' shares no encoder"
         if released is not None:
             yield from self._release(loop, released)
         self._sum_up(loop, released, why_not)
 
-    def _export(self, loop: RunLoop) -> Iterator[Waiting]:
+    def _export(self, loop: RunLoop) -> Generator[Waiting, None, _Released]:
         """Export in the worker; returns what was released (as the generator's value)."""
         folder = loop.fleet.state.run(loop.run).folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,15 +102,20 @@ class Finisher:
             return
         blob = Outgoing.open(fleet.state.blobs.path(digest), digest)
         fleet.distributor.offer(blob, agents)
+        install = Install(run=loop.run, fingerprint=released.fingerprint, blob=blob.ref)
+
+        def ask(agent: str) -> None:
+            fleet.send(agent, install)
+
         for agent in agents:
-            fleet.send(agent, Install(run=loop.run, fingerprint=released.fingerprint, blob=blob.ref))
-        yield from loop.await_reports(agents, RELEASE_DEADLINE_S)
+            ask(agent)
+        yield from loop.answers.collect(agents, ask, RELEASE_DEADLINE_S)
 
     def _sum_up(self, loop: RunLoop, released: _Released | None, why_not: str) -> None:
         from .report import write_report
 
         fleet, folder = loop.fleet, loop.fleet.state.run(loop.run)
-        agents = [_agent_record(loop, agent, report) for agent, report in sorted(loop.reports.items())]
+        agents = [_agent_record(loop, agent, report) for agent, report in sorted(loop.answers.reports.items())]
         for record in agents:
             folder.append_metrics({"kind": "agent", **record})
             fleet.state.journal.append("release_reported", run=loop.run, agent=record["id"], body=record)
@@ -127,7 +133,7 @@ class Finisher:
                 "seconds": round(fleet.clock() - loop.started_at, 3),
                 "encoder_sha256": sha,
                 "agents": agents,
-                "faults": dict(sorted(loop.faults.items())),
+                "faults": dict(sorted(loop.answers.faults.items())),
                 "bundle": released.body() if released else None,
                 "bundle_why_not": None if released else why_not,
             }

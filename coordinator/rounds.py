@@ -10,94 +10,27 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import HeadwaterError, TrainingFailed
+from edge_agent.errors import RunFailed, TrainingFailed
 from edge_agent.methods import Method, Update
-from edge_agent.task import State, Task, Tensors
+from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import BlobRef, Cancel, Control, Fault, Heartbeat, Job, Report
+from edge_agent.wire.messages import BlobRef, Cancel, Fault, Heartbeat, Job
 from edge_agent.wire.tensors import Spec, decode, encode, specs_of
-from edge_agent.wire.transport import Transport
 
 from . import cohort as cohorts
-from .collect import Collection, Collector
-from .config import CoordinatorConfig
-from .distribute import Distributor
+from .answers import PATIENCE_S, REPORT_DEADLINE_S, Answers
+from .collect import Collection
+from .fleet import Fleet, Steps, Waiting
 from .journal import Accepted, OpenRound
-from .roster import Roster
-from .store import StateFolder
+from .request import Request
+from .tally import Tally
 
 log = logging.getLogger(__name__)
-
-PATIENCE_S = 2.0
-"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
-
-REPORT_DEADLINE_S = 120.0
-"""How long the end of a run waits for the devices' own figures."""
-
-
-class RunFailed(HeadwaterError):
-    """A run cannot go on; the message says why."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What the loop waits for. ``until`` is monotonic seconds, None = as long as it takes."""
-
-    what: str
-    whom: tuple[str, ...] = ()
-    until: float | None = None
-
-
-Steps = Iterator[Waiting]
-
-
-@dataclass
-class Fleet:
-    """What a run needs of the world: who is there, how to speak to them, where things are kept, what time it is."""
-
-    config: CoordinatorConfig
-    state: StateFolder
-    roster: Roster
-    distributor: Distributor
-    collector: Collector
-    send: Callable[[str, Control], None]
-    transport: Transport
-    clock: Callable[[], float] = time.monotonic
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for; the body of the journal's ``run_requested``."""
-
-    method: str
-    params: dict[str, Any]
-    rounds: int
-    seed: int
-    task: Task
-
-    def body(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**vars(self), "task": self.task.model_dump(mode="json")}
-
-    @classmethod
-    def from_body(cls, body: dict[str, Any]) -> Request:
-        """From JSON."""
-        fields = {key: body[key] for key in ("method", "params", "rounds", "seed")}
-        return cls(**fields, task=Task.model_validate(body["task"]))
-
-
-@dataclass
-class _Tally:
-    """Bytes at the start of a round, to tell what the round took."""
-
-    started_at: float
-    up: dict[str, int]
-    down: dict[str, int]
 
 
 @dataclass
@@ -111,13 +44,15 @@ class RunLoop:
     finish: Callable[[RunLoop], Steps] | None = None
     state: State = field(default_factory=dict)
     job: Job | None = None
-    reports: dict[str, Report] = field(default_factory=dict)
-    faults: dict[str, str] = field(default_factory=dict)
+    answers: Answers = field(init=False)
     started_at: float = 0.0
     _expected: dict[str, Spec] = field(default_factory=dict)
     _checkpoint: str = ""
     _until: float = 0.0
     _personal: dict[str, Outgoing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.answers = Answers(self.fleet.roster, self.fleet.clock)
 
     def steps(self) -> Steps:
         """The whole run, from wherever the journal says it is."""
@@ -133,17 +68,11 @@ class RunLoop:
 
     def invite(self, agent: str) -> None:
         """Tell one agent (again) what it is expected to do now, if anything."""
-        job, collection = self.job, self.fleet.collector.open_round
-        if job is None or (job.purpose == "train" and (collection is None or agent not in collection.outstanding)):
+        if self.job is None or not self._concerns(agent):
             return
-        refs = (*job.blobs, *self._personal_blob(agent))
+        refs = (*self.job.blobs, *self._personal_blob(agent))
         left = max(1.0, self._until - self.fleet.clock())
-        self.fleet.send(agent, job.model_copy(update={"blobs": refs, "deadline_s": left}))
-
-    def on_report(self, agent: str, message: Report) -> None:
-        """An agent tells what it got out of the run."""
-        self.reports[agent] = message
-        self.faults.pop(agent, None)
+        self.fleet.send(agent, self.job.model_copy(update={"blobs": refs, "deadline_s": left}))
 
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent could not do what it was asked: nobody waits for it any more."""
@@ -152,12 +81,21 @@ class RunLoop:
         if collection is not None and collection.round == message.round:
             self.fleet.collector.failed(agent, reason)
         else:
-            self.faults[agent] = reason
+            self.answers.fault(agent, reason)
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
         """An agent that does not work on what it was asked to do has not heard of it: ask again."""
-        if self.job is not None and (message.run, message.round) != (self.run, self.job.round):
+        if self.job is None:
+            self.answers.ask_again(agent)
+        elif (message.run, message.round) != (self.run, self.job.round):
             self.invite(agent)
+
+    def abandon(self) -> None:
+        """The run has failed: take back what was asked."""
+        collection = self.fleet.collector.open_round
+        if collection is not None:
+            self._call_off(collection)
+        self._withdraw()
 
     def status(self) -> dict[str, Any]:
         """What goes on, as JSON."""
@@ -200,7 +138,7 @@ class RunLoop:
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         attempt, config = (resumed.attempt if resumed else 1), self.fleet.config.round
         while True:
-            tally = self._tally()
+            tally = Tally.begin(self.fleet)
             cohort = resumed.cohort if resumed else (yield from self._gather(number))
             collection = self._open(number, attempt, cohort, resumed)
             self._offer(number, cohort)
@@ -208,13 +146,14 @@ class RunLoop:
             self._call_off(collection)
             if self._has_quorum(collection):
                 break
-            log.warning("round_missed run=%s round=%d attempt=%d got=%d", self.run, number, attempt, len(collection.accepted))
+            got = len(collection.accepted)
+            log.warning("round_missed run=%s round=%d attempt=%d got=%d", self.run, number, attempt, got)
             attempt, resumed = attempt + 1, None
             if attempt > config.max_attempts:
                 raise RunFailed(self._why_failed(number, collection))
         self._close(number, collection, tally)
 
-    def _gather(self, number: int) -> Iterator[Waiting]:
+    def _gather(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are there; returns the cohort (as the generator's value)."""
         config = self.fleet.config.cohort
         tier = None if config.tier == "any" else "train"
@@ -224,7 +163,8 @@ class RunLoop:
             if chosen:
                 return chosen
             lacking = config.min_agents - len(present)
-            yield Waiting(f"round {number} needs {config.min_agents} train agents, {lacking} more must come", tuple(present))
+            what = f"round {number} needs {config.min_agents} train agents, {lacking} more must come"
+            yield Waiting(what, tuple(present))
 
     def _open(self, number: int, attempt: int, cohort: tuple[str, ...], resumed: OpenRound | None) -> Collection:
         accepted, refused = dict[str, Accepted](), dict[str, str]()
@@ -296,12 +236,13 @@ class RunLoop:
     def _why_failed(self, number: int, collection: Collection) -> str:
         missing = ", ".join(collection.outstanding) or "nobody"
         refused = "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items())) or "none"
+        got, size, times = len(collection.accepted), len(collection.cohort), self.fleet.config.round.max_attempts
         return (
-            f"round {number} missed its quorum {self.fleet.config.round.max_attempts} times: {len(collection.accepted)} of "
-            f"{len(collection.cohort)} updates; missing: {missing}; refused: {refused}; mend those agents or lower round.quorum"
+            f"round {number} missed its quorum {times} times: {got} of {size} updates; missing: {missing}; "
+            f"refused: {refused}; mend those agents or lower round.quorum"
         )
 
-    def _close(self, number: int, collection: Collection, tally: _Tally) -> None:
+    def _close(self, number: int, collection: Collection, tally: Tally) -> None:
         """Aggregate in the order of agent ids, keep the new state, and only then say that the round is over."""
         try:
             self.state = self.method.aggregate(self.state, self._updates(collection))
@@ -309,10 +250,13 @@ class RunLoop:
             raise RunFailed(f"round {number}: {error}") from error
         blobs, journal = self.fleet.state.blobs, self.fleet.state.journal
         digest = blobs.put(encode(self.state))
-        journal.append("round_closed", run=self.run, round=number, digest=digest, body={"clients": len(collection.accepted)})
+        clients = len(collection.accepted)
+        journal.append("round_closed", run=self.run, round=number, digest=digest, body={"clients": clients})
         self._checkpoint = digest
         blobs.prune({digest, *self._kept_blobs()})
-        self._note_metrics(number, collection, tally)
+        record = tally.record(self.fleet, collection)
+        self.fleet.state.run(self.run).append_metrics(record)
+        log.info("round_closed run=%s round=%d seconds=%.3f clients=%d", self.run, number, record["seconds"], clients)
 
     def _updates(self, collection: Collection) -> Iterator[Update]:
         for agent in sorted(collection.accepted):
@@ -323,24 +267,12 @@ class RunLoop:
 
     def _ask_for_reports(self) -> Steps:
         """Train agents personalize to the final state and tell what they got."""
-        fleet = self.fleet
-        agents = tuple(fleet.roster.present("train"))
+        opened = self.fleet.state.journal.entries(self.run, kinds=("round_opened",))
+        last = opened[-1].body["cohort"] if opened else ()  # after a restart they have yet to say that they are there
+        agents = tuple(sorted({*last, *self.fleet.roster.present("train")}))
         self._offer(self.request.rounds, agents, purpose="finish")
-        yield from self.await_reports(agents)
+        yield from self.answers.collect(agents, self.invite)
         self._withdraw()
-
-    def await_reports(self, agents: tuple[str, ...], limit_s: float = REPORT_DEADLINE_S) -> Steps:
-        """Until each of ``agents`` that is still there has reported, or the time is up."""
-        until = self.fleet.clock() + limit_s
-        while self.fleet.clock() < until:
-            due = tuple(a for a in agents if self._owes_report(a))
-            if not due:
-                return
-            yield Waiting("devices evaluate what they got", due, until)
-
-    def _owes_report(self, agent: str) -> bool:
-        done = agent in self.reports or agent in self.faults
-        return not done and (self.fleet.roster.gone_for(agent) or 0.0) < PATIENCE_S
 
     def encoder_sha256(self) -> str:
         """Hash of the shared encoder's tensors, the same on every machine for the same bits."""
@@ -367,40 +299,21 @@ class RunLoop:
             self.fleet.distributor.withdraw({blob.ref.digest for blob in self._personal.values()})
         self.job = None
 
+    def _concerns(self, agent: str) -> bool:
+        """Whether the job on offer is for this agent, and not done by it."""
+        if self.job is None or self.job.purpose == "train":
+            collection = self.fleet.collector.open_round
+            return collection is not None and agent in collection.outstanding
+        member = self.fleet.roster.get(agent)
+        return member is not None and member.tier == "train" and agent not in self.answers.reports
+
     def _kept_blobs(self) -> set[str]:
-        """Blobs that other entries of the journal still need: releases, and checkpoints of other runs."""
+        """Blobs that other entries of the journal still need: releases, and checkpoints of all runs."""
         journal = self.fleet.state.journal
-        releases = {e.digest for e in journal.entries(kinds=("release_made",)) if e.digest}
-        others = {journal.replay(run).checkpoint for run in journal.runs() if run != self.run}
-        return releases | {digest for digest in others if digest}
-
-    def _tally(self) -> _Tally:
-        fleet = self.fleet
-        return _Tally(fleet.clock(), dict(fleet.collector.bytes_from), dict(fleet.distributor.bytes_to))
-
-    def _note_metrics(self, number: int, collection: Collection, tally: _Tally) -> None:
-        fleet, accepted = self.fleet, collection.accepted
-        seconds = fleet.clock() - tally.started_at
-        record = {
-            "kind": "round",
-            "round": number,
-            "seconds": round(seconds, 4),
-            "agents": sorted(accepted),
-            "missing": list(collection.outstanding),
-            "refused": [{"agent": agent, "reason": why} for agent, why in sorted(collection.refused.items())],
-            "bytes_up": sum(fleet.collector.bytes_from.values()) - sum(tally.up.values()),
-            "bytes_down": sum(fleet.distributor.bytes_to.values()) - sum(tally.down.values()),
-            "acc": {scope: _metric(accepted, f"acc.{scope}") for scope in ("global", "personal")},
-            "loss": _metric(accepted, "loss"),
-        }
-        fleet.state.run(self.run).append_metrics(record)
-        log.info("round_closed run=%s round=%d seconds=%.3f clients=%d", self.run, number, seconds, len(accepted))
+        releases = {entry.digest for entry in journal.entries(kinds=("release_made",)) if entry.digest}
+        return releases | set(journal.checkpoints().values())
 
 
-def _metric(accepted: dict[str, Accepted], name: str) -> dict[str, float]:
-    return {agent: update.metrics[name] for agent, update in sorted(accepted.items()) if name in update.metrics}
-
-
-def _mapped(path: Any) -> memoryview:
+def _mapped(path: Path) -> memoryview:
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -27,9 +27,11 @@ from .collect import Collector, reason_of
 from .config import CoordinatorConfig
 from .distribute import Distributor
 from .finish import Finisher
+from .fleet import Fleet, Steps, Waiting
 from .journal import Entry, utc_now
+from .request import Request
 from .roster import Roster
-from .rounds import Fleet, Request, RunLoop, Steps, Waiting
+from .rounds import RunLoop
 from .store import StateFolder
 
 log = logging.getLogger(__name__)
@@ -50,9 +52,11 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         worker: Worker | None = None,
         boot: str | None = None,
+        broker_url: str = "",
     ) -> None:
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.worker = worker or InlineWorker()
+        self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self.roster = Roster(clock, config.round.lease_s)
         self.distributor = Distributor(self.topics, self._publish_chunk, clock)
@@ -144,11 +148,20 @@ class Coordinator:
         except (HeadwaterError, KeyError, ValueError) as error:
             self._fail(run, error)
             return
-        fleet = Fleet(
-            self.config, self.state, self.roster, self.distributor, self.collector, self.send, self.transport, self.clock
-        )
-        self.loop = RunLoop(run, request, method, fleet, Finisher(self.worker))
+        self.loop = RunLoop(run, request, method, self._fleet(), Finisher(self.worker))
         self._steps = self.loop.steps()
+
+    def _fleet(self) -> Fleet:
+        return Fleet(
+            config=self.config,
+            state=self.state,
+            roster=self.roster,
+            distributor=self.distributor,
+            collector=self.collector,
+            send=self.send,
+            transport=self.transport,
+            clock=self.clock,
+        )
 
     def _go_on(self) -> None:
         loop, steps = self.loop, self._steps
@@ -229,7 +242,7 @@ class Coordinator:
                 loop.on_fault(agent, message)
         elif isinstance(message, wire.Report):
             if loop is not None and loop.run == message.run:
-                loop.on_report(agent, message)
+                loop.answers.report(agent, message)
             member = self.roster.get(agent)
             if member is not None and message.fingerprint:
                 member.fingerprint = message.fingerprint
@@ -265,7 +278,8 @@ class Coordinator:
         if release.digest in self.state.blobs:
             blob = Outgoing.open(self.state.blobs.path(release.digest), release.digest)
             self.distributor.offer(blob, (agent,))
-            self.send(agent, wire.Install(run=release.run or "", fingerprint=release.body["fingerprint"], blob=blob.ref))
+            install = wire.Install(run=release.run or "", fingerprint=release.body["fingerprint"], blob=blob.ref)
+            self.send(agent, install)
 
     def _current_release(self) -> Entry | None:
         releases = self.state.journal.entries(kinds=("release_made",))
@@ -292,7 +306,7 @@ class Coordinator:
         self.ignored[key] = self.ignored.get(key, 0) + 1
         if self.ignored[key] == 1:
             log.warning("message_refused from=%s reason=%s", who, reason_of(error))
-        if len(self.ignored) > 1000:  # noqa: PLR2004 - a bound on what strangers can make us remember
+        if len(self.ignored) > 1000:
             self.ignored.clear()
 
     def _say(self) -> None:
@@ -310,6 +324,7 @@ class Coordinator:
         loop, until = self.loop, self.waiting.until
         return {
             "federation": self.config.federation,
+            "broker": self.broker_url,
             "epoch": self._epoch,
             "at": utc_now().isoformat(timespec="milliseconds"),
             "run": None if loop is None else loop.status(),

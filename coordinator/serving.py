@@ -34,7 +34,8 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
         broker = stack.enter_context(broker_for(config))
         transport = MqttTransport(broker, f"{config.federation}-coordinator")
-        service = Coordinator(config, state, transport, worker=ThreadWorker(transport.wake))
+        worker = ThreadWorker(transport.wake)
+        service = Coordinator(config, state, transport, worker=worker, broker_url=broker.url)
         stack.callback(service.close)
         service.start()
         yield service

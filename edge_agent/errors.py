@@ -17,6 +17,7 @@ HeadwaterError                  exit 1   something failed
 │   └── ChunkError              exit 1   a chunk of a blob
 ├── UpdateRefused               exit 1   an update does not fit its round
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
+├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
 ├── StateError                  exit 1   files kept on disk are damaged or belong to somebody else
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
@@ -125,6 +126,10 @@ class UpdateRefused(HeadwaterError):
 
 class TrainingFailed(HeadwaterError):
     """Local training stopped and its result must not be used."""
+
+
+class RunFailed(HeadwaterError):
+    """A run cannot go on, or has ended without a result; the message says why."""
 
 
 class ExportRejected(HeadwaterError):

@@ -23,7 +23,7 @@ State = Tensors
 class Frozen(BaseModel):
     """Base of every message and configuration model: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 
 class ImageInput(Frozen):

@@ -19,7 +19,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, cohor
 def demo(
     folder: Folder = Path("headwater-demo"),
     method: Method = "repper",
-    rounds: Rounds = 5,
+    rounds: Rounds = 25,
     seed: Seed = 0,
     as_json: Json = False,  # noqa: FBT001, FBT002 - typer options
     verbose: Verbose = False,  # noqa: FBT001, FBT002
@@ -30,7 +30,7 @@ def demo(
     digits of another style; the frozen encoder then goes to two agents without torch, whose styles and writers nobody
     trained on, and they fit personal heads.
 
-    Example: headwater demo --method repper --rounds 5
+    Example: headwater demo --method fedavg --rounds 10
     """
     from ..demo import run_demo
 

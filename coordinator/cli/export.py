@@ -14,7 +14,7 @@ from edge_agent.errors import UsageError
 from edge_agent.wire.tensors import decode
 
 from ..journal import RunRecord, utc_now
-from ..rounds import Request
+from ..request import Request
 from ..serving import load_config
 from ..store import StateFolder
 from .options import Config, Json, State, console, print_json, set_up_logging

@@ -10,17 +10,13 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from edge_agent.errors import HeadwaterError
+from edge_agent.errors import RunFailed
 
 from ..journal import RunRecord
 from ..store import StateFolder
 from .options import console
 
 LOOK_EVERY_S = 0.2
-
-
-class RunDidNotFinish(HeadwaterError):
-    """A run failed or was cancelled; the message is the coordinator's reason."""
 
 
 def read_status(state: Path) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
     """Show progress until the run is over. ``step`` makes it go on where this process is the coordinator itself.
 
     Raises:
-        RunDidNotFinish: it failed or was cancelled.
+        RunFailed: it failed or was cancelled.
     """
     pause = threading.Event()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
@@ -58,7 +54,7 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
             if record.is_over:
                 break
     if record.status != "finished":
-        raise RunDidNotFinish(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+        raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
     return record
 
 

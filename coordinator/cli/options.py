@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -22,13 +22,33 @@ State = Annotated[Path | None, typer.Option("--state", help="State folder; defau
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
 
-console = Console(stderr=True, highlight=False)
-"""Where people are spoken to: stderr, so that stdout holds results only."""
+console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+"""Where people are told how it goes: stderr. Results go to stdout by `show` or `print_json`."""
+
+PIPE_WIDTH = 400
+"""Columns of a table that no terminal shows: nothing is cut off, whatever reads it."""
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Log lines to what stderr is now, so that a progress bar can keep out of their way."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        raise AttributeError("stderr is looked up for each line")
 
 
 def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
     """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
     for package in ("coordinator", "edge_agent", "export"):
         logging.getLogger(package).setLevel(level)
@@ -39,11 +59,24 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=1, allow_nan=False))
 
 
+def show(*parts: Table | str) -> None:
+    """Results for people, on stdout: tables, and lines that are never wrapped or cut."""
+    out = Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH
+    )
+    for part in parts:
+        if isinstance(part, Table):
+            out.print(part, soft_wrap=False)
+        else:
+            out.print(part)
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
-    """A table; the first ``left`` columns are text, the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    made.padding = (0, 2, 0, 0)
     for position, column in enumerate(columns):
-        made.add_column(column, justify="left" if position < left else "right")
+        made.add_column(column, justify="left" if position < left else "right", overflow="fold")
     for row in rows:
         made.add_row(*(text(value) for value in row))
     return made

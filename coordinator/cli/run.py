@@ -11,7 +11,7 @@ from edge_agent import methods
 from edge_agent.errors import StateError
 
 from ..config import CoordinatorConfig
-from ..rounds import Request
+from ..request import Request
 from ..serving import coordinator, load_config
 from ..store import StateFolder
 from .follow import follow

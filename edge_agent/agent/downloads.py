@@ -76,10 +76,8 @@ class Downloads:
         """Report progress, and ask again for what does not come."""
         now = self._clock()
         for download in list(self._under_way.values()):
-            if not download.is_listening:
-                continue
             if download.receiving.ask_due(now):
-                self._ask(download)
+                self._ask(download) if download.is_listening else self._listen(download.ref.digest)
             elif download.receiving.report_due(now):
                 self._send(Progress(digest=download.ref.digest, seen=download.receiving.seen))
 

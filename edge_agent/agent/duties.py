@@ -59,9 +59,7 @@ class Duties:
             kept = Kept(*files.before(LAST_ROUND))
             return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
         kept = Kept(*files.before(job.round))
-        outcome = session.train(
-            received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate
-        )
+        outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         files.write(job.round, outcome.kept.personal, outcome.kept.memory)
         return self.outbox.put(
             outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
@@ -117,7 +115,9 @@ class Duties:
             samples = data.load(config.source, task.input, task.class_names)
             train, test = data.split(samples, config.test_fraction, config.seed)
             if not len(train):
-                raise DataError(f"{config.source}: no training samples are left after the split; lower data.test_fraction")
+                raise DataError(
+                    f"{config.source}: no training samples are left after the split; lower data.test_fraction"
+                )
             self._data, self.samples = (task, train, test), len(train)
         return self._data[1], self._data[2]
 

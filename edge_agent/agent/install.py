@@ -7,7 +7,6 @@ shown on the same held-back samples that it is not worse than the configuration 
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +38,8 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
     """
     root = config.state / "bundles"
     old = _old_pair(config)
-    _test(path, root, message.fingerprint)
     samples = _samples(config, path)
-    bundle = bundles.install(path, root)
+    bundle = bundles.install(path, root, check=lambda unpacked: _test(unpacked, message.fingerprint))
     try:
         result = _refit(config, bundle, samples)
     except HeadwaterError:
@@ -56,19 +54,17 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
     return _report(message, result, bundle.fingerprint, result.scores.personal, rolled_back=False)
 
 
-def _test(path: Path, root: Path, announced: str) -> None:
-    """Unpack beside the others and compare with the golden features, before anything is made current."""
-    staging = root / "staging"
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        bundles.unpack(path, staging)
-        bundle = bundles.open_folder(staging)
-        if bundle.fingerprint != announced:
-            raise BundleDamaged(f"bundle of encoder {bundle.fingerprint[:16]}, announced was {announced[:16]}; refused")
-        for precision in bundle.manifest.variants:
-            Encoder.open(bundle, precision, cache=False).self_test(bundle.golden())
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def _test(bundle: Bundle, announced: str) -> None:
+    """Compare with the golden features before the bundle is made current.
+
+    Raises:
+        BundleDamaged: another encoder than announced, or it computes something else here.
+    """
+    if bundle.fingerprint != announced:
+        raise BundleDamaged(f"bundle of encoder {bundle.fingerprint[:16]}, announced was {announced[:16]}; refused")
+    golden = bundle.golden()
+    for precision in bundle.manifest.variants:
+        Encoder.open(bundle, precision).self_test(golden)
 
 
 def _samples(config: AgentConfig, path: Path) -> data.Samples:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import capabilities
+from .. import capabilities, data
 from ..config import AgentConfig
 from ..errors import MissingCapability
 from ..store import folder_lock
@@ -31,12 +31,14 @@ def run(config: AgentConfig) -> None:
 
     Raises:
         MissingCapability: the tier asked for needs packages that are not here.
+        DataError: the data source's file or folder is not there.
         StateError: another agent uses the state folder.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
         ProtocolMismatch: the coordinator speaks another protocol.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts threads that would only cost memory
     tier = choose_tier(config)
+    data.check(config.data.source)
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), _signals() as stop:
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))

@@ -31,7 +31,9 @@ class Outbox:
         """Where the update's tensors lie."""
         return self.folder / "update.safetensors"
 
-    def put(self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]) -> UpdateManifest:
+    def put(
+        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]
+    ) -> UpdateManifest:
         """Keep an update; on disk when this returns."""
         self.clear()
         digest = write_tensors(self.path, tensors)
@@ -143,5 +145,3 @@ class Uploads:
         if self._sending is not None:
             for frame in self._sending.due(self._clock()):
                 self._publish(frame)
-
-

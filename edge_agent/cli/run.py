@@ -1,8 +1,8 @@
-"""Be this device's agent: join a federation, train or personalize when asked, install new encoders, until told to stop.
+"""Be this device's agent: join a federation, train or personalize when asked, install encoders, until told to stop.
 
-While the broker is away the agent keeps trying, with pauses that grow; ``--no-wait`` makes it give up with exit code 75.
+While the broker is away the agent keeps trying, with growing pauses; --no-wait makes it give up with exit code 75.
 
-example:
+Example:
   edge-agent run --config agent.toml
 """
 

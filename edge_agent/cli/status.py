@@ -1,6 +1,6 @@
 """What the agent of this device does now, and which encoder and head it runs.
 
-example:
+Example:
   edge-agent status --config agent.toml --json
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from ..config import AgentConfig, load
 from ..errors import StateError
 from ..store import folder_lock, read_json
-from .show import show
+from . import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         "head": head.get("head"),
         "metrics": head.get("metrics"),
     }
-    show(found, as_json=arguments.json)
-    return 0
+    return show.result(arguments, found, lambda: show.pairs(found.items()))
 
 
 def _is_running(state: Path) -> bool:

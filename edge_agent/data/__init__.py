@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -22,7 +23,7 @@ from . import preprocess
 from .base import Options, Raw, Samples
 from .splitting import split, standardised
 
-__all__ = ["Options", "Raw", "Samples", "images_from_files", "load", "registry", "split", "standardised"]
+__all__ = ["Options", "Raw", "Samples", "check", "images_from_files", "load", "registry", "split", "standardised"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 20
@@ -54,6 +55,21 @@ def load(source: str, input: InputSpec | None = None, class_names: Sequence[str]
     return Samples(inputs, labels, names, spec, groups, places)
 
 
+def check(source: str) -> None:
+    """Return quietly when ``source`` is well formed and its file or folder is there; nothing is read.
+
+    Raises:
+        UnknownName: no such kind of source.
+        ConfigError: unknown or impossible options.
+        DataError: nothing at that place.
+    """
+    kind, where, given = parse_source(source)
+    member = registry.load(kind)
+    _options(member.Options, given, source)
+    if getattr(member, "NEEDS_PATH", False) and not Path(where).expanduser().exists():
+        raise DataError(f"{source}: there is no '{where}'; check the path (relative ones count from where you start)")
+
+
 def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
     """Inputs (n, *spec.shape) float32 for image files without labels.
 
@@ -61,8 +77,6 @@ def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
         DataError: files that cannot be read; all of them are listed.
         MissingCapability: Pillow is not installed.
     """
-    from pathlib import Path
-
     from .images import ImageFiles
 
     files = ImageFiles([Path(path) for path in paths])

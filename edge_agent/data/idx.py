@@ -22,6 +22,10 @@ MAX_BYTES = 1 << 30
 _STEMS = {"train": ("train",), "test": ("t10k", "test"), "all": ("train", "t10k", "test")}
 
 
+NEEDS_PATH = True
+"""The place is a file or folder, which `data.check` looks for before anything is read."""
+
+
 class Options(BaseOptions):
     """Options of a folder of idx files."""
 

@@ -20,6 +20,10 @@ from .preprocess import has_pillow
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
+NEEDS_PATH = True
+"""The place is a file or folder, which `data.check` looks for before anything is read."""
+
+
 class Options(BaseOptions):
     """Options of a folder of images."""
 

@@ -18,6 +18,10 @@ from .base import Options as BaseOptions
 from .base import Raw, labels_by_name
 
 
+NEEDS_PATH = True
+"""The place is a file or folder, which `data.check` looks for before anything is read."""
+
+
 class Options(BaseOptions):
     """Names of the arrays to take."""
 

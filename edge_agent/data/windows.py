@@ -21,6 +21,10 @@ from .base import Options as BaseOptions
 from .npz import load_arrays
 
 
+NEEDS_PATH = True
+"""The place is a file or folder, which `data.check` looks for before anything is read."""
+
+
 class Options(BaseOptions):
     """Which recordings to take."""
 

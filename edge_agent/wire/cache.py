@@ -12,7 +12,7 @@ from ..store import write_atomic
 from .chunks import Incoming
 from .messages import BlobRef
 
-_NAME = re.compile(r"^[0-9a-f]{64}$")
+_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobCache:
@@ -80,4 +80,4 @@ class BlobCache:
             path.unlink()
 
     def _blobs(self) -> list[Path]:
-        return [path for path in self.folder.glob("*") if _NAME.match(path.name)] if self.folder.is_dir() else []
+        return [path for path in self.folder.glob("*") if _NAME.fullmatch(path.name)] if self.folder.is_dir() else []

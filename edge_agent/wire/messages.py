@@ -271,11 +271,14 @@ def encode(message: Control) -> bytes:
     """A message as UTF-8 JSON; top-level fields at their default are left out, ``v`` and ``type`` never.
 
     Raises:
-        MessageError: larger than the other side reads.
+        MessageError: larger than the other side reads, or with NaN or infinity in it.
     """
     plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
     fields = message.model_dump(mode="json", exclude=plain - {"v", "type"})
-    payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise MessageError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     return payload
@@ -300,12 +303,17 @@ def _json_object(payload: bytes) -> dict[str, Any]:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
-        raw = json.loads(payload, object_pairs_hook=_unique)
+        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is no JSON either.
+        raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {str(error)[:120]}") from error
     if not isinstance(raw, dict):
         raise MessageError(f"JSON {type(raw).__name__}, expected an object")
     return raw
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

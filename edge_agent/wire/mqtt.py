@@ -68,6 +68,7 @@ class MqttTransport:
         self._inbox = _Inbox()
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
+        self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._up = threading.Event()
         self._stopping = threading.Event()
@@ -196,12 +197,14 @@ class MqttTransport:
         for begin in range(0, len(filters), 8):
             some = filters[begin : begin + 8]
             if client is not None:
-                _, mid = client.subscribe([(f, 1) for f in some])
-                if mid is not None:
-                    self._pending_filters[mid] = some
+                with self._subscribing:  # the broker may confirm before this thread has noted what it asked for
+                    _, mid = client.subscribe([(f, 1) for f in some])
+                    if mid is not None:
+                        self._pending_filters[mid] = some
 
     def _on_subscribe(self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object) -> None:
-        filters = self._pending_filters.pop(mid, ())
+        with self._subscribing:
+            filters = self._pending_filters.pop(mid, ())
         refused = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
         if refused:
             log.error("subscription_refused filters=%s", ",".join(refused))

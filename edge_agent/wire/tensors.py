@@ -8,9 +8,10 @@ that the receiver did not ask for. Nothing is allocated before every size has be
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -18,9 +19,13 @@ from safetensors.numpy import save
 from ..errors import TensorsError
 from ..task import Tensors
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 MAX_HEADER_BYTES = 512 * 1024  # a ResNet152 with every buffer needs 120 KiB
 MAX_TENSORS = 8192
 MAX_DIMENSIONS = 8
+MAX_NAME = 256
 
 _DTYPES = {
     "F64": np.dtype("<f8"),
@@ -33,6 +38,9 @@ _DTYPES = {
     "U8": np.dtype("<u1"),
     "BOOL": np.dtype("?"),
 }
+_BEYOND_NUMPY = 1 << 59
+"""Elements: numpy counts the bytes of a shape in 64 bits, and leaves sides of length 0 out."""
+
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -46,7 +54,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.dtype.itemsize * _product(self.shape)
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
@@ -58,19 +66,38 @@ def specs_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Spec]:
 
 
 def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Arrays as safetensors bytes; equal arrays give equal bytes whatever their order in the mapping.
+    """Arrays as safetensors bytes; equal contents give equal bytes whatever their order in the mappings.
 
     Raises:
-        TensorsError: a dtype that the format, as we use it, does not carry.
+        TensorsError: a name, shape or dtype that the format, as we use it, does not carry, or too many of them.
     """
     for name, array in tensors.items():
-        if array.dtype.newbyteorder("<") not in _CODES:
-            raise TensorsError(f"tensor '{name}' is {array.dtype}; carried are {', '.join(map(str, _CODES))}")
+        _check_name(name)
+        if array.dtype.newbyteorder("<") not in _CODES or array.ndim > MAX_DIMENSIONS:
+            carried = f"at most {MAX_DIMENSIONS} dimensions of {', '.join(map(str, _CODES))}"
+            raise TensorsError(f"tensor {name!r} is {array.dtype} in {array.ndim} dimensions; carried are {carried}")
     ordered = {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}
-    return save(ordered, metadata=dict(metadata) if metadata else None)
+    data = _with_metadata(save(ordered), dict(metadata or {}))
+    if len(tensors) > MAX_TENSORS or int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
+        raise TensorsError(
+            f"{len(tensors)} tensors with a header of {int.from_bytes(data[:8], 'little')} bytes; "
+            f"read are at most {MAX_TENSORS} and {MAX_HEADER_BYTES}"
+        )
+    return data
 
 
-def decode(data: bytes | bytearray | memoryview | np.ndarray) -> Tensors:
+def _with_metadata(data: bytes, metadata: dict[str, str]) -> bytes:
+    """``data`` with metadata in its header, sorted: the library writes them in a different order each time."""
+    if not metadata:
+        return data
+    begin = 8 + int.from_bytes(data[:8], "little")
+    entries = {"__metadata__": dict(sorted(metadata.items())), **json.loads(data[8:begin])}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join((len(header).to_bytes(8, "little"), header, memoryview(data)[begin:]))
+
+
+def decode(data: Buffer) -> Tensors:
     """Arrays from bytes, as read-only views on ``data`` (no copy).
 
     Raises:
@@ -78,10 +105,10 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray) -> Tensors:
     """
     view = memoryview(data).cast("B")
     start, entries, _ = _header(view)
-    return {name: _view(view, start, spec, offset) for name, (spec, offset) in entries.items()}
+    return {name: _view(name, view, start + offset, spec) for name, (spec, offset) in entries.items()}
 
 
-def inspect(data: bytes | bytearray | memoryview | np.ndarray) -> tuple[dict[str, Spec], dict[str, str]]:
+def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
     """Form of each array and the metadata, from the header alone.
 
     Raises:
@@ -98,10 +125,10 @@ def check_specs(found: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None
         TensorsError: lists every difference (the first five of each kind).
     """
     mistakes = [
-        *(f"missing '{name}'" for name in _first(expected.keys() - found.keys())),
-        *(f"unexpected '{name}'" for name in _first(found.keys() - expected.keys())),
+        *(f"missing {name!r}" for name in _first(expected.keys() - found.keys())),
+        *(f"unexpected {name!r}" for name in _first(found.keys() - expected.keys())),
         *(
-            f"'{name}' is {found[name]}, expected {expected[name]}"
+            f"{name!r} is {found[name]}, expected {expected[name]}"
             for name in _first(n for n in expected.keys() & found.keys() if found[n] != expected[n])
         ),
     ]
@@ -144,13 +171,14 @@ def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[st
 
 
 def _json(raw: bytes) -> dict[str, Any]:
+    if not raw.startswith(b"{"):
+        raise TensorsError(f"header begins {raw[:8]!r}, expected a JSON object")
     try:
-        parsed = json.loads(raw, object_pairs_hook=_unique)
+        # As text: from bytes, json would guess UTF-16 and UTF-32, which no other reader of this format does.
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise TensorsError(f"header is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise TensorsError("header is not a JSON object")
-    return parsed
+    return dict(parsed)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,25 +189,45 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _metadata(raw: object) -> dict[str, str]:
-    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
+    if not isinstance(raw, dict) or not all(isinstance(value, str) and _is_text(value) for value in raw.values()):
         raise TensorsError("metadata must map names to strings")
+    if not all(map(_is_text, raw)):
+        raise TensorsError("a name in the metadata is not text")
     return dict(raw)
 
 
 def _entry(name: str, fields: object) -> tuple[Spec, int]:
+    _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise TensorsError(f"tensor '{name}': expected exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise TensorsError(f"tensor '{name}': dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+        raise TensorsError(f"tensor {name!r}: expected exactly dtype, shape and data_offsets")
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise TensorsError(f"tensor {name!r}: dtype {_short(code)} is not one of {', '.join(_DTYPES)}")
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise TensorsError(f"tensor '{name}': shape {str(shape)[:80]} is not a list of at most {MAX_DIMENSIONS} naturals")
+        raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is not a list of at most {MAX_DIMENSIONS} naturals")
+    if math.prod(side or 1 for side in shape) >= _BEYOND_NUMPY:
+        raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is larger than an array can be, even an empty one")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise TensorsError(f"tensor '{name}': data_offsets {str(offsets)[:80]} are not [begin, end]")
-    spec = Spec(_DTYPES[dtype], tuple(shape))
+        raise TensorsError(f"tensor {name!r}: data_offsets {_short(offsets)} are not [begin, end]")
+    spec = Spec(dtype, tuple(shape))
     if spec.nbytes != offsets[1] - offsets[0]:
-        raise TensorsError(f"tensor '{name}': {spec} needs {spec.nbytes} bytes, offsets give {offsets[1] - offsets[0]}")
+        raise TensorsError(f"tensor {name!r}: {spec} needs {spec.nbytes} bytes, offsets give {offsets[1] - offsets[0]}")
     return spec, offsets[0]
+
+
+def _check_name(name: str) -> None:
+    if name == "__metadata__" or len(name) > MAX_NAME or not _is_text(name):
+        raise TensorsError(f"tensor name {_short(name)} is not text of at most {MAX_NAME} characters")
+
+
+def _is_text(value: str) -> bool:
+    """Whether ``value`` can be written as UTF-8: JSON lets half a surrogate pair pass, which nothing else does."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> None:
@@ -187,15 +235,17 @@ def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> No
     position = 0
     for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
         if offset != position:
-            raise TensorsError(f"tensor '{name}' begins at byte {offset}, expected {position}: hole or overlap")
+            raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: hole or overlap")
         position += spec.nbytes
     if position != available:
         raise TensorsError(f"tensors take {position} bytes, the container has {available}")
 
 
-def _view(view: memoryview, start: int, spec: Spec, offset: int) -> np.ndarray:
-    flat = np.frombuffer(view, dtype=spec.dtype, count=_product(spec.shape), offset=start + offset)
-    array = flat.reshape(spec.shape)
+def _view(name: str, view: memoryview, begin: int, spec: Spec) -> np.ndarray:
+    count = math.prod(spec.shape)
+    if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
+        raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")  # numpy would count 255 as 255
+    array = np.frombuffer(view, spec.dtype, count, begin).reshape(spec.shape)
     array.flags.writeable = False
     return array
 
@@ -204,12 +254,10 @@ def _naturals(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
 
 
-def _product(shape: Iterable[int]) -> int:
-    total = 1
-    for side in shape:
-        total *= side
-    return total
-
-
 def _first(names: Iterable[str], count: int = 5) -> list[str]:
     return sorted(names)[:count]
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -85,15 +85,16 @@ class Topics:
         Raises:
             MessageError: not such a topic, or an agent name that cannot be.
         """
-        levels = topic.removeprefix(self.root + "/").split("/")
-        if len(levels) == 3 and levels[0] == "a":
+        inside = topic.startswith(f"{self.root}/")
+        levels = topic[len(self.root) + 1 :].split("/") if inside else []
+        if len(levels) == 3 and levels[0] == "a" and levels[2] in {"up", "ub"}:
             _, agent, kind = levels
         elif len(levels) == 2 and levels[0] in {"s", "h"}:
             kind, agent = levels
         else:
-            raise MessageError(f"topic '{topic[:120]}' is not one that agents speak on")
-        if not _AGENT.match(agent):
-            raise MessageError(f"agent name '{agent[:80]}' does not match {NAME_PATTERN}")
+            raise MessageError(f"topic {topic[:120]!r} is not one that agents speak on")
+        if not _AGENT.fullmatch(agent):
+            raise MessageError(f"agent name {agent[:80]!r} does not match {NAME_PATTERN}")
         return agent, kind
 
 

@@ -47,7 +47,7 @@ def inverted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     rng = np.random.default_rng([seed, number, 1])
     ink, paper = rng.uniform(0, 90, 3), rng.uniform(165, 255, 3)
     share = _large(digit)[:, :, None] / 255.0
-    return np.round(share * ink + (1 - share) * paper).astype(np.uint8)
+    return np.asarray(np.round(share * ink + (1 - share) * paper), np.uint8)
 
 
 def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     photo = _photos()[int(rng.integers(2))]
     top, left = (int(rng.integers(side - SIDE + 1)) for side in photo.shape[:2])
     patch = photo[top : top + SIDE, left : left + SIDE].astype(np.int16)
-    return np.abs(patch - _large(digit)[:, :, None].astype(np.int16)).astype(np.uint8)
+    return np.asarray(np.abs(patch - _large(digit)[:, :, None].astype(np.int16)), np.uint8)
 
 
 def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     shifts = np.round((np.arange(SIDE) - SIDE / 2) * -lean / 1.6).astype(int)
     rows = [np.roll(row, shift) for row, shift in zip(large, shifts, strict=True)]
     share = np.stack(rows)[:, :, None] / 255.0
-    return np.round(share * ink + (1 - share) * paper).astype(np.uint8)
+    return np.asarray(np.round(share * ink + (1 - share) * paper), np.uint8)
 
 
 def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
@@ -79,11 +79,11 @@ def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     wave = 0.5 + 0.5 * np.sin((rows * rng.uniform(-1, 1) + columns * rng.uniform(-1, 1)) * 1.2 + rng.uniform(0, 6))
     paper = wave[:, :, None] * one + (1 - wave[:, :, None]) * other + rng.normal(0, 12, (SIDE, SIDE, 3))
     share = _large(digit)[:, :, None] / 255.0
-    return np.clip(share * ink + (1 - share) * paper, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(share * ink + (1 - share) * paper, 0, 255), np.uint8)
 
 
 def _large(digit: np.ndarray) -> np.ndarray:
-    return resize(digit[:, :, None], SIDE, SIDE, antialias=True)[:, :, 0]
+    return np.asarray(resize(digit[:, :, None], SIDE, SIDE, antialias=True)[:, :, 0])
 
 
 @functools.lru_cache(maxsize=1)

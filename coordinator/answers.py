@@ -1,0 +1,57 @@
+"""What devices say they got out of a run, and who still owes a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_agent.wire.messages import Report
+
+from .fleet import Steps, Waiting
+from .roster import Roster
+
+PATIENCE_S = 2.0
+"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
+
+REPORT_DEADLINE_S = 120.0
+"""How long the end of a run waits for the devices' own figures."""
+
+
+class Answers:
+    """Reports and faults of one run."""
+
+    def __init__(self, roster: Roster, clock: Callable[[], float]) -> None:
+        self._roster, self._clock = roster, clock
+        self.reports: dict[str, Report] = {}
+        self.faults: dict[str, str] = {}
+        self._ask: Callable[[str], None] | None = None
+        self._asked: tuple[str, ...] = ()
+
+    def report(self, agent: str, message: Report) -> None:
+        """An agent tells what it got; a later report replaces an earlier one."""
+        self.reports[agent] = message
+        self.faults.pop(agent, None)
+
+    def fault(self, agent: str, reason: str) -> None:
+        """An agent could not do what it was asked: it is not waited for."""
+        self.faults[agent] = reason
+
+    def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
+        """Until each of ``agents`` that is still there has answered, or the time is up. ``ask`` is for `ask_again`."""
+        self._asked, self._ask = agents, ask
+        until = self._clock() + limit_s
+        while (owing := self.owing()) and self._clock() < until:
+            yield Waiting("devices evaluate what they got", owing, until)
+        self._asked, self._ask = (), None
+
+    def owing(self) -> tuple[str, ...]:
+        """Those that were asked, are there, and have said nothing yet."""
+        return tuple(agent for agent in self._asked if self._owes(agent))
+
+    def ask_again(self, agent: str) -> None:
+        """An agent that owes an answer seems to do nothing for it: the question or the answer was lost."""
+        if self._ask is not None and agent in self._asked and self._owes(agent):
+            self._ask(agent)
+
+    def _owes(self, agent: str) -> bool:
+        done = agent in self.reports or agent in self.faults
+        return not done and (self._roster.gone_for(agent) or 0.0) < PATIENCE_S

@@ -1,0 +1,209 @@
+"""Whole rounds: a broker, a coordinator and agents as processes of their own, timed by the coordinator's journal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from edge_agent.config import BrokerConfig
+from edge_agent.task import ImageInput, Task
+
+from ..broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from ..broker.supervise import SupervisedBroker
+from ..cli.follow import read_status
+from ..journal import Journal
+from ..request import Request
+from ..store import StateFolder
+from . import noop, w1
+from .figures import Row, median, quantile
+from .processes import MeasuringFailed, Measured, Usage, answer, forget_peak, module, usage, wait_for
+
+Workload = Literal["noop", "w1"]
+FEDERATION = "bench"
+START_LIMIT_S, RUN_LIMIT_S = 120.0, 1800.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured. ``payload_bytes`` counts for the workload ``noop`` only."""
+
+    agents: int = 4
+    payload_bytes: int = 500_000
+    rounds: int = 20
+    workload: Workload = "noop"
+
+    def request(self) -> Request:
+        """The run to ask for."""
+        if self.workload == "w1":
+            return Request("fedavg", dict(w1.PARAMS), self.rounds, 0, w1.task())
+        task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
+        return Request(noop.NAME, {"payload_bytes": self.payload_bytes}, self.rounds, 0, task)
+
+    def round_budget_s(self) -> float | None:
+        """The budget that was set for this payload and four agents; None for other sizes."""
+        return {500_000: 0.1, 45_000_000: 2.0}.get(self.payload_bytes) if self.workload == "noop" else None
+
+
+@dataclass
+class Rounds:
+    """What came out with one broker. Seconds begin with the second round; the first one also makes connections warm."""
+
+    broker: str
+    seconds: list[float]
+    first_s: float
+    coordinator_idle: Usage
+    coordinator_end: Usage
+    broker_cpu_s: float
+    agent_cpu_s: list[float]
+    agent_peak_mb: float
+    plan: Plan
+    accuracy: dict[str, float] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """The figures."""
+        count = len(self.seconds) + 1
+        above = self.coordinator_end.peak_mb - self.coordinator_idle.rss_mb
+        cpu = self.coordinator_end.cpu_s - self.coordinator_idle.cpu_s
+        return [
+            Row("round, median", median(self.seconds), "s", self.plan.round_budget_s()),
+            Row("round, 90 %", quantile(self.seconds, 0.9), "s"),
+            Row("first round", self.first_s, "s"),
+            Row("coordinator idle", self.coordinator_idle.rss_mb, "MB"),
+            Row("coordinator peak above idle", above, "MB", 300.0),
+            Row("coordinator CPU a round", cpu / count, "s"),
+            Row("broker CPU a round", self.broker_cpu_s / count, "s"),
+            Row("agent CPU a round", sum(self.agent_cpu_s) / len(self.agent_cpu_s) / count, "s"),
+            Row("agent peak", self.agent_peak_mb, "MB"),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON object."""
+        return {"broker": self.broker, "seconds": self.seconds, "figures": [row.as_json() for row in self.rows()]}
+
+
+def brokers(wish: str) -> Iterator[str]:
+    """Names of the brokers to measure: the one asked for, or every one that is here."""
+    if wish in {"all", "mosquitto"} and (wish != "all" or find_mosquitto() is not None):
+        yield "mosquitto"
+    if wish in {"all", "amqtt"}:
+        yield "amqtt"
+
+
+def broker(name: str) -> SupervisedBroker:
+    """A broker on any free port, to be used as a context."""
+    kind = MosquittoBroker if name == "mosquitto" else EmbeddedBroker
+    return kind(federation=FEDERATION)
+
+
+def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
+    """One run of ``plan``.
+
+    Raises:
+        MeasuringFailed: a process ended, or nothing happened for long.
+        MissingCapability: the broker is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with broker(broker_name) as running, contextlib.ExitStack() as stack:
+        host = stack.enter_context(_host(plan, running.config(), folder))
+        agents = [stack.enter_context(_agent(plan, n, running.config(), folder)) for n in range(plan.agents)]
+        answer(host)
+        _wait_for_agents(plan, folder, [host, *agents])
+        before = _usages(running, host, agents)
+        for pid in (host.process.pid, *(a.process.pid for a in agents)):
+            forget_peak(pid)
+        run = _run(plan, folder, [host, *agents])
+        after = _usages(running, host, agents)
+    return _result(plan, broker_name, run, before, after)
+
+
+@dataclass(frozen=True)
+class _Usages:
+    broker: Usage
+    host: Usage
+    agents: list[Usage]
+
+
+def _usages(running: SupervisedBroker, host: Measured, agents: list[Measured]) -> _Usages:
+    return _Usages(usage(running.pid or 0), usage(host.process.pid), [usage(a.process.pid) for a in agents])
+
+
+def _result(plan: Plan, name: str, seconds: list[float], before: _Usages, after: _Usages) -> Rounds:
+    return Rounds(
+        broker=name,
+        seconds=seconds[1:],
+        first_s=seconds[0],
+        coordinator_idle=before.host,
+        coordinator_end=after.host,
+        broker_cpu_s=after.broker.cpu_s - before.broker.cpu_s,
+        agent_cpu_s=[b.cpu_s - a.cpu_s for a, b in zip(before.agents, after.agents, strict=True)],
+        agent_peak_mb=max(agent.peak_mb for agent in after.agents),
+        plan=plan,
+    )
+
+
+def _host(plan: Plan, at: BrokerConfig, folder: Path) -> contextlib.AbstractContextManager[Measured]:
+    path = folder / "coordinator.toml"
+    path.write_text(
+        f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n\n[broker]\nurl = "{at.url}"\n\n'
+        f'[task]\nclass_names = ["a"]\n\n[cohort]\nmin_agents = {plan.agents}\n\n[round]\nquorum = 1.0\n\n'
+        "[export]\nafter_run = false\n",
+        encoding="utf-8",
+    )
+    return module("coordinator", ["--config", path], folder, module="coordinator.bench.host")
+
+
+def _agent(plan: Plan, number: int, at: BrokerConfig, folder: Path) -> contextlib.AbstractContextManager[Measured]:
+    name, source = f"agent-{number}", w1.source(number, plan.agents)
+    path = agent_file(folder, name, at.url, source)
+    train = ["--train"] if plan.workload == "w1" else []
+    return module(name, ["--config", path, *train], folder, module="coordinator.bench.agent")
+
+
+def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "train") -> Path:
+    """An agent's configuration, written as one would by hand."""
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f'id = "{name}"\nfederation = "{FEDERATION}"\ntier = "{tier}"\nstate = "{name}"\n\n[broker]\nurl = "{url}"\n\n'
+        f'[data]\nsource = "{source}"\ntest_fraction = {w1.TEST_FRACTION:.6f}\n',
+        encoding="utf-8",
+    )
+    return path
+
+
+def _wait_for_agents(plan: Plan, folder: Path, processes: list[Measured]) -> None:
+    def all_here() -> bool:
+        present = [a for a in read_status(folder / "coordinator").get("agents", ()) if a["present"]]
+        return len(present) == plan.agents
+
+    wait_for(all_here, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
+
+
+def _run(plan: Plan, folder: Path, processes: list[Measured]) -> list[float]:
+    """Seconds of each round of one run, from the journal: from the end of one round to the end of the next."""
+    with StateFolder(folder / "coordinator").look() as state:
+        run = state.journal.request_run(plan.request().body())
+
+        def is_over() -> bool:
+            return bool(state.journal.entries(run=run, kinds=("run_finished", "run_failed", "run_cancelled")))
+
+        wait_for(is_over, processes, what="the run to end", limit_s=RUN_LIMIT_S)
+        return round_seconds(state.journal, run)
+
+
+def round_seconds(journal: Journal, run: str) -> list[float]:
+    """Seconds of each round of a finished run.
+
+    Raises:
+        MeasuringFailed: the run failed.
+    """
+    entries = journal.entries(run=run, kinds=("round_opened", "round_closed", "run_failed"))
+    failed = [entry for entry in entries if entry.kind == "run_failed"]
+    if failed:
+        raise MeasuringFailed(f"{run} failed: {failed[0].body.get('reason')}")
+    closed = [datetime.fromisoformat(e.at) for e in entries if e.kind == "round_closed"]
+    marks = [datetime.fromisoformat(entries[0].at), *closed]
+    return [round((b - a).total_seconds(), 3) for a, b in zip(marks, marks[1:], strict=False)]

@@ -1,0 +1,42 @@
+"""What a run needs of the world, and how it says that it waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from edge_agent.wire.messages import Control
+from edge_agent.wire.transport import Transport
+
+from .collect import Collector
+from .config import CoordinatorConfig
+from .distribute import Distributor
+from .roster import Roster
+from .store import StateFolder
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a run waits for. ``until`` is monotonic seconds, None = as long as it takes."""
+
+    what: str
+    whom: tuple[str, ...] = ()
+    until: float | None = None
+
+
+Steps = Iterator[Waiting]
+
+
+@dataclass
+class Fleet:
+    """Who is there, how to speak to them, where things are kept, what time it is."""
+
+    config: CoordinatorConfig
+    state: StateFolder
+    roster: Roster
+    distributor: Distributor
+    collector: Collector
+    send: Callable[[str, Control], None]
+    transport: Transport
+    clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,34 @@
+"""What somebody asked for when they started a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from edge_agent.task import Task
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; the body of the journal's ``run_requested``."""
+
+    method: str
+    params: dict[str, Any]
+    rounds: int
+    seed: int
+    task: Task
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "task": self.task.model_dump(mode="json")}
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> Request:
+        """From JSON.
+
+        Raises:
+            KeyError: a field is missing.
+            ValueError: the task is not one.
+        """
+        fields = {key: body[key] for key in ("method", "params", "rounds", "seed")}
+        return cls(**fields, task=Task.model_validate(body["task"]))

@@ -1,0 +1,13 @@
+"""Makes tests/federation_harness.py importable: tests are no package, and ``tests`` on the path would hide ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_NAME = "federation_harness"
+if _NAME not in sys.modules:
+    _SPEC = importlib.util.spec_from_file_location(_NAME, Path(__file__).parents[1] / f"{_NAME}.py")
+    sys.modules[_NAME] = importlib.util.module_from_spec(_SPEC)
+    _SPEC.loader.exec_module(sys.modules[_NAME])
