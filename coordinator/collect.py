@@ -172,9 +172,8 @@ class Collector:
         self._send(agent, Grant(digest=message.blob.digest, credits=credit, missing=missing))
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        chunks = upload.receiving.incoming.chunks
-        gaps = chunks.missing(below=chunks.highest())
-        ack = Ack(digest=upload.manifest.blob.digest, received=upload.receiving.seen, missing=gaps)
+        receiving = upload.receiving
+        ack = Ack(digest=upload.manifest.blob.digest, received=receiving.seen, missing=receiving.gaps())
         self._send(agent, ack)
 
     def _judge(self, agent: str, upload: _Upload) -> None:

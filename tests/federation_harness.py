@@ -22,10 +22,12 @@ from coordinator.store import StateFolder
 from edge_agent.agent import Agent, will_of
 from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.errors import HeadwaterError
 from edge_agent.task import ImageInput, Task, Tensors
 from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import CHUNK_BYTES, Outgoing
 from edge_agent.wire.memory import Faults, MemoryBroker, MemoryTransport
-from edge_agent.wire.tensors import decode
+from edge_agent.wire.tensors import decode, encode
 from edge_agent.wire.topics import Topics
 from edge_agent.work import InlineWorker
 
@@ -331,6 +333,40 @@ class Stranger:
     def chunk(self, frame: bytes) -> None:
         self.raw(frame, self.topics.up_chunks(self.name))
 
+    def offer(
+        self,
+        tensors: Tensors | bytes,
+        *,
+        round: int = 1,
+        run: str | None = None,
+        samples: int = 10,
+        metrics: dict[str, float] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Outgoing:
+        """Announce an update; returns the blob, of which nothing is sent."""
+        data = tensors if isinstance(tensors, bytes) else encode(tensors)
+        blob = Outgoing.of(data, chunk_bytes)
+        run = run if run is not None else self.federation.run
+        self.say(wire.UpdateManifest(run=run, round=round, blob=blob.ref, samples=samples, metrics=metrics or {}))
+        return blob
+
+    def send(self, blob: Outgoing) -> None:
+        """All chunks, without waiting for a grant."""
+        for index in range(blob.count):
+            self.chunk(blob.frame(index))
+
+    def deliver(self, tensors: Tensors | bytes, **options: Any) -> wire.Receipt:
+        """Announce and send an update as an honest agent would; returns the receipt."""
+        self.heard()
+        blob = self.offer(tensors, **options)
+        self.federation.settle()
+        answers = self.heard(wire.Grant, wire.Receipt)
+        if isinstance(answers[-1], wire.Grant):
+            self.send(blob)
+            self.federation.settle()
+            answers = self.heard(wire.Receipt)
+        return answers[-1]
+
     def heard(self, *kinds: type[wire.Control]) -> list[Any]:
         """Control messages that have come since the last call."""
         found = []
@@ -355,6 +391,24 @@ def restart_broker(federation: Federation) -> None:
         vanish(transport)
     for transport in transports:
         transport.start()
+
+
+def lose(transport: MemoryTransport, is_lost: Callable[[wire.Control], bool], times: int = 1) -> list[wire.Control]:
+    """The first ``times`` control messages for which ``is_lost`` go nowhere; returns the list that they are put in."""
+    real, lost = transport.publish, list[wire.Control]()
+
+    def publish(topic: str, payload: bytes, **options: Any) -> None:
+        message = None
+        for parse in (wire.parse_from_agent, wire.parse_from_coordinator):
+            with contextlib.suppress(HeadwaterError):
+                message = message or parse(payload)
+        if message is not None and len(lost) < times and is_lost(message):
+            lost.append(message)
+        else:
+            real(topic, payload, **options)
+
+    transport.publish = publish
+    return lost
 
 
 @contextlib.contextmanager

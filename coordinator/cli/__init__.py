@@ -6,26 +6,40 @@ one JSON object on stdout, and nothing else goes there.
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 
 from edge_agent.errors import HeadwaterError, MissingCapability
 
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Run one command and exit with its code."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code (see `edge_agent.errors`), 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(given)
+    except HeadwaterError as error:
+        sys.exit(_report(error, error.exit_code, as_json="--json" in given))
+    except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
+        sys.exit(_report(error, HeadwaterError.exit_code, as_json="--json" in given))
+
+
+def _run(given: list[str]) -> None:
     try:
         from .app import app
     except ImportError as error:
-        module = error.name or str(error)
-        print(f"headwater: {MissingCapability.package(module, 'coordinator', 'this command')}", file=sys.stderr)
-        sys.exit(MissingCapability.exit_code)
-    try:
-        app(standalone_mode=True)
-    except HeadwaterError as error:
-        print(f"headwater: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("headwater: stopped", file=sys.stderr)
-        sys.exit(130)
+        module = (error.name or str(error)).partition(".")[0]
+        if module in {"coordinator", "export", "edge_agent"}:
+            raise  # not a package that is missing, but a mistake of ours
+        raise MissingCapability.package(module, "coordinator", "this command") from error
+    app(given, prog_name="headwater")
+
+
+def _report(error: Exception, code: int, *, as_json: bool) -> int:
+    print(f"headwater: {error}", file=sys.stderr)
+    if as_json:
+        kind = type(error).__name__
+        print(json.dumps({"error": {"kind": kind, "message": str(error), "exit_code": code}}))
+    return code

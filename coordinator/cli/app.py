@@ -6,19 +6,21 @@ import typer
 
 from edge_agent import __version__
 
-from . import bench, demo, doctor, export, methods, report, run, serve, status
+from . import bench, demo, doctor, enroll, export, methods, report, run, serve, status
 
 app = typer.Typer(
     name="headwater",
     help="Federated learning with on-device personalization: shared encoders flow down, personal heads stay at home.",
+    epilog="Example: headwater demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the same on a terminal and in a pipe
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - a typer callback
+def _version(wanted: bool) -> None:
     if wanted:
         print(f"headwater {__version__}")
         raise typer.Exit
@@ -26,8 +28,8 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - a typer callback
 
 @app.callback()
 def _root(
-    _version_wanted: bool = typer.Option(  # noqa: FBT001 - a typer option
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."  # noqa: FBT003 - its default
+    _version_wanted: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     """The coordinator of Headwater; devices run 'edge-agent'."""
@@ -40,5 +42,6 @@ app.command("status")(status.status)
 app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("methods")(methods.methods)
+app.command("enroll")(enroll.enroll)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

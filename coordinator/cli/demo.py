@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, Verbose, console, print_json, set_up_logging
-from .run import agents_table
+from .options import Json, Verbose, print_json, set_up_logging, show
+from .run import agents_table, footnotes
 
 Folder = Annotated[Path, typer.Option("--dir", help="Folder for configurations, state and results; made anew each time.")]
 Method = Annotated[str, typer.Option("--method", "-m", help="Method to train with.")]
@@ -39,6 +39,4 @@ def demo(
     if as_json:
         print_json(result.as_json())
         return
-    console.print(agents_table(result.summary))
-    for line in result.reading():
-        console.print(line, soft_wrap=True)
+    show(agents_table(result.summary), *footnotes(result.summary), *result.reading())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_agent import capabilities
 
 from ..broker import find_mosquitto
-from .options import Json, console, print_json, table
+from .options import Json, print_json, show, table
 
 
 def doctor(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer options
@@ -29,6 +29,4 @@ def doctor(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer optio
     if as_json:
         print_json({**facts, "advice": advice})
         return
-    console.print(table("this machine", ("what", "found"), list(facts.items()), left=2))
-    for line in advice:
-        console.print(f"- {line}", soft_wrap=True)
+    show(table("this machine", ("what", "found"), list(facts.items()), left=2), *(f"- {line}" for line in advice))

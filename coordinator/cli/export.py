@@ -17,7 +17,7 @@ from ..journal import RunRecord, utc_now
 from ..request import Request
 from ..serving import load_config
 from ..store import StateFolder
-from .options import Config, Json, State, console, print_json, set_up_logging
+from .options import Config, Json, State, console, print_json, set_up_logging, show, table, text
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Bundle file to write.")]
@@ -66,7 +66,7 @@ def export(  # noqa: PLR0913 - one argument for each option
             exporter=settings.export.exporter,
             int8=settings.export.int8,
         )
-    _show(report, record, as_json=as_json)
+    _tell(report, record, as_json=as_json)
 
 
 def _record(folder: StateFolder, run: str | None) -> RunRecord:
@@ -79,7 +79,7 @@ def _record(folder: StateFolder, run: str | None) -> RunRecord:
     raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
 
 
-def _show(report: Any, record: RunRecord, *, as_json: bool) -> None:
+def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
     manifest = report.manifest
     found = {
         "run_id": record.run,
@@ -98,5 +98,12 @@ def _show(report: Any, record: RunRecord, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    for name, value in found.items():
-        console.print(f"{name:>15}  {value}", soft_wrap=True)
+    show(table("exported", ("what", "value"), [(name, _cell(value)) for name, value in found.items()], left=2))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({how})" for name, how in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else text(value)

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
 
 from edge_agent import methods as registry
 
-from .options import Json, console, print_json, table
+from .options import Json, print_json, show, table
+
+Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
+HEADINGS = ("Source", "Travels", "Stays", "Differs from the paper")
 
 
-def methods(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer options
-    """All methods: what travels, what stays, which heads devices can fit, and where each comes from.
+def methods(name: Name = None, as_json: Json = False) -> None:
+    """All methods in a line each, or one of them: what travels, what stays, parameters, where it comes from.
 
-    Example: headwater methods --json
+    Example: headwater methods repper
     """
-    rows = [describe(name) for name in registry.names()]
+    if name is not None:
+        one = {**describe(name), "params": parameters(name)}
+        print_json(one) if as_json else show(*_lines(one))
+        return
+    rows = [describe(known) for known in registry.names()]
     if as_json:
         print_json({"methods": rows})
         return
-    cells = [(r["name"], r["travels"], r["stays"], " ".join(r["heads"]), r["source"]) for r in rows]
-    console.print(table("methods", ("method", "travels", "stays", "device heads", "source"), cells, left=5))
+    cells = [(row["name"], row["summary"], " ".join(row["heads"])) for row in rows]
+    show(table("methods", ("method", "in short", "heads for devices"), cells, left=3))
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One method as its own file describes it."""
-    import sys
+    """One method as its own file describes it.
 
+    Raises:
+        UnknownName: no such method.
+    """
     method = registry.create(name)
     doc = sys.modules[type(method).__module__].__doc__ or ""
+    found = dict(zip(("source", "travels", "stays", "differs"), (section(doc, h) for h in HEADINGS), strict=True))
     return {
         "name": name,
         "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."),
-        "source": section(doc, "Source"),
-        "travels": section(doc, "Travels"),
-        "stays": section(doc, "Stays"),
-        "differs": section(doc, "Differs from the paper"),
+        **found,
         "shared": list(method.shared),
         "norm": method.norm,
         "weighting": method.weighting,
@@ -43,16 +55,46 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
+def parameters(name: str) -> list[dict[str, Any]]:
+    """The method's parameters with defaults and meaning, in the order of its file."""
+    return [
+        {"name": key, "default": field.get_default(call_default_factory=True), "meaning": field.description or ""}
+        for key, field in registry.get(name).Params.model_fields.items()
+    ]
+
+
 def section(doc: str, heading: str) -> str:
     """The text behind ``heading:`` in a method's docstring, up to the next heading."""
-    headings = ("Source", "Travels", "Stays", "Differs from the paper")
     taken: list[str] = []
     inside = False
     for line in doc.splitlines():
-        begins = next((h for h in headings if line.startswith(f"{h}:")), None)
+        begins = next((h for h in HEADINGS if line.startswith(f"{h}:")), None)
         if begins is not None:
             inside = begins == heading
-            line = line.partition(":")[2]  # noqa: PLW2901 - the rest of this line
         if inside:
-            taken.append(line.strip())
+            taken.append((line.partition(":")[2] if begins else line).strip())
     return " ".join(taken).strip()
+
+
+def readme_table() -> str:
+    """The methods as README.md lists them; made again by ``python -m coordinator.cli.methods README.md``."""
+    head = ("method", "what it is", "travels", "stays", "heads for devices", "source")
+    rows = [
+        (f"`{row['name']}`", row["summary"], row["travels"], row["stays"], " ".join(row["heads"]) or "–", row["source"])
+        for row in map(describe, registry.names())
+    ]
+    cells = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells)
+
+
+def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
+    yield f"{one['name']}: {one['summary']}"
+    for key in ("source", "travels", "stays", "differs"):
+        yield f"{key}: {one[key]}"
+    yield f"norm: {one['norm']}, weighting: {one['weighting']}"
+    for head in one["heads"]:
+        exact, why = one["exactness"].get(head, ("approximate", "not the paper's head"))
+        yield f"head {head}: {exact}, {why}"
+    yield ""
+    rows = [(p["name"], str(p["default"]), p["meaning"]) for p in one["params"]]
+    yield table("parameters (--param name=value)", ("name", "default", "meaning"), rows, left=3)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -73,8 +74,16 @@ def show(*parts: Table | str) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
     """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    made.padding = (0, 2, 0, 0)
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for position, column in enumerate(columns):
         made.add_column(column, justify="left" if position < left else "right", overflow="fold")
     for row in rows:

@@ -9,7 +9,7 @@ import typer
 from ..report import write_report
 from ..serving import load_config
 from ..store import StateFolder
-from .options import Config, Json, State, console, print_json
+from .options import Config, Json, State, print_json, show
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest.")]
 
@@ -25,4 +25,4 @@ def report(config: Config = None, state: State = None, run: Run = None, as_json:
     if as_json:
         print_json({"run_id": chosen.run, "report": str(path), "summary": chosen.summary()})
     else:
-        console.print(str(path), soft_wrap=True)
+        show(str(path))

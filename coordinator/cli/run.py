@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from edge_agent import methods
 from edge_agent.errors import StateError
@@ -15,12 +17,14 @@ from ..request import Request
 from ..serving import coordinator, load_config
 from ..store import StateFolder
 from .follow import follow
-from .options import Config, Json, State, Verbose, console, parameters, print_json, set_up_logging, size, table
+from .options import Config, Json, State, Verbose, console, parameters, print_json, set_up_logging, show, size, table
 
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: run.method of the file.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", min=1, help="Rounds; default: run.rounds.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
 Param = Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value of the method; may be repeated.")]
+INTERRUPTED = 130
+WAITS = "stands where it is, and 'headwater serve' goes on with it"
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Only ask for the run; do not follow it.")]
 
 
@@ -46,7 +50,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     request = request_for(settings, method, rounds, seed, parameters(param or []))
     folder = StateFolder(settings.state)
     serving = _is_serving(settings)
-    set_up_logging(verbose=verbose, quiet=serving)
+    set_up_logging(verbose=verbose, quiet=True)
     with contextlib.ExitStack() as stack:
         step = None
         if serving:
@@ -56,10 +60,14 @@ def run(  # noqa: PLR0913 - one argument for each option
             folder, step = service.state, lambda: service.step(service.idle_s())
         run_id = folder.journal.request_run(request.body())
         if no_wait and serving:
-            print_json({"run_id": run_id}) if as_json else console.print(f"asked for {run_id}")
+            print_json({"run_id": run_id}) if as_json else show(f"asked for {run_id}")
             return
-        follow(folder, run_id, step)
-        show(folder.run(run_id).summary() or {}, as_json=as_json)
+        try:
+            follow(folder, run_id, step)
+        except KeyboardInterrupt:
+            console.print(f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands")
+            raise typer.Exit(INTERRUPTED) from None
+        tell(folder.run(run_id).summary() or {}, as_json=as_json)
 
 
 def request_for(
@@ -84,29 +92,39 @@ def request_for(
     )
 
 
-def show(summary: dict[str, Any], *, as_json: bool) -> None:
+def tell(summary: dict[str, Any], *, as_json: bool) -> None:
     """A run's result: one JSON object, or a table for people."""
     if as_json:
         print_json(summary)
         return
-    console.print(agents_table(summary))
     bundle = summary.get("bundle")
     place = bundle["path"] if bundle else f"none ({summary.get('bundle_why_not', 'not exported')})"
-    console.print(f"encoder {summary['encoder_sha256'][:16]}  {summary['seconds']:.1f} s  bundle: {place}", soft_wrap=True)
+    took = f"{summary['seconds']:.1f} s, encoder {summary['encoder_sha256'][:16]}, bundle: {place}"
+    show(agents_table(summary), *footnotes(summary), took)
 
 
-def agents_table(summary: dict[str, Any]) -> Any:
-    """What each device got."""
-    columns = ("agent", "tier", "head", "samples", "acc.local", "acc.global", "acc.personal", "RSS MB", "up", "down")
+def agents_table(summary: dict[str, Any]) -> Table:
+    """What each device got; narrow enough for 80 columns."""
+    columns = ("agent", "tier", "head", "samples", "acc.local", "acc.global", "acc.personal")
     rows = [
-        (
-            a["id"], a["tier"], a["head"], a["samples"], a["acc"]["local"], a["acc"]["global"], a["acc"]["personal"],
-            f"{a['rss_mb']:.0f}", size(a["bytes_up"]), size(a["bytes_down"]),
-        )
+        (a["id"], a["tier"], a["head"], a["samples"], a["acc"]["local"], a["acc"]["global"], a["acc"]["personal"])
         for a in summary.get("agents", [])
-    ]  # fmt: skip
+    ]
     title = f"{summary.get('run_id')}: {summary.get('method')}, {summary.get('rounds')} rounds"
     return table(title, columns, rows, left=3)
+
+
+def footnotes(summary: dict[str, Any]) -> Iterator[str]:
+    """What devices spent, and what went wrong on them."""
+    agents = summary.get("agents", [])
+    yield ""
+    for has_torch, words in ((True, "with torch"), (False, "without torch")):
+        used = [a["rss_mb"] for a in agents if a["torch_loaded"] is has_torch]
+        if used:
+            yield f"memory {words}: {max(used):.0f} MB at most, on {len(used)} devices"
+    up, down = (sum(a[key] for a in agents) for key in ("bytes_up", "bytes_down"))
+    yield f"traffic of all devices: {size(up)} up, {size(down)} down"
+    yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
 
 
 def _is_serving(settings: CoordinatorConfig) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
+
+from rich.table import Table
 
 from ..serving import load_config
 from ..store import StateFolder
 from .follow import read_status
-from .options import Config, Json, State, console, print_json, table
+from .options import Config, Json, State, print_json, show, table
 from .run import _is_serving
 
 
@@ -25,7 +28,7 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
     if as_json:
         print_json(found)
     else:
-        _show(found)
+        show(*_lines(found))
 
 
 def _run(folder: StateFolder, run: str) -> dict[str, Any]:
@@ -37,21 +40,32 @@ def _run(folder: StateFolder, run: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(found: dict[str, Any]) -> None:
+def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
     age = ""
     if "at" in found:
         seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(found["at"])).total_seconds()
-        age = f" (said {seconds:.0f} s ago)"
-    console.print(f"coordinator: {'serving' if found['serving'] else 'not running'}{age}, state in {found['state']}")
+        age = f" (heard {seconds:.0f} s ago)"
+    yield f"coordinator: {'serving' if found['serving'] else 'not running'}{age}, state in {found['state']}"
     waiting = found.get("waiting")
     if found["serving"] and waiting:
         whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
-        console.print(f"waits: {waiting['for']}{whom}{left}")
-    rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}") for r in found["runs"]]
-    console.print(table("runs", ("run", "method", "status", "round"), rows, left=3))
-    agents = [
-        (a["id"], a["tier"], "here" if a["present"] else "gone", a["fingerprint"][:12], f"{a['silent_s']:.0f}")
-        for a in found.get("agents", [])
+        yield f"waits: {waiting['for']}{whom}{left}"
+    yield ""
+    yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"
+    yield ""
+    agents = found.get("agents", [])
+    yield _agents(agents) if agents else "no agents have been heard; 'edge-agent run' starts one"
+
+
+def _runs(runs: list[dict[str, Any]]) -> Table:
+    rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}", r["reason"] or "") for r in runs]
+    return table("runs", ("run", "method", "status", "round", "reason"), rows, left=5)
+
+
+def _agents(agents: list[dict[str, Any]]) -> Table:
+    rows = [
+        (a["id"], a["tier"], "here" if a["present"] else "gone", a["fingerprint"][:12], f"{a['silent_s']:.0f} s")
+        for a in agents
     ]
-    console.print(table("agents", ("agent", "tier", "", "encoder", "silent s"), agents, left=4))
+    return table("agents", ("agent", "tier", "is", "encoder", "silent"), rows, left=4)

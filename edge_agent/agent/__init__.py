@@ -12,23 +12,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from .. import __version__
 from ..config import AgentConfig
 from ..errors import ChunkError, HeadwaterError, MessageError, ProtocolMismatch
 from ..store import write_atomic
-from ..task import Tensors
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
 from ..wire.chunks import decode_frame
-from ..wire.tensors import decode
 from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will
 from ..work import InlineWorker, Worker
 from .downloads import Downloads
 from .duties import Duties
-from .uploads import Outbox, Uploads
+from .jobs import Jobs, fault
+from .uploads import Uploads
 
 __all__ = ["Agent", "will_of"]
 
@@ -64,14 +62,11 @@ class Agent:
         self._broadcasts = self.topics.broadcast("")
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
-        self.outbox = Outbox(config.state / "outbox")
-        self.uploads = Uploads(self.outbox, self._send, self._publish_chunk, clock)
-        self.job: wire.Job | None = None
+        self.uploads = Uploads(duties.outbox, self._send, self._publish_chunk, clock)
+        self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send)
         self.epoch = -1
         self.welcomed = False
         self.refused: ProtocolMismatch | None = None
-        self._working = False
-        self._install: wire.Install | None = None
         self._seq = 0
         self._beat_at = self._hello_at = float("-inf")
 
@@ -156,7 +151,7 @@ class Agent:
 
     def _beat(self) -> None:
         self._beat_at = self.clock()
-        busy = self.job
+        busy = self.jobs.job
         beat = wire.Heartbeat(run=busy.run, round=busy.round) if busy else wire.Heartbeat()
         self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
 
@@ -183,7 +178,7 @@ class Agent:
             self.downloads.frame(decode_frame(payload))
         except ChunkError as error:
             log.warning("chunk_refused reason=%s", error)
-        self._go_on()
+        self.jobs.go_on()
 
     def _on_control(self, message: wire.Control, *, retained: bool) -> None:
         if isinstance(message, wire.Announce):
@@ -201,17 +196,17 @@ class Agent:
 
     def _on_work(self, message: wire.Control) -> None:
         if isinstance(message, wire.Job):
-            self._on_job(message)
+            self.jobs.on_job(message)
         elif isinstance(message, wire.Install):
-            self._on_install(message)
+            self.jobs.on_install(message)
         elif isinstance(message, wire.Cancel):
-            self._on_cancel(message)
+            self.jobs.on_cancel(message)
         elif isinstance(message, wire.Grant):
             self.uploads.grant(message)
         elif isinstance(message, wire.Ack):
             self.uploads.ack(message)
         elif isinstance(message, wire.Receipt):
-            self._on_receipt(message)
+            self.jobs.on_receipt(message)
         else:
             log.warning("coordinator_fault message=%s", message)
 
@@ -242,91 +237,6 @@ class Agent:
         self.refused = ProtocolMismatch(f"{spoken}: {error}")
         log.error("protocol_mismatch reason=%s", self.refused)
 
-    # --- work ------------------------------------------------------------------------------------------------------
-
-    def _on_job(self, job: wire.Job) -> None:
-        if self.uploads.holds(job.run, job.round) and job.purpose == "train":
-            self.uploads.offer_again()
-            return
-        known = self.job
-        if known is not None and (known.run, known.round, known.purpose) == (job.run, job.round, job.purpose):
-            self.job = job
-            if not self._working:
-                self.downloads.fetch(job.blobs)
-            self._go_on()
-            return
-        log.info("job run=%s round=%d/%d purpose=%s method=%s", job.run, job.round, job.rounds, job.purpose, job.method)
-        self.job = job
-        self.downloads.fetch(job.blobs)
-        self._go_on()
-
-    def _on_install(self, message: wire.Install) -> None:
-        if self._install is not None and self._install.blob == message.blob:
-            return
-        self._install = message
-        self.downloads.fetch((message.blob,))
-        self._go_on()
-
-    def _on_cancel(self, message: wire.Cancel) -> None:
-        log.info("cancelled run=%s round=%d reason=%s", message.run, message.round, message.reason)
-        if self.job is not None and (self.job.run, self.job.round) == (message.run, message.round):
-            self.job = None
-        self.uploads.drop(message.run, message.round)
-
-    def _on_receipt(self, message: wire.Receipt) -> None:
-        if not message.accepted:
-            log.warning("update_refused reason=%s", message.reason)
-        self.uploads.receipt(message)
-
-    def _go_on(self) -> None:
-        """Begin the work whose blobs are all here."""
-        if self._working:
-            return
-        job, install = self.job, self._install
-        if job is not None and not self.uploads.holds(job.run, job.round) and self.downloads.has_all(job.blobs):
-            self._working = True
-            self.worker.submit("job", lambda: self.duties.do(job, self._received(job)), self._done_with(job))
-        elif install is not None and self.downloads.has_all((install.blob,)):
-            self._working = True
-            path = self.cache.path(install.blob.digest)
-            self.worker.submit("install", lambda: self.duties.install(install, path), self._done_with(install))
-
-    def _received(self, job: wire.Job) -> Tensors:
-        """The tensors of all blobs of a job, each checked against its hash."""
-        received: Tensors = {}
-        for ref in job.blobs:
-            received.update(decode(self.cache.read(ref.digest)))
-        return received
-
-    def _done_with(self, duty: wire.Job | wire.Install) -> Callable[[Any, BaseException | None], None]:
-        def done(result: Any, error: BaseException | None) -> None:
-            self._working = False
-            if isinstance(duty, wire.Install):
-                self._install = None
-            if error is not None:
-                self._on_failure(duty, error)
-            elif isinstance(result, wire.Report):
-                self._send(result)
-            elif self.job is not None and isinstance(duty, wire.Job) and self.job.round == duty.round:
-                self.uploads.offer(result)
-            if isinstance(duty, wire.Job) and duty.purpose == "finish":
-                self.job = None
-            self._go_on()
-
-        return done
-
-    def _on_failure(self, duty: wire.Job | wire.Install, error: BaseException) -> None:
-        """Tell the coordinator, and go on: a job that cannot be done here must not end the agent."""
-        if isinstance(error, HeadwaterError):
-            log.error("work_failed error=%s message=%s", type(error).__name__, error)
-        else:
-            log.error("work_broke", exc_info=error)
-        number = duty.round if isinstance(duty, wire.Job) else 0
-        name, text = type(error).__name__, str(error)[:2000] or "no message"
-        self._send(wire.Fault(error=name[:64], message=text, run=duty.run, round=number))
-        if duty is self.job:
-            self.job = None
-
     # --- sending ---------------------------------------------------------------------------------------------------
 
     def _stamped(self, message: wire.Control) -> wire.Control:
@@ -347,13 +257,13 @@ class Agent:
 
     def write_status(self) -> None:
         """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
-        job = self.job
+        job = self.jobs.job
         status = {
             "id": self.config.id,
             "tier": self.duties.tier,
             "welcomed": self.welcomed,
             "job": None if job is None else {"run": job.run, "round": job.round, "rounds": job.rounds},
-            "working": self._working,
+            "working": self.jobs.is_working,
             "fingerprint": self.duties.fingerprint,
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

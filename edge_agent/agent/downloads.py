@@ -46,6 +46,14 @@ class Downloads:
                 self._under_way[transfer_id(ref.digest)] = _Download(ref, receiving)
                 self._listen(ref.digest)
 
+    def keep_only(self, refs: Iterable[BlobRef]) -> None:
+        """Ask for no other blobs than these any more; what has arrived of the others stays on disk."""
+        wanted = {transfer_id(ref.digest) for ref in refs}
+        for number in [number for number in self._under_way if number not in wanted]:
+            download = self._under_way.pop(number)
+            download.receiving.incoming.close()
+            self._unlisten(download.ref.digest)
+
     def has_all(self, refs: Sequence[BlobRef]) -> bool:
         """Whether all of them are in the cache."""
         return all(self._cache.has(ref.digest) for ref in refs)

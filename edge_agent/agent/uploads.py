@@ -119,10 +119,13 @@ class Uploads:
             self._sending.again(message.missing)
         self._pump()
 
-    def receipt(self, message: Receipt) -> None:
-        """The coordinator has it, or will never take it: forget it."""
-        if self._is_ours(message.digest):
-            self._forget()
+    def receipt(self, message: Receipt) -> UpdateManifest | None:
+        """The coordinator has it, or will never take it: forget it. Returns what has been forgotten."""
+        done = self._manifest
+        if done is None or done.blob.digest != message.digest:
+            return None
+        self._forget()
+        return done
 
     def drop(self, run: str, round_number: int) -> None:
         """The round is over: the update would come too late."""

@@ -1,12 +1,13 @@
 """Blobs in pieces: the chunk frame, which chunks are there, and how a blob is read and assembled.
 
-A frame is a fixed 40-byte little-endian header and raw bytes; it never exceeds the smallest payload limit of the
-brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts is the SHA-256 of the
+A frame is a fixed 40-byte little-endian header and raw bytes, with a checksum over both; it never exceeds the smallest
+payload limit of the brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts is the SHA-256 of the
 whole, which is also the blob's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -24,8 +25,9 @@ from .messages import MAX_RANGES, BlobRef
 FRAME_BYTES = 61_440
 """Header and data of one chunk: 60 KiB, below every limit we know (Azure's 64 KiB is the lowest)."""
 
-_HEADER = struct.Struct("<2sBBQIIQIII")
-HEADER_BYTES = _HEADER.size
+_FIELDS = struct.Struct("<2sBBQIIQII")  # magic, version, flags, transfer, index, count, offset, length, reserved
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 CHUNK_BYTES = FRAME_BYTES - HEADER_BYTES
 _MAGIC, _VERSION = b"HW", 1
 _SAVE_EVERY = 64  # chunks between two notes of what has arrived; at worst so many are sent again after a crash
@@ -33,7 +35,7 @@ _SAVE_EVERY = 64  # chunks between two notes of what has arrived; at worst so ma
 
 @dataclass(frozen=True)
 class Frame:
-    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on, of the blob whose digest begins ``transfer``."""
+    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on; ``transfer`` is the blob's `transfer_id`."""
 
     transfer: int
     index: int
@@ -43,9 +45,9 @@ class Frame:
 
     def encode(self) -> bytes:
         """Header and data."""
-        length, crc = len(self.data), zlib.crc32(self.data)
-        header = _HEADER.pack(_MAGIC, _VERSION, 0, self.transfer, self.index, self.count, self.offset, length, crc, 0)
-        return b"".join((header, self.data))
+        place = (self.transfer, self.index, self.count, self.offset)
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, *place, len(self.data), 0)
+        return b"".join((fields, _CHECKSUM.pack(zlib.crc32(self.data, zlib.crc32(fields))), self.data))
 
 
 def decode_frame(payload: bytes) -> Frame:
@@ -56,13 +58,14 @@ def decode_frame(payload: bytes) -> Frame:
     """
     if len(payload) < HEADER_BYTES:
         raise ChunkError(f"{len(payload)} bytes cannot hold a chunk header of {HEADER_BYTES}")
-    magic, version, _, transfer, index, count, offset, length, crc, _ = _HEADER.unpack_from(payload)
-    if magic != _MAGIC or version != _VERSION:
+    magic, version, flags, transfer, index, count, offset, length, reserved = _FIELDS.unpack_from(payload)
+    if (magic, version, flags, reserved) != (_MAGIC, _VERSION, 0, 0):
         raise ChunkError(f"chunk begins {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}")
     data = memoryview(payload)[HEADER_BYTES:]
     if length != len(data) or index >= count:
         raise ChunkError(f"chunk {index} of {count} promises {length} bytes and holds {len(data)}")
-    if zlib.crc32(data) != crc:
+    (checksum,) = _CHECKSUM.unpack_from(payload, _FIELDS.size)
+    if zlib.crc32(data, zlib.crc32(memoryview(payload)[: _FIELDS.size])) != checksum:
         raise ChunkError(f"chunk {index} of {count}: checksum is wrong, the bytes were changed on the way")
     return Frame(transfer, index, count, offset, data)
 
@@ -185,12 +188,13 @@ class Incoming:
         """Keep one chunk; False when it was there already.
 
         Raises:
-            ChunkError: the frame does not belong to this blob.
+            ChunkError: the frame does not belong to this blob, or the disk is full; then it can be sent again.
         """
         self._check(frame)
-        if not self.chunks.add(frame.index):
+        if frame.index in self.chunks:
             return False
-        os.pwrite(self._file, frame.data, frame.offset)
+        self._write(frame)
+        self.chunks.add(frame.index)
         self.received_bytes += len(frame.data)
         if frame.index == self._hashed:  # in order: hash while the bytes are in the cache
             self._digest.update(frame.data)
@@ -208,7 +212,8 @@ class Incoming:
         self._hash_rest()
         if self._digest.hexdigest() != self.ref.digest:
             self.discard()
-            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 is {self._digest.hexdigest()[:16]}; asked for again")
+            found = self._digest.hexdigest()[:16]
+            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 begins {found}; everything is asked for again")
         place.parent.mkdir(parents=True, exist_ok=True)
         if durable:
             os.fsync(self._file)
@@ -221,7 +226,8 @@ class Incoming:
     def save_notes(self) -> None:
         """Note on disk which chunks are there, for a restart. Damage shows in the hash, so no sync is needed."""
         notes = {"chunk_bytes": self.ref.chunk_bytes, "missing": self.chunks.missing(limit=self.chunks.count)}
-        write_atomic(self._notes, json.dumps(notes).encode(), durable=False)
+        with contextlib.suppress(OSError):  # a full disk: the notes only save sending chunks again
+            write_atomic(self._notes, json.dumps(notes).encode(), durable=False)
 
     def close(self) -> None:
         """Stop for now; what has arrived stays."""
@@ -242,16 +248,25 @@ class Incoming:
         if frame.offset != frame.index * ref.chunk_bytes or len(frame.data) != expected:
             raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
 
+    def _write(self, frame: Frame) -> None:
+        try:
+            written = os.pwrite(self._file, frame.data, frame.offset)
+        except OSError as error:
+            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {error}") from error
+        if written != len(frame.data):
+            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: no space left for all of it")
+
     def _resume(self) -> None:
         """Take over what an earlier process left, where both of its files are whole."""
         try:
             notes = json.loads(self._notes.read_bytes())
             missing = set(expand(((a, b) for a, b in notes["missing"]), self.chunks.count))
             usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self._path.stat().st_size == self.ref.size_bytes
-        except (OSError, ValueError, KeyError, TypeError, ChunkError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ChunkError):
             usable, missing = False, set[int]()
         if not usable:
             self._path.unlink(missing_ok=True)
+            self._notes.unlink(missing_ok=True)
             return
         for index in range(self.chunks.count):
             if index not in missing:

@@ -84,13 +84,16 @@ class Receiving:
         self.incoming = incoming
         self.seen = 0
         self._reported, self._reported_at, self._heard_at = 0, now, now
-        self._asked_again = False
+        self._last, self._highest = -1, 0
+        self._passed = False
 
     def restart(self, now: float) -> None:
         """What is missing has just been asked for."""
         self.seen = self._reported = 0
         self._reported_at = self._heard_at = now
-        self._asked_again = False
+        self._last = max((stop for _, stop in self.incoming.chunks.missing()), default=0) - 1
+        self._highest = 0
+        self._passed = False
 
     def add(self, frame: Frame, now: float) -> bool:
         """Keep a chunk; True when the blob is complete.
@@ -101,7 +104,13 @@ class Receiving:
         self.incoming.add(frame)
         self.seen += 1
         self._heard_at = now
+        self._highest = max(self._highest, frame.index + 1)
+        self._passed = self._passed or frame.index == self._last
         return self.incoming.chunks.complete
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """What is missing below the highest chunk seen since the last question: those were lost on the way."""
+        return self.incoming.chunks.missing(below=self._highest)
 
     def report_due(self, now: float) -> bool:
         """Whether to tell the sender how much has been seen; saying True counts as telling."""
@@ -112,12 +121,15 @@ class Receiving:
         return False
 
     def ask_due(self, now: float) -> bool:
-        """Whether to ask (again) for what is missing: after silence, or once when the end has passed with gaps."""
+        """Whether to ask (again) for what is missing: after silence, or when the last chunk asked for has passed.
+
+        Chunks are sent in ascending order, so once the last one is here, what is missing was lost. Saying True counts
+        as asking.
+        """
         if self.incoming.chunks.complete:
             return False
-        passed = self.incoming.chunks.highest() == self.incoming.chunks.count and self.seen > 0
-        if now - self._heard_at >= IDLE_S or (passed and not self._asked_again):
-            self._asked_again = True
+        if self._passed or now - self._heard_at >= IDLE_S:
+            self._passed = False
             self._heard_at = now
             return True
         return False

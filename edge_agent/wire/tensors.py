@@ -27,7 +27,7 @@ MAX_TENSORS = 8192
 MAX_DIMENSIONS = 8
 MAX_NAME = 256
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),

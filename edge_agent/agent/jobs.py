@@ -1,0 +1,188 @@
+"""What an agent has been asked to do: at most one job and one bundle at a time; fetched, done, answered."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import HeadwaterError
+from ..task import Tensors
+from ..wire import messages as wire
+from ..wire.cache import BlobCache
+from ..wire.tensors import decode
+from ..work import Worker
+from .downloads import Downloads
+from .duties import Duties
+from .uploads import Uploads
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 32
+"""Jobs of which a repeated message is recognised; more than one round ever sends to one agent."""
+
+
+class Jobs:
+    """The work in hand. Every change of it goes on by itself as far as it can."""
+
+    def __init__(
+        self,
+        duties: Duties,
+        cache: BlobCache,
+        downloads: Downloads,
+        uploads: Uploads,
+        worker: Worker,
+        send: Callable[[wire.Control], None],
+    ) -> None:
+        self._duties, self._cache, self._downloads, self._uploads = duties, cache, downloads, uploads
+        self._worker, self._send = worker, send
+        self.job: wire.Job | None = None
+        self._install: wire.Install | None = None
+        self._working_on: tuple[str, int, str] | str | None = None
+        self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
+        self._installed: tuple[str, wire.Report] | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the worker is busy with something of ours."""
+        return self._working_on is not None
+
+    def on_job(self, job: wire.Job) -> None:
+        """The coordinator asks for a job. A repeated message changes nothing; asking anew means doing it anew."""
+        if self._is_repeated(job):
+            return
+        if job.purpose == "train" and self._uploads.holds(job.run, job.round):
+            self._uploads.offer_again()
+            return
+        if self.job is None or _key(self.job) != _key(job):
+            where = f"round={job.round}/{job.rounds} purpose={job.purpose} method={job.method}"
+            log.info("job run=%s %s", job.run, where)
+        self.job = job
+        if self._working_on != _key(job):
+            self._fetch()
+        self.go_on()
+
+    def on_install(self, message: wire.Install) -> None:
+        """The coordinator offers a bundle; of one that has just been tried, the result is told again."""
+        if self._install is not None and self._install.blob == message.blob:
+            return
+        if self._installed is not None and self._installed[0] == message.blob.digest:
+            self._send(self._installed[1].model_copy(update={"run": message.run}))
+            return
+        self._install = message
+        self._fetch()
+        self.go_on()
+
+    def on_cancel(self, message: wire.Cancel) -> None:
+        """The round is over for us."""
+        log.info("cancelled run=%s round=%d reason=%s", message.run, message.round, message.reason)
+        self._drop(message.run, message.round)
+        self._uploads.drop(message.run, message.round)
+        self._fetch()
+
+    def on_receipt(self, message: wire.Receipt) -> None:
+        """The coordinator has the update, or will never take it: the job is done."""
+        if not message.accepted:
+            log.warning("update_refused reason=%s", message.reason)
+        done = self._uploads.receipt(message)
+        if done is not None:
+            self._drop(done.run, done.round)
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Begin the work whose blobs are all here."""
+        job, install = self.job, self._install
+        if self.is_working:
+            return
+        if job is not None and self._is_to_do(job) and self._downloads.has_all(job.blobs):
+            self._working_on = _key(job)
+            self._worker.submit("job", lambda: self._duties.do(job, self._received(job)), self._after_job(job))
+        elif install is not None and self._downloads.has_all((install.blob,)):
+            self._working_on = install.blob.digest
+            path = self._cache.path(install.blob.digest)
+            self._worker.submit("install", lambda: self._duties.install(install, path), self._after_install(install))
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_repeated(self, job: wire.Job) -> bool:
+        stamp = (job.boot, job.seq)
+        if job.boot and stamp in self._heard:
+            return True
+        self._heard.append(stamp)
+        return False
+
+    def _is_to_do(self, job: wire.Job) -> bool:
+        return job.purpose == "finish" or not self._uploads.holds(job.run, job.round)
+
+    def _fetch(self) -> None:
+        """See that what is needed now comes, and nothing else."""
+        refs = (*(self.job.blobs if self.job else ()), *((self._install.blob,) if self._install else ()))
+        self._downloads.keep_only(refs)
+        self._downloads.fetch(refs)
+
+    def _drop(self, run: str, number: int) -> None:
+        job = self.job
+        if job is not None and job.purpose == "train" and (job.run, job.round) == (run, number):
+            self.job = None
+
+    def _received(self, job: wire.Job) -> Tensors:
+        """The tensors of all blobs of a job, each checked against its hash."""
+        received: Tensors = {}
+        for ref in job.blobs:
+            received.update(decode(self._cache.read(ref.digest)))
+        return received
+
+    def _after_job(self, job: wire.Job) -> Callable[[Any, BaseException | None], None]:
+        def done(result: Any, error: BaseException | None) -> None:
+            self._working_on = None
+            wanted = self.job is not None and _key(self.job) == _key(job)
+            if error is None:
+                self._deliver(result, wanted=wanted)
+            elif wanted and not self._downloads.has_all(job.blobs):  # damaged on our disk, not wrong: get it again
+                log.warning("blob_damaged run=%s round=%d reason=%s", job.run, job.round, error)
+                self._fetch()
+                return
+            else:
+                self._tell(error, job.run, job.round)
+            if wanted and (error is not None or job.purpose == "finish"):
+                self.job = None
+            self.go_on()
+
+        return done
+
+    def _deliver(self, result: wire.UpdateManifest | wire.Report, *, wanted: bool) -> None:
+        if isinstance(result, wire.Report):
+            self._send(result)
+        elif wanted:
+            self._uploads.offer(result)
+
+    def _after_install(self, install: wire.Install) -> Callable[[Any, BaseException | None], None]:
+        def done(result: Any, error: BaseException | None) -> None:
+            self._working_on = self._install = None
+            if error is None:
+                self._installed = (install.blob.digest, result)
+                self._send(result)
+            else:
+                self._tell(error, install.run, 0)
+            self.go_on()
+
+        return done
+
+    def _tell(self, error: BaseException, run: str, number: int) -> None:
+        """Tell the coordinator, and go on: a job that cannot be done here must not end the agent."""
+        if isinstance(error, HeadwaterError):
+            log.error("work_failed error=%s message=%s", type(error).__name__, error)
+        else:
+            log.error("work_broke", exc_info=error)
+        self._send(fault(error, run, number))
+
+
+def fault(error: BaseException, run: str = "", number: int = 0) -> wire.Fault:
+    """An error as the other side gets to see it."""
+    text = str(error)[:2000] or "no message"
+    return wire.Fault(error=type(error).__name__[:64], message=text, run=run, round=number)
+
+
+def _key(job: wire.Job) -> tuple[str, int, str]:
+    return (job.run, job.round, job.purpose)
