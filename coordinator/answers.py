@@ -9,9 +9,6 @@ from edge_agent.wire.messages import Report
 from .fleet import Steps, Waiting
 from .roster import Roster
 
-PATIENCE_S = 2.0
-"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
-
 REPORT_DEADLINE_S = 120.0
 """How long the end of a run waits for the devices' own figures."""
 
@@ -53,5 +50,5 @@ class Answers:
             self._ask(agent)
 
     def _owes(self, agent: str) -> bool:
-        done = agent in self.reports or agent in self.faults
-        return not done and (self._roster.gone_for(agent) or 0.0) < PATIENCE_S
+        patience = self._roster.patience(agent)
+        return agent not in self.reports and agent not in self.faults and (patience is None or patience > 0)

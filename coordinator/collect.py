@@ -17,13 +17,19 @@ from edge_agent.errors import ChunkError, TensorsError, UpdateRefused
 from edge_agent.store import sync_folder
 from edge_agent.wire.chunks import Frame, Incoming
 from edge_agent.wire.flow import WINDOW_BYTES, Receiving
-from edge_agent.wire.messages import Ack, Control, Grant, Receipt, UpdateManifest
+from edge_agent.wire.messages import MAX_CREDITS, Ack, Control, Grant, Receipt, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from .journal import Accepted, Journal
 from .store import BlobStore
 
 log = logging.getLogger(__name__)
+
+GRANT_APART_S = 1.0
+"""An agent that repeats itself within this time has said the same twice: a second grant would bring everything twice."""
+
+MAX_COUNTED = 1000
+"""Different refusals that are counted: a bound on what strangers can make us remember."""
 
 Send = Callable[[str, Control], None]
 
@@ -55,6 +61,7 @@ class Collection:
 class _Upload:
     manifest: UpdateManifest
     receiving: Receiving
+    granted_at: float = float("-inf")
 
 
 class Collector:
@@ -65,6 +72,8 @@ class Collector:
         self._uploads: dict[str, _Upload] = {}
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
+        self.refusals: dict[str, int] = {}
+        """Refused updates since the start: ``agent: reason`` -> how often."""
 
     def open(self, collection: Collection) -> None:
         """Take updates for this round from now on."""
@@ -114,10 +123,16 @@ class Collector:
         elif upload.receiving.report_due(self._clock()):
             self._acknowledge(agent, upload)
 
+    def greet(self, agent: str) -> None:
+        """An agent is there (again): it may have lost what was granted, and what was under way is lost."""
+        if upload := self._uploads.get(agent):
+            upload.granted_at = float("-inf")
+
     def failed(self, agent: str, reason: str) -> None:
         """An agent could not make an update for the open round: it is not waited for."""
         collection = self.open_round
         if collection is not None and agent in collection.outstanding:
+            self._count(agent, reason)
             self._note_refusal(collection, agent, reason)
 
     def tick(self) -> None:
@@ -162,12 +177,15 @@ class Collector:
                 upload.receiving.incoming.discard()
             incoming = Incoming(message.blob, self._folder(agent))
             upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock()))
-        upload.receiving.restart(self._clock())
+        if self._clock() - upload.granted_at < GRANT_APART_S:
+            return
+        upload.granted_at = self._clock()
+        upload.receiving.restart(upload.granted_at)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
             self._judge(agent, upload)
             return
-        credit = max(1, WINDOW_BYTES // message.blob.chunk_bytes)
+        credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.incoming.chunks.missing()
         self._send(agent, Grant(digest=message.blob.digest, credits=credit, missing=missing))
 
@@ -221,11 +239,31 @@ class Collector:
         self._send(agent, Receipt(digest=digest, accepted=True))
 
     def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        self._count(agent, reason)
         log.warning("update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
         collection = self.open_round
-        if collection is not None and collection.takes(message) and agent in collection.outstanding:
+        if collection is None or not collection.takes(message):
+            self._note_late(agent, message, reason)
+        elif agent in collection.outstanding:
             self._note_refusal(collection, agent, reason)
         self._send(agent, Receipt(digest=message.blob.digest, accepted=False, reason=reason[:1000]))
+
+    def _count(self, agent: str, reason: str) -> None:
+        if len(self.refusals) >= MAX_COUNTED:
+            self.refusals.clear()
+        key = f"{agent}: {reason}"
+        self.refusals[key] = self.refusals.get(key, 0) + 1
+
+    def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Count an update of a round that is over: once, and only of those who were asked in it."""
+        journal, run, number = self._journal, message.run, message.round
+        opened = journal.entries(run, ("round_opened",), round=number)
+        was_asked = any(agent in entry.body["cohort"] for entry in opened)
+        if not was_asked or journal.entries(run, ("update_refused",), round=number, agent=agent):
+            return
+        journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
+        if self.open_round is not None:
+            self.open_round.late.append((agent, number))
 
     def _note_refusal(self, collection: Collection, agent: str, reason: str) -> None:
         self._journal.append(

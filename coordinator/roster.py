@@ -10,6 +10,12 @@ from edge_agent.wire.messages import Hello
 
 FactValue = Any
 
+PATIENCE_S = 2.0
+"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
+
+RETURN_S = 10.0
+"""The same for those who have not been heard since the coordinator came: they may be between two tries to connect."""
+
 
 @dataclass
 class Member:
@@ -38,6 +44,7 @@ class Roster:
         self.lease_s = lease_s
         self._clock = clock
         self._members: dict[str, Member] = {}
+        self._connected_at = clock()
 
     def hello(self, agent: str, message: Hello) -> Member:
         """An agent introduces itself (again)."""
@@ -88,9 +95,13 @@ class Roster:
         """Everybody heard of, sorted by id."""
         return [self._members[agent] for agent in sorted(self._members)]
 
-    def gone_for(self, agent: str) -> float | None:
-        """Seconds since an agent went away (infinite when it was never here), None while it is present."""
+    def connected(self) -> None:
+        """The coordinator has just come (back) to the broker: whoever it has yet to hear gets time to return."""
+        self._connected_at = self._clock()
+
+    def patience(self, agent: str) -> float | None:
+        """Seconds that an absent agent is still worth waiting for (0 or less: no more), None while it is present."""
         member = self._members.get(agent)
         if member is None:
-            return float("inf")
-        return None if member.gone_at is None else self._clock() - member.gone_at
+            return self._connected_at + RETURN_S - self._clock()
+        return None if member.gone_at is None else member.gone_at + PATIENCE_S - self._clock()

@@ -23,7 +23,7 @@ from edge_agent.wire.messages import BlobRef, Cancel, Fault, Heartbeat, Job
 from edge_agent.wire.tensors import Spec, decode, encode, specs_of
 
 from . import cohort as cohorts
-from .answers import PATIENCE_S, REPORT_DEADLINE_S, Answers
+from .answers import REPORT_DEADLINE_S, Answers
 from .collect import Collection
 from .fleet import Fleet, Steps, Waiting
 from .journal import Accepted, OpenRound
@@ -163,8 +163,9 @@ class RunLoop:
             if chosen:
                 return chosen
             lacking = config.min_agents - len(present)
-            what = f"round {number} needs {config.min_agents} train agents, {lacking} more must come"
-            yield Waiting(what, tuple(present))
+            here = ", ".join(present) or "nobody"
+            what = f"round {number} needs {config.min_agents} train agents, {lacking} more must come; here: {here}"
+            yield Waiting(what)
 
     def _open(self, number: int, attempt: int, cohort: tuple[str, ...], resumed: OpenRound | None) -> Collection:
         accepted, refused = dict[str, Accepted](), dict[str, str]()
@@ -221,8 +222,8 @@ class RunLoop:
 
     def _patience(self, collection: Collection) -> float:
         """Seconds that the outstanding agents are still waited for, if all of them have vanished; else infinite."""
-        gone = [self.fleet.roster.gone_for(agent) for agent in collection.outstanding]
-        return max(PATIENCE_S - s for s in gone if s is not None) if None not in gone else float("inf")
+        left = [self.fleet.roster.patience(agent) for agent in collection.outstanding]
+        return max(seconds if seconds is not None else float("inf") for seconds in left)
 
     def _call_off(self, collection: Collection) -> None:
         for agent in collection.outstanding:

@@ -97,6 +97,7 @@ class Coordinator:
         if isinstance(event, Message):
             self._on_message(event)
         elif isinstance(event, Connected):
+            self.roster.connected()
             self._announce()
         self.worker.collect()
         self._advance()
@@ -173,11 +174,15 @@ class Coordinator:
             self._end()
         except (HeadwaterError, OSError) as error:
             self._fail(loop.run, error)
+        except Exception as error:  # a method of somebody else may raise anything; it costs its run
+            log.exception("run_broke run=%s", loop.run)
+            self._fail(loop.run, error)
 
     def _fail(self, run: str, error: BaseException) -> None:
         reason = reason_of(error)
         log.error("run_failed run=%s reason=%s", run, reason)
-        self.collector.close()
+        if self.loop is not None:
+            self.loop.abandon()
         self.state.journal.append("run_failed", run=run, body={"reason": reason})
         self._end()
 
@@ -191,21 +196,29 @@ class Coordinator:
     def _on_message(self, event: Message) -> None:
         try:
             agent, kind = self.topics.sender(event.topic)
+            if event.retained:  # agents never ask a broker to keep anything, so somebody else did
+                raise MessageError(f"retained message on {event.topic}; clear it at the broker")
         except MessageError as error:
             self._ignore("topic", error)
             return
         try:
-            if kind == "ub":
-                self.collector.chunk(agent, decode_frame(event.payload))
-            elif kind == "s":
-                self._on_presence(agent, event.payload)
-            else:
-                self._on_control(agent, wire.parse_from_agent(event.payload))
+            self._on_words(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
             self.send(agent, wire.Refused(error=type(error).__name__, message=_for_peer(error)))
         except HeadwaterError as error:
             self._ignore(agent, error)
+        except Exception as error:  # a full disk, or a mistake of ours: no single message may end the service
+            log.exception("message_broke from=%s", agent)
+            self._ignore(agent, error)
+
+    def _on_words(self, agent: str, kind: str, payload: bytes) -> None:
+        if kind == "ub":
+            self.collector.chunk(agent, decode_frame(payload))
+        elif kind == "s":
+            self._on_presence(agent, payload)
+        else:
+            self._on_control(agent, wire.parse_from_agent(payload))
 
     def _on_presence(self, agent: str, payload: bytes) -> None:
         member = self.roster.get(agent)
@@ -241,17 +254,24 @@ class Coordinator:
             if loop is not None and loop.run == message.run:
                 loop.on_fault(agent, message)
         elif isinstance(message, wire.Report):
-            if loop is not None and loop.run == message.run:
-                loop.answers.report(agent, message)
-            member = self.roster.get(agent)
-            if member is not None and message.fingerprint:
-                member.fingerprint = message.fingerprint
+            self._on_report(agent, message)
         elif isinstance(message, wire.Heartbeat) and loop is not None:
             loop.on_heartbeat(agent, message)
+
+    def _on_report(self, agent: str, message: wire.Report) -> None:
+        """What an agent of the roster got. Anybody else's word comes again after their hello if it was asked for."""
+        member, loop = self.roster.get(agent), self.loop
+        if member is None:
+            return
+        if loop is not None and loop.run == message.run:
+            loop.answers.report(agent, message)
+        if message.fingerprint:
+            member.fingerprint = message.fingerprint
 
     def _on_hello(self, agent: str, message: wire.Hello) -> None:
         before = self.roster.get(agent)
         self.distributor.forget(agent)
+        self.collector.greet(agent)
         self.roster.hello(agent, message)
         if before is None or before.boot != message.boot:
             log.info("agent_joined agent=%s tier=%s samples=%d", agent, message.tier, message.samples)
@@ -299,7 +319,7 @@ class Coordinator:
     def _publish_chunk(self, topic: str, frame: bytes) -> None:
         self.transport.publish(topic, frame)
 
-    def _ignore(self, who: str, error: HeadwaterError) -> None:
+    def _ignore(self, who: str, error: Exception) -> None:
         """Count a message that was not believed; told once for each sender and kind of error."""
         key = f"{who}: {type(error).__name__}"
         self.refusals += 1
@@ -317,7 +337,10 @@ class Coordinator:
             self._said = self.waiting
         if changed or self.clock() - self._status_at >= STATUS_EVERY_S:
             self._status_at = self.clock()
-            write_atomic(self.state.path / "status.json", json.dumps(self.status()).encode(), durable=False)
+            try:
+                write_atomic(self.state.path / "status.json", json.dumps(self.status()).encode(), durable=False)
+            except OSError as error:
+                log.warning("status_not_written reason=%s", error)
 
     def status(self) -> dict[str, Any]:
         """What goes on, as JSON."""
@@ -348,6 +371,7 @@ class Coordinator:
                 for m in self.roster.members()
             ],
             "refused_messages": self.refusals,
+            "refused_updates": sum(self.collector.refusals.values()),
         }
 
 

@@ -5,6 +5,7 @@ Durations are seconds (``_s``), sizes are bytes (``_bytes``). Relative paths cou
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError, nearest
 from .task import Frozen
@@ -34,6 +35,12 @@ class TlsConfig(Frozen):
     cert: Path | None = Field(None, description="client certificate (PEM)")
     key: Path | None = Field(None, description="private key of the client certificate (PEM)")
 
+    @model_validator(mode="after")
+    def _key_has_certificate(self) -> TlsConfig:
+        if self.key is not None and self.cert is None:
+            raise ValueError(f"key is {self.key} and cert is not set; a key proves nothing without its certificate")
+        return self
+
 
 class BrokerConfig(Frozen):
     """Where the broker is and who we are to it."""
@@ -50,10 +57,20 @@ class BrokerConfig(Frozen):
     @classmethod
     def _known_scheme(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname:
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("holds a user or a password, which would end up in logs; use user and password_file")
+        extras = parts.path.strip("/") or parts.query or parts.fragment
+        if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname or extras:
             raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
-        _ = parts.port  # raises ValueError on a port that is not a number below 65536
+        if parts.port == 0:  # reading it raises ValueError on a port that is not a number below 65536
+            raise ValueError(f"port 0 of '{url}' cannot be connected to; expected 1..65535")
         return url
+
+    @model_validator(mode="after")
+    def _tls_is_used(self) -> BrokerConfig:
+        if self.tls is not None and not self.uses_tls:
+            raise ValueError(f"tls is set, but {self.url} connects without it; write mqtts://")
+        return self
 
     @property
     def host(self) -> str:
@@ -80,8 +97,10 @@ class BrokerConfig(Frozen):
             return None
         try:
             return self.password_file.read_text(encoding="utf-8").splitlines()[0]
-        except (OSError, IndexError) as error:
-            raise ConfigError("broker.password_file", [f"cannot read a line from {self.password_file}: {error}"]) from error
+        except (OSError, UnicodeDecodeError, IndexError) as error:
+            raise ConfigError(
+                "broker.password_file", [f"cannot read a line from {self.password_file}: {error}"]
+            ) from error
 
 
 class DataConfig(Frozen):
@@ -96,7 +115,9 @@ class TrainingConfig(Frozen):
     """How a train-tier device works."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable")
+    threads: int = Field(
+        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+    )
 
 
 class HeadConfig(Frozen):
@@ -110,25 +131,27 @@ class HeadConfig(Frozen):
     )
 
 
+def default_agent_id() -> str:
+    """The host name, reduced to the characters that a topic may hold."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in socket.gethostname().lower())
+    return kept.strip("-_")[:63] or "agent"
+
+
 class AgentConfig(Frozen):
     """One device's agent."""
 
-    id: str = Field(default_factory=lambda: default_agent_id(), pattern=NAME_PATTERN)
+    id: str = Field(default_factory=default_agent_id, pattern=NAME_PATTERN)
     federation: str = Field("home", pattern=NAME_PATTERN)
     tier: Literal["auto", "train", "head"] = Field("auto", description="auto: train where torch is installed")
     state: Path = Field(Path("agent-state"), description="folder for what the device keeps")
-    cache_bytes: int = Field(512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first")
+    cache_bytes: int = Field(
+        512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
+    )
     heartbeat_s: float = Field(15.0, gt=0, le=300)
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
-
-
-def default_agent_id() -> str:
-    """The host name, reduced to the characters that a topic may hold."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in socket.gethostname().lower())
-    return kept.strip("-_")[:63] or "agent"
 
 
 def load(model: type[Model], path: Path, overrides: Mapping[str, Any] | None = None) -> Model:
@@ -160,11 +183,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"cannot be read: {error}"]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
+    return content
 
 
 def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
@@ -182,18 +206,19 @@ def _mistake(detail: Any, model: type[BaseModel]) -> str:
         return f"{key}: unknown key; {hint}"
     if detail["type"] == "missing":
         return f"{key}: is missing"
-    return f"{key} = {_short(detail.get('input'))}: {detail['msg']}"
+    return f"{key} = {_short(detail.get('input'))}: {str(detail['msg']).removeprefix('Value error, ')}"
 
 
 def _fields_at(model: type[BaseModel], place: Iterable[str]) -> list[str]:
     """Field names of the nested model that ``place`` leads to; empty where that cannot be told."""
+    found = [model]
     for step in place:
-        field = model.model_fields.get(step)
+        if len(found) > 1:  # one of several, chosen by its kind, which is a step of its own
+            found = [one for one in found if "kind" in one.model_fields and one.model_fields["kind"].default == step]
+            continue
+        field = found[0].model_fields.get(step) if found else None
         found = _models_in(field.annotation) if field is not None else []
-        if len(found) != 1:
-            return []
-        model = found[0]
-    return list(model.model_fields)
+    return list(found[0].model_fields) if len(found) == 1 else []
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -203,7 +228,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _short(value: object, limit: int = 60) -> str:
-    text = repr(value)
+    text = re.sub(r"//[^/@\s]*@", "//…@", repr(value))  # no password out of a URL into a log
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -220,7 +245,7 @@ def _anchor(model: Model, base: Path) -> Model:
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, Path) and not value.is_absolute():
-            changes[name] = base / value
+            changes[name] = (base / value).resolve()  # shown to people: without dots on the way
         elif isinstance(value, BaseModel):
             changes[name] = _anchor(value, base)
     return model.model_copy(update=changes)

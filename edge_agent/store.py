@@ -1,4 +1,4 @@
-"""What a side keeps on disk. Every file is written beside its place, synced, and moved there: old or new, never torn."""
+"""What a side keeps on disk. A file is written beside its place, synced, and moved there: old or new, never torn."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: cannot be read as JSON ({error}); remove it to start afresh") from error
     if not isinstance(content, dict):
         raise StateError(f"{path}: holds {type(content).__name__}, expected an object; remove it to start afresh")

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Tensors = dict[str, np.ndarray]
+from .errors import UsageError
+
+if TYPE_CHECKING:  # an agent that waits for work has no arrays yet: numpy, 16 MB, comes with the first of them
+    import numpy as np
+
+Tensors: TypeAlias = "dict[str, np.ndarray]"
 """Named arrays: model parts, checkpoints, updates and heads. One codec serves them all (`wire.tensors`)."""
 
-State = Tensors
+State: TypeAlias = Tensors
 """What a method keeps at the coordinator between rounds; also `Tensors`, so that it can be checkpointed."""
 
 
 class Frozen(BaseModel):
     """Base of every message and configuration model: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        defer_build=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # where a field may hold anything, NaN must not turn into null unseen
+    )
 
 
 class ImageInput(Frozen):
@@ -37,6 +47,11 @@ class ImageInput(Frozen):
     antialias: bool = Field(True, description="triangle filter widened when shrinking, as Pillow does")
     mean: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
     std: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
+
+    @model_validator(mode="after")
+    def _can_be_normalized(self) -> ImageInput:
+        _check_normalization(self.mean, self.std, self.channels)
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,10 +69,23 @@ class WindowInput(Frozen):
     mean: tuple[float, ...] = Field((0.0,), description="one value, or one for each channel, in sensor units")
     std: tuple[float, ...] = Field((1.0,), description="one value, or one for each channel, in sensor units")
 
+    @model_validator(mode="after")
+    def _can_be_normalized(self) -> WindowInput:
+        _check_normalization(self.mean, self.std, self.channels)
+        return self
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis."""
         return (self.channels, self.length)
+
+
+def _check_normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in {1, channels}:
+            raise ValueError(f"{name} of {len(values)} values, expected 1 or {channels}, one for each channel")
+    if min(std) <= 0:
+        raise ValueError(f"std holds {min(std)}; inputs are divided by it, so every value must be above 0")
 
 
 InputSpec = Annotated[ImageInput | WindowInput, Field(discriminator="kind")]
@@ -67,7 +95,9 @@ class Task(Frozen):
     """Inputs, classes and encoder of one federation's learning problem."""
 
     input: InputSpec = Field(default_factory=ImageInput)
-    class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000, description="label map: position is the label")
+    class_names: tuple[str, ...] = Field(
+        min_length=1, max_length=10_000, description="label map: position is the label"
+    )
     encoder: str = Field("small_cnn", description="a file name in edge_agent/models")
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
 
@@ -88,5 +118,13 @@ def digest(model: BaseModel) -> str:
 
 
 def canonical_json(model: BaseModel) -> bytes:
-    """JSON with sorted keys and no spaces, as UTF-8."""
-    return json.dumps(model.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """JSON with sorted keys and no spaces, as UTF-8.
+
+    Raises:
+        UsageError: NaN or infinity where the model allows any value; JSON has no word for them.
+    """
+    content = model.model_dump(mode="json")
+    try:
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise UsageError(f"{type(model).__name__} {content} cannot be written as JSON: {error}") from error

@@ -87,7 +87,7 @@ class ThreadWorker:
             log.debug("work_started name=%s", name)
             try:
                 finished = _Finished(done, job(), None)
-            except Exception as error:  # noqa: BLE001 - delivered to whoever asked, in their thread
+            except BaseException as error:  # noqa: BLE001 - delivered to whoever asked; a job that exits ends itself only
                 finished = _Finished(done, None, error)
             self._finished.put(finished)
             self._wake()

@@ -25,7 +25,11 @@ class MeasuringFailed(HeadwaterError):
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process has used so far: CPU seconds; memory in RAM now, of it its own, and at most, in MB (10^6)."""
+    """What one process has used so far.
+
+    CPU seconds, those of its ended children included; memory in RAM now, of it its own (not of files), and at most, all
+    in MB (10^6 bytes).
+    """
 
     cpu_s: float
     rss_mb: float
@@ -161,9 +165,9 @@ def scratch(root: Path | None) -> Iterator[Path]:
 
 
 def _cpu_s(process: Path) -> float:
-    """User and system time of all threads, in clock ticks of usually 10 ms."""
+    """User and system time of all threads and of children that have ended, in clock ticks of usually 10 ms."""
     fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _megabytes(field: str) -> float:

@@ -10,7 +10,9 @@ import typer
 from .options import Json, Verbose, print_json, set_up_logging, show
 from .run import agents_table, footnotes
 
-Folder = Annotated[Path, typer.Option("--dir", help="Folder for configurations, state and results; made anew each time.")]
+Folder = Annotated[
+    Path, typer.Option("--dir", help="Folder for configurations, state and results; made anew each time.")
+]
 Method = Annotated[str, typer.Option("--method", "-m", help="Method to train with.")]
 Rounds = Annotated[int, typer.Option("--rounds", "-r", min=1, help="Rounds.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
@@ -21,8 +23,8 @@ def demo(
     method: Method = "repper",
     rounds: Rounds = 25,
     seed: Seed = 0,
-    as_json: Json = False,  # noqa: FBT001, FBT002 - typer options
-    verbose: Verbose = False,  # noqa: FBT001, FBT002
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """The whole way on this machine in under a minute: no network, no GPU, no download.
 

@@ -8,7 +8,7 @@ from ..broker import find_mosquitto
 from .options import Json, print_json, show, table
 
 
-def doctor(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer options
+def doctor(as_json: Json = False) -> None:
     """What this machine can do as a coordinator, and what keeps it from doing more.
 
     Example: headwater doctor --json
@@ -25,7 +25,10 @@ def doctor(as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer optio
         "mosquitto": str(mosquitto) if mosquitto else None,
         **found.packages,
     }
-    advice = [*found.advice(), *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"])]
+    advice = [
+        *found.advice(),
+        *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"]),
+    ]
     if as_json:
         print_json({**facts, "advice": advice})
         return

@@ -14,7 +14,9 @@ from edge_agent.store import write_atomic
 from ..broker.access import COORDINATOR_USER, set_password
 from .options import Json, print_json, show
 
-Agent = Annotated[str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible, too.")]
+Agent = Annotated[
+    str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible, too.")
+]
 Users = Annotated[Path, typer.Option("--users", help="The broker's password file; made where there is none.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="File for the password; default: <agent>.password in this folder.")
@@ -41,4 +43,6 @@ def enroll(agent: Agent, users: Users, out: Out = None, as_json: Json = False) -
     if as_json:
         print_json({"agent": agent, "users": str(users), "password_file": str(path)})
         return
-    show(f"{agent} is in {users}; its password is in {path}", f'broker.user = "{agent}", broker.password_file = "{path}"')
+    show(
+        f"{agent} is in {users}; its password is in {path}", f'broker.user = "{agent}", broker.password_file = "{path}"'
+    )

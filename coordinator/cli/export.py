@@ -22,23 +22,24 @@ from .options import Config, Json, State, console, print_json, set_up_logging, s
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Bundle file to write.")]
 Calibration = Annotated[
-    str | None, typer.Option("--calibration", help="Data source of inputs that settle the int8 ranges; default: the file's.")
+    str | None,
+    typer.Option("--calibration", help="Data source of inputs that settle the int8 ranges; default: the file's."),
 ]
 
 
-def export(  # noqa: PLR0913 - one argument for each option
+def export(
     out: Out,
     config: Config = None,
     state: State = None,
     run: Run = None,
     calibration: Calibration = None,
-    as_json: Json = False,  # noqa: FBT001, FBT002 - typer options
+    as_json: Json = False,
 ) -> None:
     """Freeze a run's encoder, check it, quantize it, and write it as one bundle file.
 
     A gate that fails leaves a bundle that lies there untouched and says why.
 
-    Example: headwater export --config configs/coordinator.toml --run run-0001 --out encoder.hwb
+    Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
     """
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ..store import StateFolder
 from .options import console
 
 LOOK_EVERY_S = 0.2
+WAIT_IS_LONG_S = 5.0
 
 
 def read_status(state: Path) -> dict[str, Any]:
@@ -35,10 +38,8 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
         RunFailed: it failed or was cancelled.
     """
     pause = threading.Event()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(run, total=None)
-        last_id, said = -1, ""
+    last_id, said = -1, ""
+    with _shown(run) as tell:
         while True:
             if step is not None:
                 step()
@@ -46,11 +47,13 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
                 pause.wait(LOOK_EVERY_S)
             newest = state.journal.last_id()
             waiting = _waiting(read_status(state.path), run)
-            if newest == last_id and waiting == said:
+            if newest != last_id:
+                record, last_id = state.journal.replay(run), newest
+            elif waiting == said:
+                tell.still()
                 continue
-            record, last_id, said = state.journal.replay(run), newest, waiting
-            total = int(record.request.get("rounds", 0))
-            progress.update(task, total=total, completed=record.round, description=f"{run}  {said}")
+            said = waiting
+            tell(record, said)
             if record.is_over:
                 break
     if record.status != "finished":
@@ -58,9 +61,60 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
     return record
 
 
+class _Lines:
+    """Progress for a pipe or a log file: one line for each closed round, and one for each wait that lasts."""
+
+    def __init__(self, run: str) -> None:
+        self._run, self._closed, self._said, self._since = run, -1, "", time.monotonic()
+
+    def __call__(self, record: RunRecord, said: str) -> None:
+        rounds = record.request.get("rounds")
+        if record.round != self._closed:
+            self._closed = record.round
+            done = f"round {record.round} of {rounds} is closed" if record.round else f"{rounds} rounds are asked for"
+            console.print(f"{self._run}: {done}", soft_wrap=True)
+        self._said, self._since = said, time.monotonic()
+
+    def still(self) -> None:
+        """Nothing has changed: say once what is waited for."""
+        if self._said and time.monotonic() - self._since >= WAIT_IS_LONG_S:
+            console.print(f"{self._run}: waits: {self._said}", soft_wrap=True)
+            self._said = ""
+
+
+class _Bar:
+    """Progress for a terminal: one line that changes."""
+
+    def __init__(self, run: str, progress: Progress) -> None:
+        self._run, self._progress, self._task = run, progress, progress.add_task(run, total=None)
+
+    def __call__(self, record: RunRecord, said: str) -> None:
+        total = int(record.request.get("rounds", 0))
+        self._progress.update(self._task, total=total, completed=record.round, description=f"{self._run}  {said}")
+
+    def still(self) -> None:
+        """The clock of the bar goes on by itself."""
+
+
+@contextlib.contextmanager
+def _shown(run: str) -> Iterator[_Lines | _Bar]:
+    if not console.is_terminal:
+        yield _Lines(run)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(run, progress)
+
+
 def _waiting(status: dict[str, Any], run: str) -> str:
     if (status.get("run") or {}).get("id") != run:
-        return "waits for the coordinator"
+        return "the coordinator has not begun with it"
     waiting = status.get("waiting") or {}
     whom = ", ".join(waiting.get("whom", ()))
     return str(waiting.get("for", "")) + (f" (from {whom})" if whom else "")

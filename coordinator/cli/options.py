@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.errors import UsageError
+
+from ..serving import load_config
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: coordinator.toml in this folder.")
@@ -30,19 +32,21 @@ PIPE_WIDTH = 400
 """Columns of a table that no terminal shows: nothing is cut off, whatever reads it."""
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
+class _Stderr(logging.Handler):
     """Log lines to what stderr is now, so that a progress bar can keep out of their way."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        print(self.format(record), file=sys.stderr)
 
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
 
-    @stream.setter
-    def stream(self, _: TextIO) -> None:
-        raise AttributeError("stderr is looked up for each line")
+def state_path(config: Path | None, state: Path | None) -> Path:
+    """The state folder: the one that was given, else that of the configuration.
+
+    Raises:
+        ConfigError: no folder was given, and the configuration cannot be read.
+    """
+    return state.absolute() if state is not None else load_config(config).state
 
 
 def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
@@ -101,7 +105,7 @@ def text(value: object) -> str:
 def size(count: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "kB", "MB"):
-        if count < 1000:  # noqa: PLR2004 - SI steps
+        if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,28 +29,28 @@ WAITS = "stands where it is, and 'headwater serve' goes on with it"
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Only ask for the run; do not follow it.")]
 
 
-def run(  # noqa: PLR0913 - one argument for each option
+def run(
     config: Config = None,
     state: State = None,
     method: Method = None,
     rounds: Rounds = None,
     seed: Seed = None,
     param: Param = None,
-    no_wait: NoWait = False,  # noqa: FBT001, FBT002 - typer options
-    as_json: Json = False,  # noqa: FBT001, FBT002
-    verbose: Verbose = False,  # noqa: FBT001, FBT002
+    no_wait: NoWait = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Start a run and follow it to its end.
 
     With 'headwater serve' at work on the same state folder it is asked to do the run; else this command serves the
     federation itself until the run is over. Ctrl-C stops following, never the run of a serving coordinator.
 
-    Example: headwater run --config configs/coordinator.toml --method repper --rounds 5
+    Example: headwater run -c coordinator.toml --method repper --rounds 5
     """
     settings = load_config(config, state)
     request = request_for(settings, method, rounds, seed, parameters(param or []))
     folder = StateFolder(settings.state)
-    serving = _is_serving(settings)
+    serving = is_serving(settings.state)
     set_up_logging(verbose=verbose, quiet=True)
     with contextlib.ExitStack() as stack:
         step = None
@@ -65,7 +66,9 @@ def run(  # noqa: PLR0913 - one argument for each option
         try:
             follow(folder, run_id, step)
         except KeyboardInterrupt:
-            console.print(f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands")
+            console.print(
+                f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands"
+            )
             raise typer.Exit(INTERRUPTED) from None
         tell(folder.run(run_id).summary() or {}, as_json=as_json)
 
@@ -127,12 +130,12 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
 
 
-def _is_serving(settings: CoordinatorConfig) -> bool:
+def is_serving(state: Path) -> bool:
     """Whether a coordinator holds the state folder now."""
     from edge_agent.store import folder_lock
 
     try:
-        with folder_lock(settings.state, "headwater run"):
+        with folder_lock(state, "headwater run"):
             return False
     except StateError:
         return True

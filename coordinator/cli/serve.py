@@ -6,7 +6,7 @@ from ..serving import coordinator, load_config, stop_on_signals
 from .options import Config, State, Verbose, console, set_up_logging
 
 
-def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:  # noqa: FBT001, FBT002 - typer options
+def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:
     """Serve a federation until told to stop: agents may come and go, runs are started with 'headwater run'.
 
     A run that was under way when the coordinator stopped, or was killed, goes on in the round it was in.

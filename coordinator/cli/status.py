@@ -8,23 +8,22 @@ from typing import Any
 
 from rich.table import Table
 
-from ..serving import load_config
 from ..store import StateFolder
 from .follow import read_status
-from .options import Config, Json, State, print_json, show, table
-from .run import _is_serving
+from .options import Config, Json, State, print_json, show, state_path, table
+from .run import is_serving
 
 
-def status(config: Config = None, state: State = None, as_json: Json = False) -> None:  # noqa: FBT001, FBT002 - typer options
+def status(config: Config = None, state: State = None, as_json: Json = False) -> None:
     """What the coordinator does: runs, agents, and for whom it waits, why and until when.
 
     Example: headwater status --config configs/coordinator.toml --json
     """
-    settings = load_config(config, state)
-    with StateFolder(settings.state).look() as folder:
+    path = state_path(config, state)
+    with StateFolder(path).look() as folder:
         runs = [_run(folder, run) for run in folder.journal.runs()]
-    said = read_status(settings.state)
-    found = {"serving": _is_serving(settings), "state": str(settings.state), "runs": runs, **said}
+    said = read_status(path)
+    found = {"serving": is_serving(path), "state": str(path), "runs": runs, **said}
     if as_json:
         print_json(found)
     else:

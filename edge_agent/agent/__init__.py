@@ -111,7 +111,7 @@ class Agent:
             self._on_message(event)
         elif isinstance(event, Connected):
             log.info("connected broker=%s", self.config.broker.url)
-            self.welcomed = False
+            self.welcomed, self._hello_at = False, self.clock()  # said as soon as an answer can be heard
         elif isinstance(event, Subscribed):
             self._on_subscribed(event.filters)
         elif isinstance(event, Disconnected):
@@ -163,15 +163,30 @@ class Agent:
         self.downloads.listening(filters)
 
     def _on_message(self, event: Message) -> None:
+        if event.retained:  # a coordinator never asks a broker to keep anything, so somebody else did
+            log.warning("retained_refused topic=%s; clear it at the broker", event.topic)
+            return
         try:
-            if event.topic == self.topics.down(self.config.id) or event.topic == self.topics.announce:
-                self._on_control(wire.parse_from_coordinator(event.payload), retained=event.retained)
+            if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
+                self._on_words(event.payload)
             elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
                 self._on_chunk(event.payload)
         except ProtocolMismatch as error:
             self._mismatch(error)
         except HeadwaterError as error:
             log.warning("message_refused topic=%s reason=%s", event.topic, error)
+        except Exception:  # a full disk, or a mistake of ours: no single message may end the agent
+            log.exception("message_broke topic=%s", event.topic)
+
+    def _on_words(self, payload: bytes) -> None:
+        try:
+            message = wire.parse_from_coordinator(payload)
+        except MessageError as error:
+            named = wire.named_job(payload)
+            if named is not None:  # of a newer coordinator, say: it need not wait for us
+                self._send(fault(error, *named))
+            raise
+        self._on_control(message)
 
     def _on_chunk(self, payload: bytes) -> None:
         try:
@@ -180,11 +195,9 @@ class Agent:
             log.warning("chunk_refused reason=%s", error)
         self.jobs.go_on()
 
-    def _on_control(self, message: wire.Control, *, retained: bool) -> None:
+    def _on_control(self, message: wire.Control) -> None:
         if isinstance(message, wire.Announce):
             self._on_announce(message)
-        elif retained:
-            log.warning("retained_refused type=%s", message.type)  # only announcements may be kept by a broker
         elif isinstance(message, wire.Welcome):
             self._on_welcome(message)
         elif isinstance(message, wire.Who):
@@ -213,19 +226,21 @@ class Agent:
     def _on_announce(self, message: wire.Announce) -> None:
         if message.epoch < self.epoch:
             log.warning("announcement_refused epoch=%d newer=%d", message.epoch, self.epoch)
-        elif self.welcomed and message.epoch == self.epoch:
-            return
-        elif self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
+        elif message.epoch > self.epoch:  # whatever has just been said was said to its predecessor
+            self.welcomed = False
+            self._hello()
+        elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
             self._hello()
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         if message.epoch < self.epoch:
             raise MessageError(f"welcome of epoch {message.epoch}, a coordinator of epoch {self.epoch} has been heard")
-        if not self.welcomed or message.epoch > self.epoch:
-            log.info("welcomed coordinator=%s epoch=%d", message.software, message.epoch)
+        is_news = not self.welcomed or message.epoch > self.epoch
         self.welcomed, self.epoch = True, message.epoch
         self._beat_at = self.clock()
-        self.uploads.offer_again()
+        if is_news:
+            log.info("welcomed coordinator=%s epoch=%d", message.software, message.epoch)
+            self.uploads.offer_again()
 
     def _on_refused(self, message: wire.Refused) -> None:
         log.error("refused error=%s message=%s", message.error, message.message)

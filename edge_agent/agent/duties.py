@@ -1,6 +1,7 @@
 """What a device does when asked: train a round, personalize after the last one, install a bundle and refit its head.
 
-These run beside the agent's loop. Torch is imported only when a training job opens.
+These run beside the agent's loop. Torch is imported only when a training job opens, and
+numpy not before there is a job or a bundle.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import bundle as bundles
-from .. import methods
 from ..config import AgentConfig
 from ..errors import DataError, MissingCapability
 from ..task import Task, Tensors
@@ -82,7 +81,12 @@ class Duties:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _running_fingerprint(self) -> str:
-        current = bundles.current(self.config.state / "bundles")
+        folder = self.config.state / "bundles"
+        if not folder.is_dir():
+            return ""
+        from .. import bundle as bundles
+
+        current = bundles.current(folder)
         return current.manifest.fingerprint if current is not None else ""
 
     def _session_for(self, job: Job) -> Session:
@@ -90,6 +94,7 @@ class Duties:
             return self._session[1]
         import torch
 
+        from .. import methods
         from ..training.session import Arrays, Session
 
         if self.config.training.threads:

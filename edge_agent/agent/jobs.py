@@ -11,7 +11,6 @@ from ..errors import HeadwaterError
 from ..task import Tensors
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
-from ..wire.tensors import decode
 from ..work import Worker
 from .downloads import Downloads
 from .duties import Duties
@@ -128,6 +127,8 @@ class Jobs:
 
     def _received(self, job: wire.Job) -> Tensors:
         """The tensors of all blobs of a job, each checked against its hash."""
+        from ..wire.tensors import decode  # brings numpy, which an idle agent does without
+
         received: Tensors = {}
         for ref in job.blobs:
             received.update(decode(self._cache.read(ref.digest)))

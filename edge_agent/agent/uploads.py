@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,8 @@ class Outbox:
         self.clear()
         digest = write_tensors(self.path, tensors)
         blob = BlobRef(digest=digest, size_bytes=self.path.stat().st_size, chunk_bytes=CHUNK_BYTES)
-        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=dict(metrics))
+        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=told)
         write_json(self._note, manifest.model_dump(mode="json"))
         return manifest
 

@@ -7,6 +7,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
         "head": head.get("head"),
         "metrics": head.get("metrics"),
     }
-    return show.result(arguments, found, lambda: show.pairs(found.items()))
+    return show.result(arguments, found, lambda: show.pairs(_rows(found)))
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield name, ", ".join(f"{key} {show.value_text(inner)}" for key, inner in value.items())
+        else:
+            yield name, ("yes" if value else "no") if isinstance(value, bool) else value
 
 
 def _is_running(state: Path) -> bool:

@@ -20,6 +20,8 @@ class BlobCache:
 
     def __init__(self, folder: Path, limit_bytes: int, *, durable: bool = False) -> None:
         self.folder, self.limit_bytes, self.durable = folder, limit_bytes, durable
+        self._partial = folder / "partial"
+        self._under_way: list[Incoming] = []
 
     def path(self, digest: str) -> Path:
         """Where the blob lies, or would lie."""
@@ -56,8 +58,10 @@ class BlobCache:
 
     def receive(self, ref: BlobRef) -> Incoming:
         """Begin, or go on, putting a blob together."""
-        self.make_room(ref.size_bytes)
-        return Incoming(ref, self.folder / "partial")
+        incoming = Incoming(ref, self._partial)
+        self._under_way.append(incoming)
+        self.make_room(0)  # it has its full length already
+        return incoming
 
     def finish(self, incoming: Incoming) -> Path:
         """Check a complete blob and keep it.
@@ -70,14 +74,17 @@ class BlobCache:
         return place
 
     def make_room(self, size_bytes: int) -> None:
-        """Drop the least recently used blobs until ``size_bytes`` more fit."""
-        blobs = sorted(self._blobs(), key=lambda path: path.stat().st_mtime)
-        used = sum(path.stat().st_size for path in blobs)
-        for path in blobs:
+        """Drop the least recently used blobs until ``size_bytes`` more fit; begun ones that nobody goes on with too."""
+        self._under_way = [incoming for incoming in self._under_way if incoming.is_open]
+        held = {incoming.path for incoming in self._under_way}
+        idle = [path for path in self._files() if path not in held]
+        used = sum(path.stat().st_size for path in idle) + sum(one.ref.size_bytes for one in self._under_way)
+        for path in sorted(idle, key=lambda path: path.stat().st_mtime):
             if used + size_bytes <= self.limit_bytes:
                 return
             used -= path.stat().st_size
             path.unlink()
 
-    def _blobs(self) -> list[Path]:
-        return [path for path in self.folder.glob("*") if _NAME.fullmatch(path.name)] if self.folder.is_dir() else []
+    def _files(self) -> list[Path]:
+        whole = [path for path in self.folder.glob("*") if _NAME.fullmatch(path.name)]
+        return [*whole, *self._partial.glob("*.part")]

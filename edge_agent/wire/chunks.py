@@ -1,8 +1,8 @@
 """Blobs in pieces: the chunk frame, which chunks are there, and how a blob is read and assembled.
 
 A frame is a fixed 40-byte little-endian header and raw bytes, with a checksum over both; it never exceeds the smallest
-payload limit of the brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts is the SHA-256 of the
-whole, which is also the blob's name.
+payload limit of the brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts
+is the SHA-256 of the whole, which is also the blob's name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAVE_EVERY = 64  # chunks between two notes of what has arrived; at worst so ma
 
 @dataclass(frozen=True)
 class Frame:
-    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on; ``transfer`` is the blob's `transfer_id`."""
+    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on; ``transfer`` says of which blob."""
 
     transfer: int
     index: int
@@ -184,6 +184,16 @@ class Incoming:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, ref.size_bytes)
 
+    @property
+    def path(self) -> Path:
+        """Where it is put together."""
+        return self._path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still being put together here: not finished, closed or discarded."""
+        return self._file >= 0
+
     def add(self, frame: Frame) -> bool:
         """Keep one chunk; False when it was there already.
 
@@ -217,7 +227,7 @@ class Incoming:
         place.parent.mkdir(parents=True, exist_ok=True)
         if durable:
             os.fsync(self._file)
-        os.close(self._file)
+        self._close_file()
         self._path.replace(place)
         self._notes.unlink(missing_ok=True)
         if durable:
@@ -231,14 +241,20 @@ class Incoming:
 
     def close(self) -> None:
         """Stop for now; what has arrived stays."""
-        self.save_notes()
-        os.close(self._file)
+        if self.is_open:
+            self.save_notes()
+            self._close_file()
 
     def discard(self) -> None:
         """Forget everything that has arrived."""
-        os.close(self._file)
+        self._close_file()
         self._path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
+
+    def _close_file(self) -> None:
+        if self.is_open:
+            os.close(self._file)
+            self._file = -1
 
     def _check(self, frame: Frame) -> None:
         ref = self.ref

@@ -29,12 +29,19 @@ class Sending:
     """Chunks on their way to one or more receivers."""
 
     def __init__(
-        self, blob: Outgoing, ranges: Iterable[tuple[int, int]], receivers: Iterable[str], *, ahead_bytes: int, now: float
+        self,
+        blob: Outgoing,
+        ranges: Iterable[tuple[int, int]],
+        receivers: Iterable[str],
+        *,
+        ahead_bytes: int,
+        now: float,
     ) -> None:
         self.blob = blob
         self.ahead = max(2, ahead_bytes // blob.ref.chunk_bytes)
         self.sent = 0
         self._queue = deque(expand(ranges, blob.count))
+        self._flight, self._settled = deque[int](), 0
         self._seen = dict.fromkeys(receivers, 0)
         self._moved = dict.fromkeys(self._seen, now)
 
@@ -53,7 +60,9 @@ class Sending:
         limit = self._floor(now) + self.ahead
         while self._queue and self._seen and self.sent < limit:
             self.sent += 1
-            yield self.blob.frame(self._queue.popleft())
+            index = self._queue.popleft()
+            self._flight.append(index)
+            yield self.blob.frame(index)
 
     def saw(self, receiver: str, seen: int, now: float) -> None:
         """A receiver reports how many frames it has seen."""
@@ -66,11 +75,21 @@ class Sending:
         self._seen.pop(receiver, None)
 
     def again(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Chunks that were lost on the way go to the front; they no longer count as under way."""
-        waiting = set(self._queue)
-        lost = [index for index in expand(ranges, self.blob.count) if index not in waiting]
+        """The receivers lack these: those that were lost go to the front and no longer count as under way.
+
+        Frames arrive in the order in which they were sent, so of the first ``seen`` that arrived, and of what went out
+        between them, everything that is missing was lost; whatever went out later may still come.
+        """
+        missing, lost = set(expand(ranges, self.blob.count)), list[int]()
+        seen = min(self._seen.values(), default=0)
+        while self._flight and self._settled < seen:
+            index = self._flight.popleft()
+            if index in missing:
+                lost.append(index)
+            else:
+                self._settled += 1
         self._queue.extendleft(reversed(lost))
-        self.sent -= min(len(lost), self.sent - min(self._seen.values(), default=0))
+        self.sent -= len(lost)
 
     def _floor(self, now: float) -> int:
         moving = [seen for name, seen in self._seen.items() if now - self._moved[name] < STALL_S]

@@ -62,7 +62,9 @@ class MemoryBroker:
         self._retained: dict[str, bytes] = {}
         self._lock = threading.RLock()
 
-    def transport(self, will: Will | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> MemoryTransport:
+    def transport(
+        self, will: Will | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
+    ) -> MemoryTransport:
         """A transport for one more client."""
         return MemoryTransport(self, will, max_payload_bytes)
 

@@ -12,6 +12,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from dataclasses import dataclass, field
 
 import paho.mqtt.client as paho
@@ -19,15 +20,19 @@ from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig
-from ..errors import BrokerAway, ConfigError, MessageError
+from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
 
 log = logging.getLogger(__name__)
 
 INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
-INBOX_BYTES = 64 << 20  # more than this unread means the reader is stuck: further messages are dropped and asked for again
+INBOX_BYTES = 64 << 20
+"""More than this unread means that the reader is stuck: further messages are dropped, and asked for again."""
+
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0
+"""How long a broker that has stopped reading may keep us from leaving politely."""
 
 
 @dataclass
@@ -60,7 +65,9 @@ class _Inbox:
 class MqttTransport:
     """A `wire.transport.Transport` over one broker."""
 
-    def __init__(self, config: BrokerConfig, client_id: str, *, will: Will | None = None, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, config: BrokerConfig, client_id: str, *, will: Will | None = None, rng: random.Random | None = None
+    ) -> None:
         self.config, self.client_id, self.will = config, client_id, will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
@@ -70,8 +77,8 @@ class MqttTransport:
         self._pending_filters: dict[int, tuple[str, ...]] = {}
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
-        self._up = threading.Event()
-        self._stopping = threading.Event()
+        self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._first_failure = self._refusal = ""
         self._thread: threading.Thread | None = None
         self._epoch = self._rng.randrange(1 << 24)
 
@@ -79,18 +86,21 @@ class MqttTransport:
         """Begin connecting in a thread of its own.
 
         Raises:
-            BrokerAway: ``config.wait`` is false and the broker does not answer.
+            BrokerAway: ``config.wait`` is false and the first attempt fails.
             ConfigError: certificates or the password file cannot be read.
         """
         self._new_client()  # reads certificates and password: a mistake in them is told here, not in a thread
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._thread.start()
-        if not self.config.wait and not self._up.wait(CONNECT_TIMEOUT_S):
-            self.close()
-            raise BrokerAway(f"broker {self.config.url} does not answer within {CONNECT_TIMEOUT_S:.0f} s; is it running?")
+        if not self.config.wait:
+            if not self._tried.wait(CONNECT_TIMEOUT_S):
+                self._first_failure = f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+            if self._first_failure:
+                self.close()
+                raise BrokerAway(f"broker {self.config.url}: {self._first_failure}; is it running, and are we let in?")
 
     def close(self) -> None:
-        """Leave politely."""
+        """Leave politely; what was published before goes out first."""
         self._stopping.set()
         client = self._client
         if client is not None:
@@ -107,8 +117,9 @@ class MqttTransport:
     def unsubscribe(self, *filters: str) -> None:
         """Effective when the broker has read it."""
         self._filters = [f for f in self._filters if f not in filters]
-        if self._client is not None and self._up.is_set():
-            self._client.unsubscribe(list(filters))
+        client = self._client
+        if client is not None and self._up.is_set():
+            client.unsubscribe(list(filters))
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
         """Hand one message to the network thread; dropped and counted while there is no session.
@@ -141,10 +152,12 @@ class MqttTransport:
         while not self._stopping.is_set():
             reason, was_up = self._session()
             failures = 0 if was_up else failures + 1
-            self._up.clear()
+            if not self._tried.is_set():
+                self._first_failure = reason
+                self._tried.set()
             if self._stopping.is_set():
                 return
-            pause_s = self._rng.uniform(0.05, min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**failures))
+            pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
             self._inbox.events.put(Disconnected(reason, pause_s))
             self._stopping.wait(pause_s)
@@ -152,32 +165,53 @@ class MqttTransport:
     def _session(self) -> tuple[str, bool]:
         """One connection from start to end: why it ended, and whether it ever stood."""
         try:
-            client = self._new_client()
+            self._client = client = self._new_client()
             client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-        except (OSError, ValueError) as error:
-            return f"{type(error).__name__}: {error}", False
-        self._client = client
-        was_up, code = False, paho.MQTT_ERR_SUCCESS
-        while code == paho.MQTT_ERR_SUCCESS:
+            reason = self._loop(client)
+        except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
+            reason = f"{type(error).__name__}: {error}"
+        was_up = self._up.is_set()
+        self._up.clear()
+        self._client = None  # its sockets close with it
+        return self._refusal or reason, was_up
+
+    def _loop(self, client: paho.Client) -> str:
+        """Do this session's reading and writing until it ends; why it ended."""
+        code, until = paho.MQTT_ERR_SUCCESS, float("inf")
+        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
             code = client.loop(timeout=1.0)
-            was_up = was_up or self._up.is_set()
-        return self._refusal or paho.error_string(code), was_up
+            if self._stopping.is_set() and until == float("inf"):
+                until = time.monotonic() + LEAVE_TIMEOUT_S
+                client.disconnect()  # `close` may have come before there was a client
+        return paho.error_string(code)
 
     def _new_client(self) -> paho.Client:
         self._epoch += 1
         self._refusal = ""
-        client = paho.Client(CallbackAPIVersion.VERSION2, client_id=f"{self.client_id}-{self._epoch:x}", clean_session=True)
+        self._pending_filters.clear()
+        client = paho.Client(
+            CallbackAPIVersion.VERSION2,
+            client_id=f"{self.client_id}-{self._epoch:x}",
+            clean_session=True,
+            reconnect_on_failure=False,
+        )
         client.connect_timeout = CONNECT_TIMEOUT_S
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
             client.will_set(self.will.topic, self.will.payload, qos=1, retain=self.will.retain)
-        if self.config.user is not None:
-            client.username_pw_set(self.config.user, self.config.password())
+        user = self.config.user or (self.client_id if self.config.password_file else None)
+        if user is not None:
+            client.username_pw_set(user, self.config.password())
         if self.config.uses_tls:
             client.tls_set_context(_tls_context(self.config))
         client.on_connect = self._on_connect
         client.on_message = self._on_message
         client.on_subscribe = self._on_subscribe
+        # With this callback set, publish() leaves the socket to the thread that loops. Without it, both threads write,
+        # and a packet that went out in part is continued with the middle of another.
+        client.on_socket_register_write = _leave_to_loop
         return client
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
@@ -187,8 +221,8 @@ class MqttTransport:
         sock = client.socket()
         if isinstance(sock, socket.socket):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._client = client
         self._up.set()
+        self._tried.set()
         self._inbox.events.put(Connected())
         self._ask_for(tuple(self._filters))
 
@@ -202,7 +236,9 @@ class MqttTransport:
                     if mid is not None:
                         self._pending_filters[mid] = some
 
-    def _on_subscribe(self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object) -> None:
+    def _on_subscribe(
+        self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
+    ) -> None:
         with self._subscribing:
             filters = self._pending_filters.pop(mid, ())
         refused = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
@@ -213,8 +249,17 @@ class MqttTransport:
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         self.traffic.bytes_down += len(message.payload)
         self.traffic.messages_down += 1
-        if not self._inbox.put_message(Message(message.topic, message.payload, message.retain)):
+        if not self._inbox.put_message(Message(message.topic, bytes(message.payload), message.retain)):
             self.traffic.dropped += 1
+
+
+def longest_pause_s(failures: int) -> float:
+    """The longest pause after so many failed attempts in a row; which pause it is, is drawn below that."""
+    return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
+
+
+def _leave_to_loop(_client: paho.Client, _data: object, _socket: object) -> None:
+    """Nothing: `paho.Client.loop` sees by itself that there is something to write."""
 
 
 def _tls_context(config: BrokerConfig) -> ssl.SSLContext:

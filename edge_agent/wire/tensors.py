@@ -243,8 +243,9 @@ def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> No
 
 def _view(name: str, view: memoryview, begin: int, spec: Spec) -> np.ndarray:
     count = math.prod(spec.shape)
+    # numpy would let a true of 255 through, and count it as 255.
     if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
-        raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")  # numpy would count 255 as 255
+        raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")
     array = np.frombuffer(view, spec.dtype, count, begin).reshape(spec.shape)
     array.flags.writeable = False
     return array

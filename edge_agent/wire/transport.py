@@ -1,8 +1,8 @@
 """The seam between what is said and what carries it: publish, subscribe, and one stream of events.
 
 Promises are few on purpose. A publish while disconnected is dropped (and counted), a message may come twice or not at
-all, and a broker's acknowledgement proves nothing: everything that matters is said again after `Connected` and confirmed
-by the other side in its own words. That is what lets any MQTT broker carry it.
+all, and a broker's acknowledgement proves nothing: everything that matters is said again after `Connected` and
+confirmed by the other side in its own words. That is what lets any MQTT broker carry it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""What a head-tier device spends: memory while idle and with an encoder, CPU time until it is ready, time of a head."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_agent import __version__
+from edge_agent.config import BrokerConfig
+from edge_agent.errors import MissingCapability
+from edge_agent.wire import messages as wire
+from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message
+
+from ..broker import find_mosquitto
+from .figures import Row, median
+from .processes import MeasuringFailed, Measured, Usage, answer, module, usage, wait_for
+from .rounds import FEDERATION, agent_file, broker
+
+if TYPE_CHECKING:
+    from edge_agent.bundle import Bundle
+
+IDLE_MB, ENCODER_MB, READY_CPU_S, FIT_S = 45.0, 100.0, 0.3, 0.05
+LIMIT_S = 60.0
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
+    """All figures of a device; ``cache`` keeps the exported encoder for the next time.
+
+    Raises:
+        MissingCapability: what is needed to export an encoder, or to run one, is not installed.
+        MeasuringFailed: a process ended, or did not answer.
+    """
+    yield from idle_rows(folder, repeats)
+    bundle = resnet18(cache)
+    for precision in bundle.manifest.variants:
+        yield from encoder_rows(bundle, precision, folder)
+    yield Row("LR head, 600 x 512 x 10", _child(folder, "fit")["seconds"], "s", FIT_S)
+
+
+def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
+    """A head-tier agent that is connected and welcomed and has no bundle yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
+        for number in range(1 + repeats):
+            found.append(_idle_agent(folder, f"device-{number}", running.config()))
+    del found[0]  # the first one compiles the modules, as an installation does once
+    yield Row("idle agent", median([idle.rss_mb for _, idle in found]), "MB", IDLE_MB)
+    yield Row("idle agent, its own pages", median([idle.own_mb for _, idle in found]), "MB")
+    yield Row("CPU until ready", min(ready.cpu_s for ready, _ in found), "s", READY_CPU_S)
+    yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in found]), "s")
+
+
+def encoder_rows(bundle: Bundle, precision: str, folder: Path) -> Iterator[Row]:
+    """ResNet18 as a device runs it, one thread, one image at a time."""
+    # The first child makes the .ort file that the second one, which counts, only maps.
+    for _ in range(2):
+        found = _child(folder, "encoder", bundle.folder, precision)
+    yield Row(f"ResNet18 {precision} loaded and run", found["peak_mb"], "MB", ENCODER_MB)
+    yield Row(f"ResNet18 {precision}, load", found["load_s"], "s")
+    yield Row(f"ResNet18 {precision}, one 224 x 224 image", 1000 * found["seconds"], "ms")
+
+
+def resnet18(cache: Path) -> Bundle:
+    """A bundle of a ResNet18 with random weights for 224 x 224 images, exported once."""
+    from edge_agent import bundle as bundles
+
+    file = cache / f"resnet18-{__version__}.hwb"
+    if not file.exists():
+        _export(file)
+    return bundles.install(file, cache / "bundles", keep=2)
+
+
+def _export(file: Path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingCapability.package("torch", "export", "measuring an encoder")
+    from .sample import export_resnet18
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    export_resnet18(file)
+
+
+def _child(folder: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON object that a child without torch answers with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with module("child", arguments, folder, module="coordinator.bench.sample", environment=ONE_THREAD) as child:
+        found: dict[str, Any] = json.loads(answer(child))
+    return found
+
+
+def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage]:
+    """What ``edge-agent run`` has used when its hello arrives, and while it has nothing to do."""
+    images = folder / "images"
+    images.mkdir(exist_ok=True)
+    path = agent_file(folder, name, at.url, f"images:{images}", tier="head")
+    host = MqttTransport(at, "bench")
+    host.subscribe(*Topics(FEDERATION).for_coordinator())
+    host.start()
+    try:
+        # Compiled modules go to a folder of ours, also where the caller has forbidden to write any.
+        compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
+        with module(name, ["run", "--config", path], folder, module="edge_agent", environment=compiled) as agent:
+            _hear(host, agent, wire.Hello)
+            ready = usage(agent.process.pid)
+            welcome = wire.Welcome(epoch=1, software=__version__, lease_s=LIMIT_S, boot="bench", seq=1)
+            host.publish(Topics(FEDERATION).down(name), wire.encode(welcome))
+            status = folder / name / "status.json"
+            wait_for(lambda: _is_welcomed(status), [agent], what="the agent to be welcomed", limit_s=LIMIT_S)
+            return ready, usage(agent.process.pid)
+    finally:
+        host.close()
+
+
+def _hear(host: MqttTransport, agent: Measured, kind: type[wire.Control]) -> None:
+    """Wait for a message of that kind."""
+    waits = 0
+    while waits < LIMIT_S:
+        event = host.receive(1.0)
+        waits += event is None
+        agent.check()
+        if isinstance(event, Message) and event.topic.endswith("/up"):
+            if isinstance(wire.parse_from_agent(event.payload), kind):
+                return
+    raise MeasuringFailed(f"{agent.name} did not say hello within {LIMIT_S:.0f} s; {agent.last_words()}")
+
+
+def _is_welcomed(status: Path) -> bool:
+    try:
+        return bool(json.loads(status.read_bytes()).get("welcomed"))
+    except (OSError, ValueError):
+        return False
+
+
+def default_cache() -> Path:
+    """Where the exported encoder is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "bench"

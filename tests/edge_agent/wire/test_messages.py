@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_agent.errors import MessageError, ProtocolMismatch
+from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.wire import messages as wire
+
+DIGEST = "a" * 64
+BLOB = wire.BlobRef(digest=DIGEST, size_bytes=100, chunk_bytes=64)
+TASKS = [
+    Task(class_names=("a", "b")),
+    Task(input=ImageInput(channels=1, height=28, width=28, mean=(0.1307,), std=(0.3081,)), class_names=("0",)),
+    Task(input=WindowInput(), class_names=("walk", "läuft"), encoder="cnn1d", encoder_params={"width": 8, "x": [1, None]}),
+]
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+counts = st.integers(0, 1_000_000)
+shares = st.none() | st.floats(0, 1)
+ranges = st.lists(st.tuples(counts, counts), max_size=wire.MAX_RANGES).map(tuple)
+names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True)
+scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text | st.floats(allow_nan=False, allow_infinity=False)
+blobs = st.builds(
+    wire.BlobRef,
+    digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+    size_bytes=st.integers(1, 1 << 33),
+    chunk_bytes=st.integers(64, 1 << 20),
+)
+FIELDS = {
+    "boot": text,
+    "seq": counts,
+    "software": text,
+    "tier": st.sampled_from(["train", "head"]),
+    "samples": counts,
+    "fingerprint": text,
+    "facts": st.dictionaries(text, scalars, max_size=8),
+    "digest": st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+    "ranges": ranges,
+    "missing": ranges,
+    "seen": counts,
+    "run": st.from_regex(r"[a-z0-9][a-z0-9-]{0,20}", fullmatch=True),
+    "round": counts,
+    "rounds": counts,
+    "blob": blobs,
+    "blobs": st.lists(blobs, max_size=4).map(tuple),
+    "metrics": st.dictionaries(text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=8),
+    "head": text,
+    "acc_local": shares,
+    "acc_global": shares,
+    "acc_personal": shares,
+    "rss_mb": st.floats(0, 1e6),
+    "torch_loaded": st.booleans(),
+    "error": text,
+    "message": text,
+    "epoch": counts,
+    "lease_s": st.floats(1e-3, 1e6),
+    "time": text,
+    "purpose": st.sampled_from(["train", "finish"]),
+    "seed": st.integers(0, 2**63 - 1),
+    "method": names,
+    "params": st.dictionaries(text, scalars, max_size=5),
+    "task": st.sampled_from(TASKS),
+    "deadline_s": st.floats(1e-3, 1e6),
+    "evaluate": st.booleans(),
+    "reason": text,
+    "credits": st.integers(1, 4096),
+    "received": counts,
+    "accepted": st.booleans(),
+}
+DIRECTIONS = [(kind, wire.parse_from_agent) for kind in get_args(wire.FromAgent)] + [
+    (kind, wire.parse_from_coordinator) for kind in get_args(wire.FromCoordinator)
+]
+
+
+def content_of(message: wire.Control) -> dict[str, object]:
+    """What travels, read as plain JSON, without the checksum."""
+    content = json.loads(wire.encode(message))
+    del content["crc"]
+    return content
+
+
+def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
+    fields = {name: FIELDS[name] for name in kind.model_fields if name not in {"v", "type"}}
+    if kind is wire.Install:
+        fields["fingerprint"] = FIELDS["digest"]
+    return st.builds(kind, **fields)
+
+
+@pytest.mark.parametrize("kind, parse", DIRECTIONS, ids=lambda value: getattr(value, "__name__", ""))
+@settings(max_examples=30)
+@given(data=st.data())
+def test_every_message_makes_the_round_trip(kind, parse, data):
+    message = data.draw(a_message(kind))
+    payload = wire.encode(message)
+    assert parse(payload) == message
+    assert len(payload) <= wire.MAX_MESSAGE_BYTES
+    assert (content_of(message)["v"], content_of(message)["type"]) == (1, message.type)
+
+
+def test_fields_at_their_default_do_not_travel():
+    assert content_of(wire.Heartbeat()) == {"v": 1, "type": "heartbeat"}
+    assert content_of(wire.Ack(digest=DIGEST, received=3)) == {"v": 1, "type": "ack", "digest": DIGEST, "received": 3}
+
+
+def test_each_side_refuses_what_only_it_may_say():
+    from_agent = {kind.__name__ for kind in get_args(wire.FromAgent)}
+    from_coordinator = {kind.__name__ for kind in get_args(wire.FromCoordinator)}
+    assert from_agent & from_coordinator == {"Fault"}
+    with pytest.raises(MessageError, match="'bye' is not one of"):
+        wire.parse_from_coordinator(wire.encode(wire.Bye()))
+    with pytest.raises(MessageError, match="'who' is not one of"):
+        wire.parse_from_agent(wire.encode(wire.Who()))
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_refused_with_our_own_error(payload):
+    for parse in (wire.parse_from_agent, wire.parse_from_coordinator):
+        with pytest.raises((MessageError, ProtocolMismatch)):
+            parse(payload)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.data())
+def test_any_json_in_any_field_is_accepted_or_refused_with_our_own_error(data):
+    kind, parse = data.draw(st.sampled_from(DIRECTIONS))
+    content = content_of(data.draw(a_message(kind)))
+    field = data.draw(st.sampled_from([*kind.model_fields, "surplus"]))
+    payload = json.dumps({**content, field: data.draw(json_values)}).encode()
+    try:
+        assert isinstance(parse(payload), wire.Control)
+    except (MessageError, ProtocolMismatch) as error:
+        assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize("message", [wire.Heartbeat(run="r-1", round=12), wire.Ack(digest=DIGEST, received=31)])
+def test_no_flipped_bit_goes_unnoticed(message):
+    payload = wire.encode(message)
+    parse = wire.parse_from_agent if isinstance(message, wire.Heartbeat) else wire.parse_from_coordinator
+    for bit in range(8 * len(payload)):
+        damaged = bytearray(payload)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(MessageError):
+            parse(bytes(damaged))
+
+
+@given(st.data())
+def test_a_message_of_another_hand_that_is_damaged_is_accepted_or_refused_with_our_own_error(data):
+    kind, parse = data.draw(st.sampled_from(DIRECTIONS))
+    payload = bytearray(json.dumps(content_of(data.draw(a_message(kind)))).encode())
+    place = data.draw(st.integers(0, len(payload) - 1))
+    how = data.draw(st.sampled_from(["flip", "cut", "insert", "double"]))
+    if how == "flip":
+        payload[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "cut":
+        del payload[place:]
+    elif how == "insert":
+        payload[place:place] = data.draw(st.binary(min_size=1, max_size=4))
+    else:
+        payload[place:place] = payload[:place]
+    try:
+        assert isinstance(parse(bytes(payload)), wire.Control)
+    except (MessageError, ProtocolMismatch):
+        pass
+
+
+def update_with(metrics: str) -> bytes:
+    blob = f'{{"digest":"{DIGEST}","size_bytes":100,"chunk_bytes":64}}'
+    return f'{{"v":1,"type":"update","run":"r","round":1,"blob":{blob},"samples":5,"metrics":{metrics}}}'.encode()
+
+
+def test_finite_and_absent_metrics_are_read():
+    assert wire.parse_from_agent(update_with('{"a":0.5,"b":null}')).metrics == {"a": 0.5, "b": None}
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_metrics_that_are_not_finite_are_refused_because_no_journal_could_hold_them(value):
+    with pytest.raises(MessageError):
+        wire.parse_from_agent(update_with(f'{{"loss":{value}}}'))
+    with pytest.raises(MessageError):
+        wire.parse_from_agent(
+            f'{{"v":1,"type":"hello","software":"x","tier":"head","samples":1,"facts":{{"a":{value}}}}}'.encode()
+        )
+
+
+def test_a_message_that_json_cannot_hold_is_refused_where_it_is_made():
+    job = wire.Job(
+        run="r", round=1, rounds=1, seed=1, method="m", params={"x": math.nan}, task=TASKS[0], blobs=(BLOB,), deadline_s=1
+    )
+    with pytest.raises(MessageError, match="Job cannot be written as JSON"):
+        wire.encode(job)
+    with pytest.raises(MessageError, match=r"Job of \d+ bytes, at most 49152 are read"):
+        wire.encode(job.model_copy(update={"params": {"x": "y" * wire.MAX_MESSAGE_BYTES}}))
+
+
+HOSTILE = {
+    "nothing": b"",
+    "not UTF-8": b'{"v":1,"type":"bye","boot":"\xff"}',
+    "UTF-16": '{"v":1,"type":"bye"}'.encode("utf-16"),
+    "byte order mark": b"\xef\xbb\xbf" + b'{"v":1,"type":"bye"}',
+    "a list": b'[{"v":1,"type":"bye"}]',
+    "a number": b"1",
+    "two objects": b'{"v":1,"type":"bye"}{"v":1,"type":"bye"}',
+    "a version twice": b'{"v":99,"type":"bye","v":1}',
+    "a type twice": b'{"v":1,"type":"bye","type":"heartbeat"}',
+    "a nested key twice": update_with('{"a":1,"a":2}'),
+    "a key twice by way of an escape": b'{"v":1,"type":"bye","boot":"x","bo\\u006ft":"y"}',
+    "half a surrogate pair": b'{"v":1,"type":"bye","boot":"\\ud800"}',
+    "no version": b'{"type":"bye"}',
+    "no type": b'{"v":1}',
+    "a list as type": b'{"v":1,"type":["bye"]}',
+    "an unknown key": b'{"v":1,"type":"bye","sudo":true}',
+    "a version that is true": b'{"v":true,"type":"bye"}',
+    "a version with a point": b'{"v":1.0,"type":"bye"}',
+    "a version as text": b'{"v":"1","type":"bye"}',
+    "deep lists": b'{"v":1,"type":"bye","boot":' + b"[" * 40_000,
+    "deep closed lists": b'{"v":1,"type":"bye","boot":' + b"[" * 500 + b"]" * 500 + b"}",
+    "deep objects": b'{"v":' * 9000,
+    "5000 digits": b'{"v":1,"type":"bye","seq":' + b"9" * 5000 + b"}",
+    "a negative count": b'{"v":1,"type":"bye","seq":-1}',
+    "a digest with a line break": b'{"v":1,"type":"have","digest":"' + b"a" * 64 + b'\\n"}',
+    "a run that climbs": b'{"v":1,"type":"report","run":"../x","samples":1}',
+    "65 ranges": json.dumps({"v": 1, "type": "want", "digest": DIGEST, "ranges": [[0, 1]] * 65}).encode(),
+    "a range of three": json.dumps({"v": 1, "type": "want", "digest": DIGEST, "ranges": [[0, 1, 2]]}).encode(),
+    "65 metrics": update_with(json.dumps({f"m{n}": 1.0 for n in range(65)})),
+    "too large by one byte": b'{"v":1,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES + 1),
+    "a blob of 16 GiB": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":17179869184'),
+    "an empty blob": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":0'),
+    "an accuracy above one": b'{"v":1,"type":"report","run":"r","samples":1,"acc_personal":1.5}',
+}
+
+
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_messages_are_refused_shortly(payload):
+    began = time.perf_counter()
+    with pytest.raises(MessageError) as caught:
+        wire.parse_from_agent(payload)
+    assert len(str(caught.value)) < 1000
+    assert time.perf_counter() - began < 1  # in truth some milliseconds; a machine may be busy
+
+
+def test_the_largest_message_is_read():
+    padded = b'{"v":1,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES)
+    assert wire.parse_from_agent(padded) == wire.Bye()
+
+
+def test_a_newer_peer_is_refused_with_both_versions_and_what_to_upgrade():
+    with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 1; upgrade this side"):
+        wire.parse_from_agent(b'{"v":99,"type":"something-new","whatever":[]}')
+
+
+def test_an_older_peer_is_refused_with_both_versions_and_what_to_upgrade():
+    with pytest.raises(ProtocolMismatch, match=r"protocol 0, this side from 1; upgrade the peer"):
+        wire.parse_from_coordinator(b'{"v":0,"type":"announce"}')
+
+
+def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
+    with pytest.raises(MessageError, match=r"Bye: boott: unknown key; did you mean 'boot'\?"):
+        wire.parse_from_agent(b'{"v":1,"type":"bye","boott":"x"}')
