@@ -20,7 +20,7 @@ from edge_agent.methods import Method, Update
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import BlobRef, Cancel, Fault, Heartbeat, Job
-from edge_agent.wire.tensors import Spec, decode, encode, specs_of
+from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from . import cohort as cohorts
 from .answers import REPORT_DEADLINE_S, Answers
@@ -125,7 +125,7 @@ class RunLoop:
         self._expected = specs_of(fresh)
         if checkpoint is None:
             self.state = self.method.start(fresh)
-            checkpoint = blobs.put(encode(self.state))
+            checkpoint = blobs.put(*pieces(self.state))
             journal.append("run_started", run=self.run, digest=checkpoint)
             log.info("run_started run=%s method=%s rounds=%d", self.run, self.method.name, self.request.rounds)
         else:
@@ -250,7 +250,7 @@ class RunLoop:
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
         blobs, journal = self.fleet.state.blobs, self.fleet.state.journal
-        digest = blobs.put(encode(self.state))
+        digest = blobs.put(*pieces(self.state))
         clients = len(collection.accepted)
         journal.append("round_closed", run=self.run, round=number, digest=digest, body={"clients": clients})
         self._checkpoint = digest

@@ -270,10 +270,10 @@ class Coordinator:
 
     def _on_hello(self, agent: str, message: wire.Hello) -> None:
         before = self.roster.get(agent)
-        self.distributor.forget(agent)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
         if before is None or before.boot != message.boot:
+            self.distributor.forget(agent)
             log.info("agent_joined agent=%s tier=%s samples=%d", agent, message.tier, message.samples)
         now = utc_now().isoformat(timespec="seconds")
         welcome = wire.Welcome(epoch=self._epoch, software=__version__, lease_s=self.roster.lease_s, time=now)

@@ -22,7 +22,7 @@ from typing import Any
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UnknownName, UsageError
-from edge_agent.store import folder_lock, read_json, sha256_file, sync_folder, write_atomic, write_json
+from edge_agent.store import folder_lock, read_json, sha256_file, sha256_of, sync_folder, write_atomic, write_json
 
 from .journal import Journal
 
@@ -35,11 +35,11 @@ class BlobStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def put(self, data: bytes | memoryview) -> str:
-        """SHA-256 (hex) of ``data``, which is on disk when this returns. A damaged copy is replaced."""
-        sha = hashlib.sha256(data).hexdigest()
+    def put(self, *data: bytes | memoryview) -> str:
+        """SHA-256 (hex) of the pieces of ``data``, on disk when this returns. A damaged copy is replaced."""
+        sha = sha256_of(*data)
         if not self._is_sound(sha):
-            write_atomic(self.path(sha), data)
+            write_atomic(self.path(sha), *data)
         return sha
 
     def adopt(self, source: Path, sha: str) -> Path:

@@ -15,8 +15,8 @@ from .errors import StateError
 from .task import Tensors
 
 
-def write_atomic(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
-    """Put ``data`` at ``path`` so that a crash at any moment leaves the old file or the new one.
+def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) -> None:
+    """Put the pieces of ``data`` at ``path`` so that a crash at any moment leaves the old file or the new one.
 
     ``durable=False`` skips the syncs: still never torn for readers, but a power cut may lose the new file. Meant for
     caches whose contents are verified when read. Raises OSError when the disk is full; the old file stays.
@@ -25,7 +25,7 @@ def write_atomic(path: Path, data: bytes | memoryview, *, durable: bool = True) 
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -47,9 +47,9 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
     """`write_atomic` of a JSON object."""
-    write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
+    write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode(), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -69,13 +69,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> str:
-    """`write_atomic` of named arrays; returns the SHA-256 (hex) of the file."""
-    from .wire.tensors import encode
+def write_tensors(
+    path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None, *, durable: bool = True
+) -> str:
+    """`write_atomic` of named arrays, without a copy of them; returns the SHA-256 (hex) of the file."""
+    from .wire.tensors import pieces
 
-    data = encode(tensors, metadata)
-    write_atomic(path, data)
-    return hashlib.sha256(data).hexdigest()
+    data = pieces(tensors, metadata)
+    write_atomic(path, *data, durable=durable)
+    return sha256_of(*data)
+
+
+def sha256_of(*data: bytes | memoryview) -> str:
+    """SHA-256 (hex) of pieces, one after another."""
+    digest = hashlib.sha256()
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_tensors(path: Path) -> Tensors:

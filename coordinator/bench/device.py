@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edge_agent import __version__
 from edge_agent.config import BrokerConfig
-from edge_agent.errors import MissingCapability
 from edge_agent.wire import messages as wire
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.topics import Topics
@@ -19,10 +18,11 @@ from edge_agent.wire.transport import Message
 from ..broker import find_mosquitto
 from .figures import Row, median
 from .processes import MeasuringFailed, Measured, Usage, answer, module, usage, wait_for
+from .resnet import SIDE, resnet18
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
-    from edge_agent.bundle import Bundle
+    from edge_agent.bundle import Bundle, Precision
 
 IDLE_MB, ENCODER_MB, READY_CPU_S, FIT_S = 45.0, 100.0, 0.3, 0.05
 LIMIT_S = 60.0
@@ -40,7 +40,8 @@ def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
     bundle = resnet18(cache)
     for precision in bundle.manifest.variants:
         yield from encoder_rows(bundle, precision, folder)
-    yield Row("LR head, 600 x 512 x 10", _child(folder, "fit")["seconds"], "s", FIT_S)
+    timed, _ = _child(folder, "fit")
+    yield Row("LR head, 600 x 512 x 10", timed["seconds"], "s", FIT_S)
 
 
 def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
@@ -57,43 +58,27 @@ def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
     yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in found]), "s")
 
 
-def encoder_rows(bundle: Bundle, precision: str, folder: Path) -> Iterator[Row]:
-    """ResNet18 as a device runs it, one thread, one image at a time."""
-    # The first child makes the .ort file that the second one, which counts, only maps.
+def encoder_rows(bundle: Bundle, precision: Precision, folder: Path) -> Iterator[Row]:
+    """ResNet18, one thread, one image at a time: with numpy and ONNX Runtime alone, and as the agent runs it."""
+    # The first child makes the .ort file, which the others only map into memory.
     for _ in range(2):
-        found = _child(folder, "encoder", bundle.folder, precision)
-    yield Row(f"ResNet18 {precision} loaded and run", found["peak_mb"], "MB", ENCODER_MB)
-    yield Row(f"ResNet18 {precision}, load", found["load_s"], "s")
-    yield Row(f"ResNet18 {precision}, one 224 x 224 image", 1000 * found["seconds"], "ms")
+        ours, its_usage = _child(folder, "encoder", bundle.folder, precision)
+    [mapped] = bundle.folder.glob(f"{bundle.encoder_path(precision).name}.*.ort")
+    _, alone = _child(folder, "session", mapped, SIDE)
+    name = f"ResNet18 {precision}"
+    yield Row(f"{name} loaded and run, numpy and ONNX Runtime alone", alone.peak_mb, "MB", ENCODER_MB)
+    yield Row(f"{name}, of it not pages of files", alone.own_mb, "MB")
+    yield Row(f"{name} loaded and run, with the agent's code", its_usage.peak_mb, "MB")
+    yield Row(f"{name}, load", ours["load_s"], "s")
+    yield Row(f"{name}, one {SIDE} x {SIDE} image", 1000 * ours["seconds"], "ms")
 
 
-def resnet18(cache: Path) -> Bundle:
-    """A bundle of a ResNet18 with random weights for 224 x 224 images, exported once."""
-    from edge_agent import bundle as bundles
-
-    file = cache / f"resnet18-{__version__}.hwb"
-    if not file.exists():
-        _export(file)
-    return bundles.install(file, cache / "bundles", keep=2)
-
-
-def _export(file: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise MissingCapability.package("torch", "export", "measuring an encoder")
-    from .sample import export_resnet18
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    export_resnet18(file)
-
-
-def _child(folder: Path, *arguments: object) -> dict[str, Any]:
-    """The JSON object that a child without torch answers with."""
+def _child(folder: Path, *arguments: object) -> tuple[dict[str, float], Usage]:
+    """What a child without torch has timed, and what it takes."""
     folder.mkdir(parents=True, exist_ok=True)
     with module("child", arguments, folder, module="coordinator.bench.sample", environment=ONE_THREAD) as child:
-        found: dict[str, Any] = json.loads(answer(child))
-    return found
+        found: dict[str, float] = json.loads(answer(child))
+        return found, usage(child.process.pid)
 
 
 def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage]:

@@ -1,4 +1,7 @@
-"""Single pieces of a device's work, each in a child process of its own that never sees torch: an encoder, a head."""
+"""Single pieces of a device's work, each in a child process that never sees torch: an encoder, a session, a head.
+
+The child prints what it timed and then waits, so that its parent can read from the kernel what it takes.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,30 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .processes import usage
-
 RUNS = 30
 SAMPLES, FEATURES, CLASSES = 600, 512, 10
+SESSION_ENTRIES = {
+    "session.load_model_format": "ORT",
+    "session.use_memory_mapped_ort_model": "1",
+    "session.use_ort_model_bytes_directly": "1",
+    "session.use_ort_model_bytes_for_initializers": "1",
+}
 
 
 def main() -> None:
-    """Measure one piece and print a JSON object."""
+    """Measure one piece, print a JSON object, and stay until standard input ends."""
+    pieces: dict[str, Callable[..., dict[str, float]]] = {"encoder": encoder, "session": session, "fit": fit}
     parser = argparse.ArgumentParser()
-    parser.add_argument("piece", choices=("encoder", "fit"))
-    parser.add_argument("bundle", nargs="?", type=Path)
-    parser.add_argument("precision", nargs="?", default="fp32")
-    given = parser.parse_args()
-    found = _encoder(given.bundle, given.precision) if given.piece == "encoder" else _fit()
-    print(json.dumps({**found, "torch_loaded": "torch" in sys.modules}))
+    parser.add_argument("piece", choices=pieces)
+    parser.add_argument("given", nargs="*")
+    arguments = parser.parse_args()
+    print(json.dumps(pieces[arguments.piece](*arguments.given)), flush=True)
+    sys.stdin.read()
 
 
 def least_seconds(work: Callable[[], Any], runs: int = RUNS) -> float:
@@ -42,19 +48,34 @@ def least_seconds(work: Callable[[], Any], runs: int = RUNS) -> float:
     return min(seconds)
 
 
-def _encoder(folder: Path, precision: str) -> dict[str, Any]:
+def encoder(folder: str, precision: str) -> dict[str, float]:
+    """Seconds to load a bundle's encoder as the agent does, and of one input."""
     from edge_agent import bundle as bundles
     from edge_agent.encoder import Encoder
 
     begin = time.perf_counter()
-    encoder = Encoder.open(bundles.open_folder(folder), precision, 1)  # type: ignore[arg-type]
+    opened = Encoder.open(bundles.open_folder(Path(folder)), precision, 1)  # type: ignore[arg-type]
     load_s = time.perf_counter() - begin
-    image = np.random.default_rng(0).standard_normal((1, *encoder.input_shape), np.float32)
-    seconds = least_seconds(lambda: encoder.features(image))
-    return {"load_s": load_s, "seconds": seconds, "peak_mb": usage(os.getpid()).peak_mb, "format": encoder.format}
+    image = _image(opened.input_shape)
+    return {"load_s": load_s, "seconds": least_seconds(lambda: opened.features(image))}
 
 
-def _fit() -> dict[str, Any]:
+def session(file: str, height: str) -> dict[str, float]:
+    """Seconds of one input with numpy and ONNX Runtime alone, on an .ort file that the agent has made."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    for name, value in SESSION_ENTRIES.items():
+        options.add_session_config_entry(name, value)
+    running = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    inputs = {running.get_inputs()[0].name: _image((3, int(height), int(height)))}
+    return {"seconds": least_seconds(lambda: running.run(None, inputs))}
+
+
+def fit() -> dict[str, float]:
+    """Seconds to fit a logistic regression on 600 features of size 512 in 10 classes."""
     from edge_agent import heads
 
     rng = np.random.default_rng(0)
@@ -62,26 +83,11 @@ def _fit() -> dict[str, Any]:
     means = rng.standard_normal((CLASSES, FEATURES))
     features = (means[labels] + rng.standard_normal((SAMPLES, FEATURES))).astype(np.float32)
     data = heads.FitData(features, labels.astype(np.int64), CLASSES)
-    seconds = least_seconds(lambda: heads.create("lr").fit(data, np.random.default_rng(0)), 10)
-    return {"seconds": seconds, "peak_mb": usage(os.getpid()).peak_mb}
+    return {"seconds": least_seconds(lambda: heads.create("lr").fit(data, np.random.default_rng(0)), 10)}
 
 
-def export_resnet18(file: Path) -> None:
-    """A bundle of ResNet18 with random weights, 224 x 224 images, by the older exporter."""
-    import torch
-
-    from edge_agent import methods
-    from edge_agent.task import ImageInput, Task
-    from export.bundle import export_bundle
-
-    task = Task(
-        input=ImageInput(channels=3, height=224, width=224), class_names=tuple("0123456789"), encoder="resnet18"
-    )
-    method = methods.create("fedavg")
-    torch.manual_seed(0)
-    images = np.random.default_rng(0).standard_normal((16, 3, 224, 224), np.float32)
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    export_bundle(method.build(task), method, task, images, file, name="bench", created=created, exporter="legacy")
+def _image(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((1, *shape), np.float32)
 
 
 if __name__ == "__main__":

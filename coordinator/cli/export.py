@@ -104,7 +104,7 @@ def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
 
 def _cell(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} ({how})" for name, how in value.items())
+        return ", ".join(f"{name} {_cell(how)}" for name, how in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.3g}" if isinstance(value, float) else text(value)

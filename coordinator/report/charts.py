@@ -177,5 +177,5 @@ def _key(style: str, shape: str) -> str:
     return f'<svg class="key" viewBox="0 0 22 14" aria-hidden="true">{mark}</svg>'
 
 
-def _short(name: str, limit: int = 14) -> str:
+def _short(name: str, limit: int = 16) -> str:
     return escape(name if len(name) <= limit else name[: limit - 1] + "…")

@@ -216,6 +216,7 @@ class Agent:
             self.jobs.on_cancel(message)
         elif isinstance(message, wire.Grant):
             self.uploads.grant(message)
+            self.jobs.go_on()  # an update that is gone from the disk is made again
         elif isinstance(message, wire.Ack):
             self.uploads.ack(message)
         elif isinstance(message, wire.Receipt):
@@ -226,7 +227,7 @@ class Agent:
     def _on_announce(self, message: wire.Announce) -> None:
         if message.epoch < self.epoch:
             log.warning("announcement_refused epoch=%d newer=%d", message.epoch, self.epoch)
-        elif message.epoch > self.epoch:  # whatever has just been said was said to its predecessor
+        elif message.epoch > self.epoch >= 0:  # whatever has just been said was said to its predecessor
             self.welcomed = False
             self._hello()
         elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said

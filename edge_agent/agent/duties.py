@@ -6,6 +6,7 @@ numpy not before there is a job or a bundle.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import AgentConfig
-from ..errors import DataError, MissingCapability
+from ..errors import DataError, HeadwaterError, MissingCapability
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
 from .kept import KeptFiles
@@ -22,6 +23,8 @@ from .uploads import Outbox
 if TYPE_CHECKING:
     from ..data import Samples
     from ..training.session import Outcome, Session
+
+log = logging.getLogger(__name__)
 
 LAST_ROUND = 9_999_999
 
@@ -81,13 +84,22 @@ class Duties:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _running_fingerprint(self) -> str:
+        """The encoder in use; empty when there is none, or it and its head cannot be used together."""
         folder = self.config.state / "bundles"
         if not folder.is_dir():
             return ""
         from .. import bundle as bundles
+        from ..heads import saved
 
-        current = bundles.current(folder)
-        return current.manifest.fingerprint if current is not None else ""
+        try:
+            current = bundles.current(folder)
+            if current is None:
+                return ""
+            saved.load(self.config.state / "head", current.fingerprint)
+        except HeadwaterError as error:
+            log.warning("pair_unusable reason=%s", error)
+            return ""
+        return current.fingerprint
 
     def _session_for(self, job: Job) -> Session:
         if self._session is not None and self._session[0] == job.run:

@@ -15,7 +15,7 @@ from .. import data
 from ..bundle import Bundle
 from ..config import AgentConfig
 from ..encoder import Encoder
-from ..errors import BundleDamaged, HeadwaterError
+from ..errors import BundleDamaged, BundleError, HeadwaterError
 from ..heads.saved import SavedHead
 from ..personalize import Result, accuracy, features_of, load_head, personalize
 from ..wire.messages import Install, Report
@@ -36,22 +36,64 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         BundleError: damaged, not the one announced, or its encoder computes something else here; the old pair stays.
         DataError: local data do not fit the task; the old pair stays.
     """
-    root = config.state / "bundles"
-    old = _old_pair(config)
-    samples = _samples(config, path)
-    bundle = bundles.install(path, root, check=lambda unpacked: _test(unpacked, message.fingerprint))
+    trial = _Trial(config, message.fingerprint, _old_pair(config), _samples(config, path))
     try:
-        result = _refit(config, bundle, samples)
-    except HeadwaterError:
-        _back(root, old)
-        raise
-    before = None if old is None else _score(config, old, samples)
-    if before is not None and (result.scores.personal or 0.0) < before + config.head.min_gain:
-        log.warning("rolled_back before=%.4f after=%s", before, result.scores.personal)
-        _back(root, old)
-        return _report(message, result, old.bundle.fingerprint if old else "", before, rolled_back=True)
-    result.save(config.state / "head")
-    return _report(message, result, bundle.fingerprint, result.scores.personal, rolled_back=False)
+        bundle = bundles.install(path, config.state / "bundles", check=trial)
+    except BundleError as error:
+        if not trial.is_worse:
+            raise
+        log.warning("rolled_back reason=%s", error)
+        return trial.report(message, trial.old_fingerprint, trial.before)
+    return trial.report(message, bundle.fingerprint, trial.personal)
+
+
+class _Trial:
+    """The new pair on trial, while the old one is still current. Called by `bundles.install`; refuses by raising.
+
+    The head is written last of all before the bundle becomes current: whoever dies in between has two halves that do
+    not fit, notices it at the next start, and gets the bundle again.
+    """
+
+    def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: data.Samples) -> None:
+        self._config, self._announced, self._old, self._samples = config, announced, old, samples
+        self._result: Result | None = None
+        self.before: float | None = None
+        self.is_worse = False
+
+    def __call__(self, bundle: Bundle) -> None:
+        _test(bundle, self._announced)
+        self._result = _refit(self._config, bundle, self._samples)
+        self.before = None if self._old is None else _score(self._config, self._old, self._samples)
+        if self.before is not None and (self.personal or 0.0) < self.before + self._config.head.min_gain:
+            self.is_worse = True
+            raise BundleError(f"acc.personal {self.personal} with the new encoder, {self.before} with the old one")
+        self._result.save(self._config.state / "head")
+
+    @property
+    def personal(self) -> float | None:
+        """acc.personal of the new pair."""
+        return None if self._result is None else self._result.scores.personal
+
+    @property
+    def old_fingerprint(self) -> str:
+        """The encoder that was there before."""
+        return "" if self._old is None else self._old.bundle.fingerprint
+
+    def report(self, message: Install, fingerprint: str, personal: float | None) -> Report:
+        """What this device runs now, and what it gets from it."""
+        result = self._result
+        if result is None:  # bundles.install has called us, or raised
+            raise BundleError("the bundle was installed without a trial; install it again")
+        return Report(
+            run=message.run,
+            fingerprint=fingerprint,
+            samples=result.n_train,
+            head=result.head.name,
+            acc_local=result.scores.local,
+            acc_global=result.scores.overall,
+            acc_personal=personal,
+            metrics={"seconds": round(result.seconds, 3), "rolled_back": float(self.is_worse)},
+        )
 
 
 def _test(bundle: Bundle, announced: str) -> None:
@@ -105,22 +147,3 @@ def _score(config: AgentConfig, old: _OldPair, samples: data.Samples) -> float |
     encoder = Encoder.open(old.bundle, old.head.precision, config.training.threads)
     rows = features_of(old.bundle, test, encoder, config.state / "features")
     return accuracy(old.head.head.predict_proba, rows, test.labels)
-
-
-def _back(root: Path, old: _OldPair | None) -> None:
-    if old is not None:
-        bundles.use(root, old.bundle.folder.name)
-
-
-def _report(message: Install, result: Result, fingerprint: str, personal: float | None, *, rolled_back: bool) -> Report:
-    scores = result.scores
-    return Report(
-        run=message.run,
-        fingerprint=fingerprint,
-        samples=result.n_train,
-        head=result.head.name,
-        acc_local=scores.local,
-        acc_global=scores.overall,
-        acc_personal=personal,
-        metrics={"seconds": round(result.seconds, 3), "rolled_back": float(rolled_back)},
-    )

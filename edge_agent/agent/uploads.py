@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import HeadwaterError, StateError
-from ..store import read_json, sha256_file, write_json, write_tensors
+from ..store import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
 from ..wire.chunks import CHUNK_BYTES, Outgoing
 from ..wire.flow import Sending
@@ -21,46 +22,73 @@ OFFER_AGAIN_S = 5.0
 
 
 class Outbox:
-    """At most one update on disk: the newest. The note that names it is written last."""
+    """At most one update on disk: the newest. Its file is named by its hash, and the note that names it comes last.
+
+    The worker's thread puts while the loop's thread forgets, so both take a lock, and forgetting names what is meant.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._note = folder / "update.json"
+        self.folder, self.note = folder, folder / "update.json"
+        self._lock = threading.Lock()
 
-    @property
-    def path(self) -> Path:
-        """Where the update's tensors lie."""
-        return self.folder / "update.safetensors"
+    def path_of(self, digest: str) -> Path:
+        """Where the tensors of the update with that hash lie."""
+        return self.folder / f"update-{digest}.safetensors"
 
     def put(
         self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]
     ) -> UpdateManifest:
-        """Keep an update; on disk when this returns."""
-        self.clear()
-        digest = write_tensors(self.path, tensors)
-        blob = BlobRef(digest=digest, size_bytes=self.path.stat().st_size, chunk_bytes=CHUNK_BYTES)
+        """Keep an update in place of any other: it outlives this process.
+
+        A power cut may lose it, and then it is computed again, bit for bit. Syncs would write every update to the
+        device's flash, only to be deleted a second later.
+        """
+        from ..wire.tensors import pieces  # brings numpy, which an idle agent does without
+
+        data = pieces(tensors)
+        digest, size = sha256_of(*data), sum(map(len, data))
+        blob = BlobRef(digest=digest, size_bytes=size, chunk_bytes=CHUNK_BYTES)
         told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=told)
-        write_json(self._note, manifest.model_dump(mode="json"))
+        with self._lock:
+            write_atomic(self.path_of(digest), *data, durable=False)
+            write_json(self.note, manifest.model_dump(mode="json"), durable=False)
+            self._remove_all_but(self.path_of(digest))
         return manifest
 
     def get(self) -> UpdateManifest | None:
         """The update that waits, checked against its hash; a damaged one is dropped (it can be computed again)."""
-        try:
-            raw = read_json(self._note)
-            manifest = UpdateManifest.model_validate(raw) if raw is not None else None
-            if manifest is not None and sha256_file(self.path) != manifest.blob.digest:
-                raise StateError(f"{self.path}: its SHA-256 is not the one that was noted")
-        except (HeadwaterError, ValueError, OSError) as error:
-            log.warning("outbox_damaged reason=%s", error)
-            self.clear()
-            return None
-        return manifest
+        with self._lock:
+            try:
+                manifest = self._noted()
+                if manifest is not None and sha256_file(self.path_of(manifest.blob.digest)) != manifest.blob.digest:
+                    raise StateError(f"{self.folder}: the update's SHA-256 is not the one that was noted")
+            except (HeadwaterError, ValueError, OSError) as error:
+                log.warning("outbox_damaged reason=%s", error)
+                self.note.unlink(missing_ok=True)
+                self._remove_all_but(None)
+                return None
+            return manifest
 
-    def clear(self) -> None:
-        """Forget what is there."""
-        self._note.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+    def forget(self, digest: str) -> None:
+        """Remove the update with that hash; a newer one stays."""
+        with self._lock:
+            try:
+                noted = self._noted()
+            except (HeadwaterError, ValueError):
+                noted = None
+            if noted is not None and noted.blob.digest == digest:
+                self.note.unlink(missing_ok=True)
+            self.path_of(digest).unlink(missing_ok=True)
+
+    def _noted(self) -> UpdateManifest | None:
+        raw = read_json(self.note)
+        return UpdateManifest.model_validate(raw) if raw is not None else None
+
+    def _remove_all_but(self, kept: Path | None) -> None:
+        for path in self.folder.glob("update*.safetensors"):
+            if path != kept:
+                path.unlink(missing_ok=True)
 
 
 class Uploads:
@@ -101,7 +129,12 @@ class Uploads:
         """
         if not self._is_ours(message.digest):
             return
-        blob = Outgoing.open(self._outbox.path, message.digest)
+        try:
+            blob = Outgoing.open(self._outbox.path_of(message.digest), message.digest)
+        except StateError as error:
+            log.warning("outbox_damaged reason=%s", error)
+            self._forget()
+            return
         self._heard_at = now = self._clock()
         ahead = message.credits * blob.ref.chunk_bytes
         self._sending = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=now)
@@ -143,8 +176,9 @@ class Uploads:
         return self._manifest is not None and self._manifest.blob.digest == digest
 
     def _forget(self) -> None:
+        if self._manifest is not None:
+            self._outbox.forget(self._manifest.blob.digest)
         self._manifest = self._sending = None
-        self._outbox.clear()
 
     def _pump(self) -> None:
         if self._sending is not None:

@@ -18,7 +18,7 @@ SOURCES = """data sources (kind:where?option=value&option=value):
   npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
   idx:DIR?split=train            MNIST and the like; split=train, test or all
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
-  digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered
+  digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
   python:module:function         a function of your own that returns (inputs, labels)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 from pathlib import Path
@@ -39,15 +40,15 @@ class BlobCache:
             write_atomic(self.path(digest), data, durable=self.durable)
         return digest
 
-    def read(self, digest: str) -> bytes:
-        """The blob's bytes; a damaged file is removed, so that it is fetched again.
+    def read(self, digest: str) -> memoryview:
+        """The blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
 
         Raises:
             StateError: it is not there, or was damaged.
         """
         path = self.path(digest)
         try:
-            data = path.read_bytes()
+            data = _mapped(path)
         except OSError as error:
             raise StateError(f"blob {digest[:16]} is not in {self.folder}: {error}") from error
         if hashlib.sha256(data).hexdigest() != digest:
@@ -88,3 +89,10 @@ class BlobCache:
     def _files(self) -> list[Path]:
         whole = [path for path in self.folder.glob("*") if _NAME.fullmatch(path.name)]
         return [*whole, *self._partial.glob("*.part")]
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -93,11 +93,11 @@ class MqttTransport:
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._thread.start()
         if not self.config.wait:
-            if not self._tried.wait(CONNECT_TIMEOUT_S):
-                self._first_failure = f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
-            if self._first_failure:
+            answered = self._tried.wait(CONNECT_TIMEOUT_S)
+            failure = self._first_failure if answered else f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+            if failure:
                 self.close()
-                raise BrokerAway(f"broker {self.config.url}: {self._first_failure}; is it running, and are we let in?")
+                raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
 
     def close(self) -> None:
         """Leave politely; what was published before goes out first."""

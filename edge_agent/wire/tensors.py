@@ -1,8 +1,9 @@
 """Named arrays as bytes, in the safetensors layout, read behind limits of our own.
 
-The safetensors library writes. Reading is ours because it must not copy (a 45 MB model is mapped, not loaded) and must
-refuse what the library lets pass: duplicate names, huge headers, hundreds of thousands of empty tensors, and arrays
-that the receiver did not ask for. Nothing is allocated before every size has been checked.
+Writing is ours because it must not copy: the library doubles a 45 MB model in memory before the first byte is on disk.
+Reading is ours for the same reason (files are mapped, not loaded) and must refuse what the library lets pass: duplicate
+names, huge headers, hundreds of thousands of empty tensors, and arrays that the receiver did not ask for. Nothing is
+allocated before every size has been checked. The bytes are those that the library writes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.numpy import save
 
 from ..errors import TensorsError
 from ..task import Tensors
@@ -42,6 +42,8 @@ _BEYOND_NUMPY = 1 << 59
 """Elements: numpy counts the bytes of a shape in 64 bits, and leaves sides of length 0 out."""
 
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_FIRST = ("I64", "F64", "F32", "I32", "F16", "I16", "I8", "U8", "BOOL")
+"""The library's order: wide types first, so that all arrays are aligned."""
 
 
 @dataclass(frozen=True)
@@ -71,30 +73,44 @@ def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
     Raises:
         TensorsError: a name, shape or dtype that the format, as we use it, does not carry, or too many of them.
     """
+    return b"".join(pieces(tensors, metadata))
+
+
+def pieces(
+    tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> list[bytes | memoryview[int]]:
+    """What `encode` joins: the header, then each array's own bytes (a view wherever the array lies as it is sent).
+
+    Raises:
+        TensorsError: as `encode`.
+    """
     for name, array in tensors.items():
         _check_name(name)
         if array.dtype.newbyteorder("<") not in _CODES or array.ndim > MAX_DIMENSIONS:
             carried = f"at most {MAX_DIMENSIONS} dimensions of {', '.join(map(str, _CODES))}"
             raise TensorsError(f"tensor {name!r} is {array.dtype} in {array.ndim} dimensions; carried are {carried}")
-    ordered = {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}
-    data = _with_metadata(save(ordered), dict(metadata or {}))
-    if len(tensors) > MAX_TENSORS or int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
+    arrays = {name: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for name, array in tensors.items()}
+    order = sorted(arrays, key=lambda name: (_FIRST.index(_CODES[arrays[name].dtype]), name))
+    header = _header_of({name: arrays[name] for name in order}, dict(metadata or {}))
+    if len(tensors) > MAX_TENSORS or len(header) > MAX_HEADER_BYTES:
         raise TensorsError(
-            f"{len(tensors)} tensors with a header of {int.from_bytes(data[:8], 'little')} bytes; "
+            f"{len(tensors)} tensors with a header of {len(header)} bytes; "
             f"read are at most {MAX_TENSORS} and {MAX_HEADER_BYTES}"
         )
-    return data
+    contents = [arrays[name].reshape(-1).view(np.uint8).data for name in order]
+    return [len(header).to_bytes(8, "little"), header, *contents]
 
 
-def _with_metadata(data: bytes, metadata: dict[str, str]) -> bytes:
-    """``data`` with metadata in its header, sorted: the library writes them in a different order each time."""
-    if not metadata:
-        return data
-    begin = 8 + int.from_bytes(data[:8], "little")
-    entries = {"__metadata__": dict(sorted(metadata.items())), **json.loads(data[8:begin])}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return b"".join((len(header).to_bytes(8, "little"), header, memoryview(data)[begin:]))
+def _header_of(ordered: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """JSON, filled up with spaces so that the arrays begin at a multiple of 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name, array in ordered.items():
+        begin, end = end, end + array.nbytes
+        code = _CODES[array.dtype]
+        entries[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    return text + b" " * (-len(text) % 8)
 
 
 def decode(data: Buffer) -> Tensors:

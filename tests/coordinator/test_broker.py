@@ -217,7 +217,7 @@ def test_broker_that_ends_at_once_is_reported_with_its_last_words():
 def test_coordinator_keeps_its_password_and_is_put_back_where_somebody_removed_it(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.broker.supervise.SupervisedBroker.start", lambda self: None)
     path = tmp_path / "users"
-    broker = EmbeddedBroker(password_file=path)
+    broker = EmbeddedBroker(port=1883, password_file=path)
     broker.start()
     first = broker.config()
     assert first.user == "coordinator"

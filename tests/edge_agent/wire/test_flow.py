@@ -381,7 +381,7 @@ def upload(folder, *, chunks: int, loss: float, seed: int, resume=()) -> tuple[b
     return (folder / "whole").read_bytes(), state["frames"], world.now
 
 
-@settings(max_examples=40)
+@settings(max_examples=150)
 @given(chunks=st.integers(1, 120), loss=st.sampled_from([0.0, 0.02, 0.1, 0.4]), seed=st.integers(0, 2**32))
 def test_an_upload_always_completes(tmp_path_factory, chunks, loss, seed):
     arrived, frames, _ = upload(tmp_path_factory.mktemp("up"), chunks=chunks, loss=loss, seed=seed)
@@ -416,7 +416,7 @@ def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tupl
     done: set[str] = set()
     wanted: dict[str, tuple[tuple[int, int], ...]] = {}
     ways: list[Sending] = []
-    tally = {"frames": 0, "questions": 0}
+    tally = {"frames": 0, "questions": 0, "first": 0.0}
 
     def ask(name):
         tally["questions"] += 1
@@ -427,6 +427,8 @@ def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tupl
     def on_want(name, missing):
         for way in ways:
             way.leave(name)
+        if not wanted:
+            tally["first"] = world.now
         wanted[name] = missing
 
     def start():
@@ -463,7 +465,7 @@ def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tupl
                 ask(name)
             elif receivings[name].report_due(world.now):
                 report(name)
-        if wanted:
+        if wanted and (len(wanted) + len(done) == count or world.now - tally["first"] >= 0.05):
             start()
         pump()
 
@@ -475,7 +477,7 @@ def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tupl
     return tally["frames"], tally["questions"], world.now
 
 
-@settings(max_examples=25)
+@settings(max_examples=100)
 @given(
     chunks=st.integers(1, 100),
     loss=st.sampled_from([0.0, 0.02, 0.1, 0.4]),
@@ -488,8 +490,7 @@ def test_a_broadcast_always_completes_for_everybody(tmp_path_factory, chunks, lo
 
 def test_a_broadcast_without_loss_sends_each_chunk_once_for_all(tmp_path):
     frames, questions, _ = download(tmp_path, chunks=300, loss=0.0, seed=1, count=5)
-    assert questions == 5
-    assert frames <= 2 * 300  # those whose question came a moment later are served by a second pass
+    assert (frames, questions) == (300, 5)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,358 @@
+"""``headwater`` as people type it: help, mistakes, exit codes, what goes to stdout and what to stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.cli import main
+from coordinator.cli.app import app
+from coordinator.cli.follow import _Lines
+from coordinator.cli.methods import MARKS, describe, parameters, section, with_table
+from coordinator.cli.options import console, show, size, table
+from coordinator.journal import RunRecord
+from coordinator.store import StateFolder
+from edge_agent import methods
+from edge_agent.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(command.name for command in app.registered_commands)
+
+TASK = """
+[task]
+class_names = ["up", "down"]
+encoder = "linear"
+encoder_params = { feature_dim = 4 }
+input = { kind = "image", channels = 1, height = 4, width = 4 }
+"""
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    """The commands set up logging for a process of their own; the test run keeps its own."""
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
+    yield
+    root.handlers[:] = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def called(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "coordinator.toml"
+    path.write_text(f'federation = "test"\nstate = "state"\n\n[embedded]\nport = 0\n{TASK}', encoding="utf-8")
+    return path
+
+
+def finished_run(folder: Path) -> str:
+    """A state folder with one finished run, as a coordinator leaves it."""
+    with StateFolder(folder).open("test") as state:
+        run = state.journal.request_run({"method": "fedavg", "params": {}, "rounds": 1, "seed": 0, "task": {}})
+        agent = {
+            "id": "porch", "tier": "train", "samples": 7, "head": "model", "rss_mb": 400.0, "torch_loaded": True,
+            "acc": {"local": 0.5, "global": None, "personal": 0.75}, "bytes_up": 1500, "bytes_down": 2_500_000,
+        }  # fmt: skip
+        state.run(run).append_metrics({"kind": "agent", **agent})
+        state.run(run).write_summary({"run_id": run, "method": "fedavg", "rounds": 1, "agents": [agent]})
+        state.journal.append("run_started", run=run, digest="0" * 64)
+        state.journal.append("run_failed", run=run, body={"reason": "nobody [came]"})
+    return run
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench"])
+def test_every_command_has_help_with_an_example(call, command):
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: headwater {command}" in out
+    if command != "bench":
+        assert re.search(rf"Example:\s+headwater {command}\b", out)
+
+
+def test_every_example_of_the_help_has_options_that_exist(call):
+    for command in COMMANDS:
+        out = call(command, "--help")[1]
+        example = re.search(r"Example: (.*?)\n\n", out, re.DOTALL)[1]
+        for option in re.findall(r"(?<!\S)--?[a-z][a-z-]*", example):
+            assert re.search(rf"{option}\b[ ,]", out.split("Options:")[1]), (command, option)
+
+
+def test_help_lists_all_commands_in_80_columns(call):
+    out = call("--help")[1]
+    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in [*COMMANDS, "bench"])
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+
+
+def test_version_is_that_of_the_package(call):
+    from edge_agent import __version__
+
+    assert call("--version") == (0, f"headwater {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (["rnu"], "Did you mean 'run'"),
+        (["run", "--round", "3"], "--rounds"),
+        (["run", "--rounds", "0"], "1"),
+        (["export"], "--out"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_right(call, words, hint):
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert hint in err
+    assert "Traceback" not in err
+
+
+def test_unknown_method_is_told_before_anybody_works(call, config, tmp_path):
+    code, out, err = call("run", "--config", config, "--method", "fedavgg")
+    assert (code, out) == (2, "")
+    assert "did you mean 'fedavg'?" in err
+    assert not (tmp_path / "state").exists()
+
+
+def test_all_wrong_parameters_are_told_at_once(call, config):
+    code, _, err = call("run", "--config", config, "-p", "lr=-1", "-p", "local_epoch=2")
+    assert code == 2
+    assert "lr = -1" in err
+    assert "did you mean 'local_epochs'?" in err
+
+
+def test_parameters_without_an_equals_sign_are_refused(call, config):
+    code, _, err = call("run", "--config", config, "-p", "lr")
+    assert code == 2
+    assert "--param lr: expected name=value" in err
+
+
+def test_all_mistakes_of_a_configuration_are_told_at_once(call, config):
+    config.write_text(config.read_text() + '[cohort]\nmin_agent = 2\n[runs]\nmethod = "x"\n')
+    code, _, err = call("serve", "--config", config)
+    assert code == 2
+    assert "cohort.min_agent: unknown key; did you mean 'min_agents'?" in err
+    assert "runs: unknown key; did you mean 'run'?" in err
+
+
+@pytest.mark.parametrize("command", ["serve", "run", "status", "report"])
+def test_missing_configuration_is_told_with_an_example(call, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(command)
+    assert (code, out) == (2, "")
+    assert "coordinator.toml" in err
+    assert "--config" in err
+
+
+def test_an_error_with_json_is_one_object_too(call, config):
+    code, out, err = call("run", "--config", config, "--method", "fedavgg", "--json")
+    found = json.loads(out)["error"]
+    assert (code, found["kind"], found["exit_code"]) == (2, "UnknownName", 2)
+    assert found["message"] in err
+
+
+def test_a_folder_that_cannot_be_written_is_no_traceback(call, tmp_path):
+    (tmp_path / "file").touch()
+    code, out, err = call("enroll", "porch", "--users", tmp_path / "file" / "users")
+    assert (code, out) == (1, "")
+    assert "file" in err
+    assert "Traceback" not in err
+
+
+def test_second_coordinator_on_a_state_folder_is_refused(call, config, tmp_path):
+    with StateFolder(tmp_path / "state").open("headwater serve"):
+        code, _, err = call("serve", "--config", config)
+    assert code == 1
+    assert "is in use by headwater serve" in err
+
+
+def test_broker_away_without_waiting_exits_with_75(call, tmp_path):
+    path = tmp_path / "away.toml"
+    path.write_text(f'state = "state"\n[broker]\nurl = "mqtt://127.0.0.1:1"\nwait = false\n{TASK}')
+    code, out, err = call("serve", "--config", path)
+    assert (code, out) == (75, "")
+    assert "mqtt://127.0.0.1:1" in err
+    assert "Traceback" not in err
+
+
+def test_status_of_a_folder_where_no_coordinator_was(call, config):
+    code, out, err = call("status", "--config", config)
+    assert (code, out) == (1, "")
+    assert "start the coordinator once" in err
+
+
+def test_status_shows_runs_and_their_reasons(call, config, tmp_path):
+    run = finished_run(tmp_path / "state")
+    code, out, err = call("status", "--config", config)
+    assert (code, err) == (0, "")
+    assert re.search(rf"^{run} +fedavg +failed +0/1 +nobody \[came\]", out, re.MULTILINE)
+    assert "not running" in out
+    assert "no agents have been heard" in out
+
+
+def test_status_as_json_is_one_object(call, tmp_path):
+    run = finished_run(tmp_path)
+    code, out, err = call("status", "--state", tmp_path, "--json")
+    found = json.loads(out)
+    assert (code, err, found["serving"]) == (0, "", False)
+    assert found["runs"] == [
+        {"id": run, "method": "fedavg", "status": "failed", "round": 0, "rounds": 1, "reason": "nobody [came]"}
+    ]
+
+
+def test_status_knows_that_a_coordinator_is_at_work(call, tmp_path):
+    with StateFolder(tmp_path).open("test"):
+        assert json.loads(call("status", "--state", tmp_path, "--json")[1])["serving"] is True
+
+
+def test_report_names_the_page_and_writes_a_picture(call, tmp_path):
+    run = finished_run(tmp_path)
+    picture = tmp_path / "picture.svg"
+    code, out, err = call("report", "--state", tmp_path, "--svg", picture)
+    assert (code, out.strip(), err) == (0, str(tmp_path / "runs" / run / "report.html"), "")
+    assert "porch: acc.local 0.500, acc.personal 0.750" in picture.read_text()
+    assert 'xmlns="http://www.w3.org/2000/svg"' in picture.read_text()
+
+
+def test_report_before_the_first_run_says_what_to_do(call, tmp_path):
+    code, _, err = call("report", "--state", tmp_path)
+    assert code == 2
+    assert "'headwater run' starts one" in err
+
+
+def test_export_before_the_first_round_says_so(call, config, tmp_path):
+    run = finished_run(tmp_path / "state")
+    code, _, err = call("export", "--config", config, "--run", run, "--out", tmp_path / "b.hwb")
+    assert code == 2
+    assert "no closed round yet" in err
+    assert not (tmp_path / "b.hwb").exists()
+
+
+def test_export_of_an_unknown_run_names_the_nearest(call, config, tmp_path):
+    finished_run(tmp_path / "state")
+    code, _, err = call("export", "--config", config, "--run", "run-0009", "--out", tmp_path / "b.hwb")
+    assert code == 2
+    assert "did you mean 'run-0001'?" in err
+
+
+def test_enrolled_agent_gets_a_password_that_only_its_owner_reads(call, tmp_path):
+    from coordinator.broker.access import is_password, read_passwords
+
+    users, secret = tmp_path / "users", tmp_path / "porch.password"
+    code, out, _ = call("enroll", "porch", "--users", users, "--out", secret)
+    assert code == 0
+    assert secret.stat().st_mode & 0o077 == 0
+    assert users.stat().st_mode & 0o077 == 0
+    assert is_password(secret.read_text().strip(), read_passwords(users)["porch"])
+    assert secret.read_text().strip() not in out
+
+
+def test_name_that_cannot_be_a_user_leaves_no_file(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("enroll", "a/b", "--users", "users")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_methods_lists_every_method_and_one_in_full(call):
+    code, out, _ = call("methods")
+    assert code == 0
+    assert all(re.search(rf"^{name} +\S", out, re.MULTILINE) for name in methods.names())
+    code, out, _ = call("methods", "fedavg")
+    assert code == 0
+    assert "AISTATS 2017" in out
+    assert re.search(r"^local_epochs +1 +E, passes", out, re.MULTILINE)
+
+
+def test_methods_as_json_is_what_their_files_say(call):
+    found = {row["name"]: row for row in json.loads(call("methods", "--json")[1])["methods"]}
+    assert found.keys() == set(methods.names())
+    assert found["fedper"]["shared"] == ["encoder"]
+    one = json.loads(call("methods", "fedper", "--json")[1])
+    assert {p["name"]: p["default"] for p in one["params"]}["lr"] == 0.01
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_docstring_of_a_method_fills_its_row(name):
+    row = describe(name)
+    assert all(row[key] for key in ("summary", "source", "travels", "stays", "differs", "paper"))
+    assert all(json.dumps(parameter) for parameter in parameters(name))
+
+
+def test_sections_of_a_docstring_end_where_the_next_begins():
+    doc = "X: y.\n\nSource: a\nb.\nTravels: c.\nStays: d\nDiffers from the paper: e."
+    found = [section(doc, h) for h in ("Source", "Travels", "Stays", "Differs from the paper")]
+    assert found == ["a b.", "c.", "d", "e."]
+
+
+def test_table_of_the_readme_is_what_the_methods_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_table(text) == text, "renew it: headwater methods --readme README.md"
+    between = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert re.findall(r"^\| `(\w+)` \|", between, re.MULTILINE) == list(methods.names())
+
+
+def test_table_goes_only_between_its_marks():
+    with pytest.raises(UsageError, match="expected a line"):
+        with_table("# Headwater\n")
+    made = with_table(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    assert made.startswith(f"before\n{MARKS[0]}\n| method |")
+    assert made.endswith(f"|\n{MARKS[1]}\nafter\n")
+    assert "old" not in made
+
+
+def test_doctor_says_what_is_here(call):
+    found = json.loads(call("doctor", "--json")[1])
+    assert found["numpy"] == np.__version__
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert re.search(rf"^numpy +{re.escape(np.__version__)}", out, re.MULTILINE)
+
+
+def test_tables_in_a_pipe_are_neither_cut_nor_wrapped_nor_taken_for_markup(capsys):
+    long = "[bold]" + "x" * 150
+    show(table("t", ("name", "acc.personal"), [(long, 0.5), ("b", None)]), "a line " * 40)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split() == [long, "0.500"]
+    assert lines[4].split() == ["b", "–"]
+    assert lines[5].strip() == ("a line " * 40).strip()
+
+
+@pytest.mark.parametrize("count, words", [(999, "999 B"), (1500, "1.5 kB"), (2_500_000, "2.5 MB"), (3e9, "3.0 GB")])
+def test_sizes_are_in_decimal_units(count, words):
+    assert size(count) == words
+
+
+def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("coordinator.cli.follow.time.monotonic", lambda: now[0])
+    assert not console.is_terminal
+    lines = _Lines("run-0001")
+    record = RunRecord("run-0001", {"rounds": 2})
+    lines(record, "round 1: 0 of 2 updates are here (from a, b)")
+    lines.still()  # not yet worth a word
+    now[0] = 5.0
+    lines.still()
+    lines.still()  # said once
+    lines(RunRecord("run-0001", {"rounds": 2}, round=1), "round 2: 0 of 2 updates are here (from a, b)")
+    assert capsys.readouterr().err.splitlines() == [
+        "run-0001: 2 rounds are asked for",
+        "run-0001: waits: round 1: 0 of 2 updates are here (from a, b)",
+        "run-0001: round 1 of 2 is closed",
+    ]

@@ -1,0 +1,225 @@
+"""The end of a run: export, release to head-tier devices, summary; and devices that come later, fail, or lose a message."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+from federation_harness import Federation, Killed, lose
+
+from coordinator import finish
+from edge_agent.errors import BundleDamaged, ExportRejected
+from edge_agent.wire import messages as wire
+from edge_agent.wire.tensors import encode
+
+EXPORT = {"export": {"after_run": True}}
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """Exports that write 200 kB and say so; the list holds the runs."""
+    made = []
+
+    def fake(loop, path):
+        made.append(loop.run)
+        path.write_bytes(loop.run.encode() * 20_000)
+        parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
+        return SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint(loop.run), parity=parity))
+
+    monkeypatch.setattr(finish, "export_run", fake)
+    return made
+
+
+def fingerprint(run):
+    return hashlib.sha256(run.encode()).hexdigest()
+
+
+def summary(fed):
+    return fed.state.run(fed.run).summary()
+
+
+def test_head_tier_devices_get_the_bundle_and_report(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.add("h2", tier="head")
+        fed.request(rounds=1)
+        fed.finish()
+        assert exports == [fed.run]
+        assert fed.duties["h1"].installed == fed.duties["h2"].installed == [fingerprint(fed.run)]
+        got = {agent["id"]: agent["tier"] for agent in summary(fed)["agents"]}
+        assert got == {"a0": "train", "a1": "train", "h1": "head", "h2": "head"}
+        assert summary(fed)["bundle"]["bytes"] == 160_000 + 20_000 * (len(fed.run) - 8)
+        assert fed.coordinator.roster.get("h1").fingerprint == fingerprint(fed.run)
+        bundle = fed.state.run(fed.run).folder / f"{fed.run}.hwb"
+        (entry,) = fed.entries("release_made")
+        assert entry.digest == hashlib.sha256(bundle.read_bytes()).hexdigest()
+
+
+def test_a_device_that_comes_after_the_run_gets_the_release(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        fed.add("late", tier="head")
+        fed.wait(3)
+        assert fed.duties["late"].installed == [fingerprint(fed.run)]
+
+
+def test_a_device_that_comes_after_a_restart_gets_the_release(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.add("late", tier="head")
+        fed.wait(3)
+        assert fed.duties["late"].installed == [fingerprint(fed.run)]
+
+
+def test_a_device_that_runs_the_release_already_is_left_alone(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.request(rounds=1)
+        fed.finish()
+        fed.agents["h1"].transport.cut()
+        fed.agents["h1"].transport.start()
+        fed.wait(20)
+        assert fed.duties["h1"].installed == [fingerprint(fed.run)]
+
+
+def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_reconnect(tmp_path, exports):
+    """It runs another encoder than the released one, by its own choice: it says so again, and does no work."""
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        duties = fed.duties["h1"]
+        tried = []
+
+        def install(message, path):
+            tried.append(message.fingerprint)
+            duties.fingerprint = "f" * 64
+            return wire.Report(run=message.run, samples=5, fingerprint="f" * 64, metrics={"rolled_back": 1.0})
+
+        duties.install = install
+        fed.request(rounds=1)
+        fed.finish()
+        for _ in range(3):
+            fed.agents["h1"].transport.cut()
+            fed.agents["h1"].transport.start()
+            fed.wait(3)
+        assert tried == [fingerprint(fed.run)]
+
+
+@pytest.mark.parametrize("kind", ["Install", "Report"])
+def test_a_lost_message_of_a_release_costs_a_heartbeat_not_the_deadline(tmp_path, exports, kind):
+    with Federation(tmp_path, agents=1, heartbeat_s=5, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.settle()
+        sender = fed.coordinator.transport if kind == "Install" else fed.agents["h1"].transport
+        lost = lose(sender, lambda message: type(message).__name__ == kind)
+        fed.request(rounds=1)
+        assert fed.finish() < 15
+        assert len(lost) == 1
+        assert [agent["id"] for agent in summary(fed)["agents"]] == ["a0", "h1"]
+
+
+def test_a_device_that_cannot_install_is_not_waited_for_and_its_fault_is_in_the_summary(tmp_path, exports):
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+
+        def install(message, path):
+            raise BundleDamaged("golden features differ")
+
+        fed.duties["h1"].install = install
+        fed.request(rounds=1)
+        assert fed.finish() < 1
+        assert summary(fed)["faults"] == {"h1": "BundleDamaged: golden features differ"}
+        assert fed.record.status == "finished"
+
+
+def test_a_device_that_vanishes_during_the_release_does_not_hold_the_run(tmp_path, exports):
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head", seconds=60)
+        fed.request(rounds=1)
+        fed.until(lambda: fed.entries("release_made"))
+        fed.wait(1)
+        fed.kill("h1")
+        assert fed.finish() < 4
+
+
+def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(tmp_path, monkeypatch):
+    def fails(loop, path):
+        raise ExportRejected("parity 0.3 is above 0.001")
+
+    monkeypatch.setattr(finish, "export_run", fails)
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert summary(fed)["bundle"] is None
+        assert "parity 0.3" in summary(fed)["bundle_why_not"]
+        assert fed.entries("release_made") == []
+
+
+def test_an_export_that_breaks_is_a_rejected_export_too(tmp_path, monkeypatch):
+    def breaks(loop, path):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(finish, "export_run", breaks)
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert "no such operator" in summary(fed)["bundle_why_not"]
+
+
+def test_a_method_that_shares_no_encoder_releases_nothing_and_says_why(tmp_path, exports):
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.request("local", rounds=1)
+        fed.finish()
+        assert exports == []
+        assert summary(fed)["bundle_why_not"] == "method 'local' shares no encoder"
+
+
+def test_the_summary_says_what_was_asked_for_and_what_came_out(tmp_path):
+    with Federation(tmp_path, agents=2) as fed:
+        fed.request(rounds=2, seed=7)
+        fed.finish()
+        said = summary(fed)
+        assert (said["run_id"], said["method"], said["rounds"], said["seed"]) == (fed.run, "fedavg", 2, 7)
+        encoder = {name: array for name, array in fed.final.items() if name.startswith("encoder.")}
+        assert said["encoder_sha256"] == hashlib.sha256(encode(encoder)).hexdigest()
+        assert said["bundle_why_not"] == "export.after_run is false"
+        assert fed.state.run(fed.run).report_path.exists()
+
+
+def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypatch, exports):
+    real, died = finish.export_run, []
+
+    def dies_once(loop, path):
+        if not died:
+            died.append(True)
+            raise Killed
+        return real(loop, path)
+
+    monkeypatch.setattr(finish, "export_run", dies_once)
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.request(rounds=1)
+        fed.until(lambda: fed.coordinator is None)
+        fed.start_coordinator()
+        fed.finish()
+        assert fed.duties["h1"].installed == [fingerprint(fed.run)]
+        assert [agent["id"] for agent in summary(fed)["agents"]] == ["a0", "a1", "h1"]
+
+
+def test_old_checkpoints_and_updates_go_and_releases_stay(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        first = fed.request(rounds=3)
+        fed.finish()
+        second = fed.request(rounds=3, seed=1)
+        fed.finish()
+        kept = {path.name for path in fed.state.blobs.folder.iterdir() if path.is_file()}
+        checkpoints = fed.state.journal.checkpoints()
+        releases = {entry.digest for entry in fed.state.journal.entries(kinds=("release_made",))}
+        assert set(checkpoints) == {first, second}
+        assert kept == {*checkpoints.values(), *releases}

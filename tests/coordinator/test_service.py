@@ -1,0 +1,147 @@
+"""The coordinator as a service: what it says of itself, and troubles that must not end it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from federation_harness import WIDE_TASK, Federation, Stranger
+
+from edge_agent.wire import messages as wire
+
+
+def status_file(fed):
+    return json.loads((fed.config.state / "status.json").read_bytes())
+
+
+def test_the_status_says_what_is_waited_for_whom_and_until_when(tmp_path):
+    with Federation(tmp_path, agents=(), round={"deadline_s": 100}, cohort={"min_agents": 2}) as fed:
+        fed.wait(2)
+        assert status_file(fed)["waiting"]["for"] == "a run is requested ('headwater run')"
+        fed.add("a0", seconds=1)
+        fed.add("slow", seconds=50)
+        fed.request(rounds=1)
+        fed.wait(10)
+        found = status_file(fed)
+        assert found["run"]["accepted"] == ["a0"]
+        assert found["waiting"]["whom"] == ["slow"]
+        assert found["waiting"]["for"] == "round 1: 1 of 2 updates are here"
+        assert found["waiting"]["seconds_left"] == pytest.approx(90, abs=3)
+        assert {agent["id"]: agent["present"] for agent in found["agents"]} == {"a0": True, "slow": True}
+
+
+def test_runs_are_done_one_after_the_other_in_the_order_in_which_they_were_asked_for(tmp_path):
+    with Federation(tmp_path) as fed:
+        runs = [fed.request(rounds=1, seed=seed) for seed in range(3)]
+        fed.finish()
+        finished = [entry.run for entry in fed.state.journal.entries(kinds=("run_finished",))]
+        assert finished == runs
+
+
+def test_each_start_has_a_higher_epoch(tmp_path):
+    with Federation(tmp_path, agents=1) as fed:
+        fed.settle()
+        epochs = [fed.agents["a0"].epoch]
+        for _ in range(3):
+            fed.kill_coordinator()
+            fed.start_coordinator()
+            fed.settle()
+            epochs.append(fed.agents["a0"].epoch)
+        assert epochs == sorted(set(epochs))
+
+
+def test_an_agent_that_the_coordinator_does_not_know_is_asked_who_it_is(tmp_path):
+    with Federation(tmp_path, agents=0) as fed:
+        stranger = Stranger(fed, "a7")
+        stranger.say(wire.Heartbeat())
+        fed.settle()
+        assert stranger.heard(wire.Who)
+        stranger.hello()
+        stranger.say(wire.Heartbeat())
+        fed.settle()
+        assert not stranger.heard(wire.Who)
+
+
+def test_a_goodbye_takes_an_agent_off_the_list_at_once(tmp_path):
+    with Federation(tmp_path, agents=2) as fed:
+        fed.settle()
+        fed.agents["a0"].close()
+        fed.settle()
+        assert fed.coordinator.roster.present() == ["a1"]
+
+
+def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
+    """Writes fail while the update comes in; when there is space again it comes in after all."""
+    with Federation(tmp_path, agents=(), task=WIDE_TASK, cohort={"min_agents": 1}) as fed:
+        agent = Stranger(fed, "a0")
+        agent.hello()
+        fed.request(rounds=1)
+        fed.settle()
+        blob = agent.offer(fed.final)
+        fed.settle()
+        real = os.pwrite
+
+        def full(*arguments):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        agent.send(blob)
+        fed.settle()
+        assert fed.coordinator.ignored
+        assert {key.rpartition(" ")[2] for key in fed.coordinator.ignored} <= {"OSError", "ChunkError"}
+        assert not [r for r in agent.heard(wire.Receipt) if r.accepted]
+        monkeypatch.setattr(os, "pwrite", real)
+        fed.clock.now += 2
+        assert agent.deliver(fed.final).accepted
+
+
+def test_a_full_disk_at_the_checkpoint_fails_the_run_with_the_reason(tmp_path, monkeypatch):
+    from coordinator import store
+
+    real = store.write_atomic
+
+    def full(path, data, **options):
+        if path.parent.name == "blobs":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data, **options)
+
+    with Federation(tmp_path) as fed:
+        monkeypatch.setattr(store, "write_atomic", full)
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "No space left" in fed.record.outcome["reason"]
+        monkeypatch.setattr(store, "write_atomic", real)
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+
+
+def test_a_status_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
+    from coordinator import service
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(service, "write_atomic", full)
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+
+
+def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_path, monkeypatch, caplog):
+    with Federation(tmp_path) as fed:
+        def broken(*arguments):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(fed.coordinator.distributor, "progress", broken)
+        Stranger(fed, "x").say(wire.Progress(digest="0" * 64, seen=1))
+        fed.settle()
+        assert fed.coordinator.ignored == {"x: ZeroDivisionError": 1}
+        assert "message_broke" in caplog.text
+        fed.request(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from edge_agent.agent.downloads import Downloads
+from edge_agent.errors import ChunkError
+from edge_agent.wire.cache import BlobCache
+from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S
+from edge_agent.wire.messages import Have, Progress, Want
+
+
+class Bench:
+    def __init__(self, folder):
+        self.now, self.said, self.listening = 0.0, [], []
+        self.cache = BlobCache(folder, 1 << 20)
+        self.downloads = Downloads(
+            self.cache, self.said.append, self.listening.append, self.listening.remove, lambda: self.now
+        )
+
+    def heard(self):
+        found, self.said[:] = list(self.said), []
+        return found
+
+    def begin(self, blob):
+        self.downloads.fetch((blob.ref,))
+        self.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
+
+    def frame(self, blob, index):
+        self.downloads.frame(decode_frame(blob.frame(index)))
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path / "cache")
+
+
+@pytest.fixture
+def blob():
+    return Outgoing.of(bytes(range(256)) * 20, 1000)
+
+
+def test_nothing_is_asked_for_before_it_can_be_heard(bench, blob):
+    bench.downloads.fetch((blob.ref,))
+    assert bench.heard() == []
+    assert bench.listening == [blob.ref.digest]
+    bench.now += 10
+    bench.downloads.tick()
+    assert bench.heard() == []
+    bench.downloads.listening(("fl/1/home/b/0000000000000000",))
+    assert bench.heard() == []
+    bench.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
+    assert bench.heard() == [Want(digest=blob.ref.digest, ranges=((0, 6),))]
+
+
+def test_all_chunks_make_the_blob_and_it_is_said_to_be_here(bench, blob):
+    bench.begin(blob)
+    bench.heard()
+    for index in (5, 0, 3, 3, 1, 4, 2):
+        assert not bench.downloads.has_all((blob.ref,))
+        bench.frame(blob, index)
+    assert bench.downloads.has_all((blob.ref,))
+    assert bench.cache.read(blob.ref.digest) == bytes(range(256)) * 20
+    assert bench.heard()[-1] == Have(digest=blob.ref.digest)
+    assert bench.listening == []
+
+
+def test_what_is_in_the_cache_is_not_asked_for(bench):
+    blob = Outgoing.of(b"already here")
+    bench.cache.put(b"already here")
+    bench.downloads.fetch((blob.ref,))
+    assert bench.heard() == [Have(digest=blob.ref.digest)]
+    assert bench.listening == []
+
+
+def test_silence_makes_it_ask_again_for_what_is_missing(bench, blob):
+    bench.begin(blob)
+    for index in (0, 1, 4):
+        bench.frame(blob, index)
+    bench.heard()
+    bench.now += IDLE_S
+    bench.downloads.tick()
+    assert bench.heard() == [Want(digest=blob.ref.digest, ranges=((2, 4), (5, 6)))]
+
+
+def test_progress_is_reported_so_that_the_sender_goes_on(bench, blob):
+    bench.begin(blob)
+    bench.frame(blob, 0)
+    bench.frame(blob, 1)
+    bench.heard()
+    bench.now += REPORT_AFTER_S
+    bench.downloads.tick()
+    assert bench.heard() == [Progress(digest=blob.ref.digest, seen=2)]
+
+
+def test_a_restart_goes_on_where_it_was(bench, blob, tmp_path):
+    bench.begin(blob)
+    for index in (0, 1, 2):
+        bench.frame(blob, index)
+    bench.downloads.pause()
+    again = Bench(tmp_path / "cache")
+    again.begin(blob)
+    assert again.heard() == [Want(digest=blob.ref.digest, ranges=((3, 6),))]
+    for index in (3, 4, 5):
+        again.frame(blob, index)
+    assert again.downloads.has_all((blob.ref,))
+
+
+def test_a_wrong_whole_is_thrown_away_and_asked_for_again(bench, blob):
+    bench.begin(blob)
+    bench.heard()
+    for index in range(5):
+        bench.frame(blob, index)
+    wrong = replace(decode_frame(blob.frame(5)), data=bytes(120))
+    with pytest.raises(ChunkError, match="SHA-256"):
+        bench.downloads.frame(wrong)
+    assert not bench.downloads.has_all((blob.ref,))
+    bench.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
+    assert Want(digest=blob.ref.digest, ranges=((0, 6),)) in bench.heard()
+    for index in range(6):
+        bench.frame(blob, index)
+    assert bench.downloads.has_all((blob.ref,))
+
+
+def test_a_wrong_whole_is_asked_for_again_without_another_confirmation(bench, blob):
+    """The broadcast is subscribed to already: the broker need not confirm it a second time."""
+    bench.begin(blob)
+    for index in range(5):
+        bench.frame(blob, index)
+    with pytest.raises(ChunkError):
+        bench.downloads.frame(replace(decode_frame(blob.frame(5)), data=bytes(120)))
+    bench.heard()
+    assert bench.listening.count(blob.ref.digest) == 1
+
+
+def test_chunks_of_blobs_that_nobody_asked_for_are_ignored(bench, blob):
+    bench.frame(blob, 0)
+    assert bench.heard() == []
+    assert not list(bench.cache.folder.rglob("*.part"))
+
+
+def test_blobs_that_are_no_longer_needed_are_no_longer_asked_for(bench, blob):
+    """A round that closed without us: its model would be asked for every second for ever."""
+    other = Outgoing.of(b"x" * 3000, 1000)
+    bench.begin(blob)
+    bench.begin(other)
+    bench.frame(blob, 0)
+    bench.heard()
+    bench.downloads.keep_only((other.ref,))
+    assert bench.listening == [other.ref.digest]
+    bench.now += 60
+    bench.downloads.tick()
+    assert {message.digest for message in bench.heard()} == {other.ref.digest}
+    bench.begin(blob)
+    assert Want(digest=blob.ref.digest, ranges=((1, 6),)) in bench.heard(), "what had arrived was kept"
+
+
+def test_one_chunk_arriving_twice_is_one_chunk(bench):
+    blob = Outgoing.of(b"y" * 2500, 1000)
+    bench.begin(blob)
+    for _ in range(5):
+        bench.frame(blob, 0)
+    assert not bench.downloads.has_all((blob.ref,))

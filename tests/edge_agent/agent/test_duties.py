@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_agent.agent.duties import Duties
+from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.errors import DataError, MissingCapability, UnknownName
+from edge_agent.task import ImageInput, Task
+from edge_agent.wire.messages import Job
+
+TASK = Task(
+    input=ImageInput(channels=1, height=8, width=8),
+    class_names=tuple("0123456789"),
+    encoder="linear",
+    encoder_params={"feature_dim": 4},
+)
+
+
+def job(**changes):
+    fields = {"run": "run-0001", "round": 1, "rounds": 2, "seed": 3, "method": "fedper", "params": {"local_epochs": 1}}
+    return Job(**{**fields, "task": TASK, "blobs": (), "deadline_s": 60, **changes})
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(tier="train", source="digits:optdigits?n=80", **data):
+        config = AgentConfig(id="dev", state=tmp_path / "state", data=DataConfig(source=source, **data))
+        return Duties(config, tier)
+
+    return make
+
+
+def received(value=0.1):
+    return {
+        "encoder.layers.1.weight": np.full((4, 64), value, np.float32),
+        "encoder.layers.1.bias": np.zeros(4, np.float32),
+    }
+
+
+def test_a_head_tier_device_does_not_train_and_imports_nothing_for_it(make):
+    with pytest.raises(MissingCapability, match="agent 'dev' is of tier 'head' and does not train"):
+        make("head").do(job(), {})
+
+
+def test_a_training_job_leaves_the_update_in_the_outbox_and_the_rest_on_disk(make):
+    duties = make()
+    manifest = duties.do(job(), received())
+    assert duties.outbox.get() == manifest
+    assert manifest.samples == 60, "80 samples, a quarter held back"
+    kept = list((duties.config.state / "runs" / "run-0001").iterdir())
+    assert [path.name for path in kept] == ["kept-0000001.safetensors"]
+
+
+def test_doing_a_round_again_gives_the_same_bits(make):
+    duties = make()
+    first = duties.do(job(), received())
+    duties.do(job(round=2), received(0.2))
+    assert duties.do(job(), received()).blob.digest == first.blob.digest
+    assert make().do(job(), received()).blob.digest == first.blob.digest, "also in a new process"
+
+
+def test_the_report_tells_what_was_got_and_the_personal_part_is_kept(make):
+    duties = make()
+    duties.do(job(), received())
+    report = duties.do(job(purpose="finish"), received(0.2))
+    assert 0 <= report.acc_personal <= 1
+    assert 0 <= report.acc_local <= 1
+    assert report.acc_global is None, "FedPer shares no classifier"
+    assert report.samples == 60
+    assert report.torch_loaded
+    assert 10 < report.rss_mb < 10_000
+
+
+def test_a_new_run_with_another_method_does_not_reuse_the_old_session(make):
+    duties = make()
+    duties.do(job(), received())
+    head = {"head.weight": np.zeros((10, 4), np.float32), "head.bias": np.zeros(10, np.float32)}
+    manifest = duties.do(job(run="run-0002", method="fedavg"), {**received(), **head})
+    content = 4 * (4 * 64 + 4 + 40 + 10)
+    assert content < manifest.blob.size_bytes < content + 1000
+
+
+def test_a_device_without_data_says_so(make, tmp_path):
+    np.savez(tmp_path / "empty.npz", x=np.zeros((0, 8, 8), np.uint8), y=np.zeros(0, np.int64))
+    with pytest.raises(DataError, match="no samples"):
+        make(source=f"npz:{tmp_path / 'empty.npz'}?inputs=x&labels=y").do(job(), received())
+
+
+def test_a_method_that_this_release_does_not_have_is_named_with_the_nearest(make):
+    with pytest.raises(UnknownName, match="did you mean 'fedper'"):
+        make().do(job(method="fedperr"), received())
+
+
+def test_a_fresh_device_runs_no_encoder(make):
+    assert make("head").fingerprint == ""
+
+
+def test_facts_are_plain_values(make):
+    facts = make().facts()
+    assert set(facts) == {"rss_mb", "torch_loaded", "cores"}
+    assert facts["cores"] >= 1

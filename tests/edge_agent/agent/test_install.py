@@ -1,0 +1,240 @@
+"""A new encoder on a head-tier device: the better pair stays, whatever happens on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent import data
+from edge_agent.agent import install as module
+from edge_agent.agent.duties import Duties
+from edge_agent.agent.install import install_bundle
+from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.errors import BundleDamaged, BundleError, DataError
+from edge_agent.encoder import Encoder
+from edge_agent.personalize import features_of, load_head
+from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.messages import Install
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AgentConfig(
+        id="dev",
+        state=tmp_path / "state",
+        data=DataConfig(source="digits:optdigits?n=200"),
+        head=HeadConfig(name="prototype", precision="fp32"),
+    )
+
+
+def order(made, fingerprint=None):
+    ref = Outgoing.of(made.path.read_bytes()).ref
+    return Install(run="run-0001", fingerprint=fingerprint or made.manifest.fingerprint, blob=ref)
+
+
+def running(config):
+    current = bundles.current(config.state / "bundles")
+    return None if current is None else current.manifest.fingerprint
+
+
+def score_by_hand(config):
+    """acc.personal of what is installed, worked out from the files alone."""
+    bundle = bundles.current(config.state / "bundles")
+    saved = load_head(config.state / "head", bundle)
+    task = bundle.manifest.task
+    samples = data.load(config.data.source, task.input, task.class_names)
+    _, test = data.split(samples, config.data.test_fraction, config.data.seed)
+    rows = features_of(bundle, test, Encoder.open(bundle, "fp32", 1), None)
+    return float((saved.head.predict_proba(rows).argmax(1) == test.labels).mean())
+
+
+def test_the_first_bundle_is_installed_with_a_head_fitted_on_it(config, make_bundle):
+    made = make_bundle()
+    report = install_bundle(config, order(made), made.path)
+    assert running(config) == report.fingerprint == made.manifest.fingerprint
+    assert report.head == "prototype"
+    assert report.acc_personal == pytest.approx(score_by_hand(config))
+    assert report.samples == 150
+    assert report.metrics["rolled_back"] == 0.0
+
+
+def test_a_better_pair_replaces_the_old_one(config, make_bundle):
+    poor, good = make_bundle("poor.hwb", dim=2, seed=1), make_bundle("good.hwb", dim=48, seed=2)
+    first = install_bundle(config, order(poor), poor.path)
+    second = install_bundle(config, order(good), good.path)
+    assert second.acc_personal > first.acc_personal
+    assert running(config) == good.manifest.fingerprint
+    assert second.acc_personal == pytest.approx(score_by_hand(config))
+
+
+def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle):
+    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    first = install_bundle(config, order(good), good.path)
+    before = {path.name: path.read_bytes() for path in (config.state / "head").iterdir()}
+    report = install_bundle(config, order(poor), poor.path)
+    assert report.metrics["rolled_back"] == 1.0
+    assert report.fingerprint == running(config) == good.manifest.fingerprint
+    assert report.acc_personal == pytest.approx(first.acc_personal), "what it runs, not what it refused"
+    assert {path.name: path.read_bytes() for path in (config.state / "head").iterdir()} == before
+    assert score_by_hand(config) == pytest.approx(first.acc_personal)
+
+
+def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
+    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    lenient = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": -1.0})})
+    install_bundle(lenient, order(good), good.path)
+    report = install_bundle(lenient, order(poor), poor.path)
+    assert report.metrics["rolled_back"] == 0.0
+    assert running(lenient) == poor.manifest.fingerprint
+
+
+@pytest.fixture
+def installed(config, make_bundle):
+    made = make_bundle("good.hwb", dim=48, seed=2)
+    install_bundle(config, order(made), made.path)
+    return made
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("where", [0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+def test_a_damaged_bundle_keeps_the_old_pair_byte_for_byte(config, make_bundle, installed, where):
+    new = make_bundle("new.hwb", dim=24, seed=5)
+    data = bytearray(new.path.read_bytes())
+    data[int(where * len(data))] ^= 0x40
+    new.path.write_bytes(data)
+    before = files(config.state / "head")
+    with pytest.raises(BundleError):
+        install_bundle(config, order(new), new.path)
+    assert running(config) == installed.manifest.fingerprint
+    assert files(config.state / "head") == before
+
+
+def test_a_bundle_that_computes_something_else_here_keeps_the_old_pair(config, make_bundle, installed):
+    new = make_bundle("new.hwb", seed=5, golden_error=0.5)
+    with pytest.raises(BundleError):
+        install_bundle(config, order(new), new.path)
+    assert running(config) == installed.manifest.fingerprint
+
+
+def test_another_encoder_than_the_announced_one_is_refused(config, make_bundle, installed):
+    new = make_bundle("new.hwb", seed=5)
+    with pytest.raises(BundleDamaged, match="announced was"):
+        install_bundle(config, order(new, "a" * 64), new.path)
+    assert running(config) == installed.manifest.fingerprint
+
+
+def test_a_refit_that_fails_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
+    def fails(*arguments, **options):
+        raise DataError("all labels are gone")
+
+    monkeypatch.setattr(module, "personalize", fails)
+    new = make_bundle("new.hwb", seed=5)
+    with pytest.raises(DataError):
+        install_bundle(config, order(new), new.path)
+    assert running(config) == installed.manifest.fingerprint
+    assert score_by_hand(config) > 0.3
+
+
+def test_a_refit_that_breaks_in_any_way_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
+    """Not only errors of ours: an encoder without its head must never be what runs."""
+
+    def breaks(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(module, "personalize", breaks)
+    new = make_bundle("new.hwb", seed=5)
+    with pytest.raises(MemoryError):
+        install_bundle(config, order(new), new.path)
+    assert running(config) == installed.manifest.fingerprint
+
+
+def test_a_first_refit_that_fails_leaves_no_encoder_without_a_head(config, make_bundle, monkeypatch):
+    def fails(*arguments, **options):
+        raise DataError("all labels are gone")
+
+    monkeypatch.setattr(module, "personalize", fails)
+    new = make_bundle("new.hwb", seed=5)
+    with pytest.raises(DataError):
+        install_bundle(config, order(new), new.path)
+    assert running(config) is None
+
+
+def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
+    """The disk is full at the last step: encoder and head are switched together or not at all."""
+    from edge_agent import personalize
+
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(personalize.Result, "save", full)
+    new = make_bundle("new.hwb", dim=96, seed=6)
+    with pytest.raises(OSError, match="No space"):
+        install_bundle(config, order(new), new.path)
+    assert running(config) == installed.manifest.fingerprint
+    assert score_by_hand(config) > 0.3
+
+
+def test_a_damaged_old_head_does_not_stand_in_the_way(config, make_bundle, installed):
+    for path in (config.state / "head").iterdir():
+        path.write_bytes(b"x")
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
+    report = install_bundle(config, order(poor), poor.path)
+    assert report.fingerprint == running(config) == poor.manifest.fingerprint
+
+
+def test_a_duty_tells_the_running_fingerprint_from_then_on(config, make_bundle):
+    duties = Duties(config, "head")
+    made = make_bundle()
+    report = duties.install(order(made), made.path)
+    assert duties.fingerprint == report.fingerprint == made.manifest.fingerprint
+    assert duties.samples == 150
+    assert report.rss_mb > 10
+    assert Duties(config, "head").fingerprint == made.manifest.fingerprint, "also after a restart"
+
+
+def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle):
+    """The linear encoder can be worked out with numpy: the installed pair scores what numpy scores."""
+    made = make_bundle(dim=24, seed=3)
+    report = install_bundle(config, order(made), made.path)
+    task = made.manifest.task
+    samples = data.load(config.data.source, task.input, task.class_names)
+    train, test = data.split(samples, config.data.test_fraction, config.data.seed)
+    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    answers = saved.head.predict_proba(made.features(test.inputs)).argmax(1)
+    assert float(np.mean(answers == test.labels)) == pytest.approx(report.acc_personal, abs=0.021)
+    assert len(train) == report.samples
+
+
+def current_folder(config):
+    return bundles.current(config.state / "bundles").folder
+
+
+BREAKS = {
+    "the head is of another encoder": lambda config, other: other.save(config.state / "head"),
+    "the head is gone": lambda config, _: [path.unlink() for path in (config.state / "head").iterdir()],
+    "the head is torn": lambda config, _: [path.write_bytes(b"{") for path in (config.state / "head").glob("*.json")],
+    "the encoder is damaged": lambda config, _: (current_folder(config) / "encoder.onnx").write_bytes(b"x"),
+    "the pointer is torn": lambda config, _: (config.state / "bundles" / "current.json").write_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config, make_bundle, installed, case):
+    """Killed between two writes, or failing flash memory: the coordinator then offers its release again."""
+    other = make_bundle("other.hwb", dim=8, seed=9)
+    samples = data.load(config.data.source, other.manifest.task.input, other.manifest.task.class_names)
+    folder = config.state.parent / "elsewhere"
+    bundle = bundles.install(other.path, folder)
+    result = module.personalize(bundle, samples, "prototype", {}, encoder=Encoder.open(bundle, "fp32", 1))
+    assert Duties(config, "head").fingerprint == installed.manifest.fingerprint
+    BREAKS[case](config, result)
+    duties = Duties(config, "head")
+    assert duties.fingerprint == ""
+    if case != "the pointer is torn":
+        report = duties.install(order(installed), installed.path)
+        assert report.fingerprint == duties.fingerprint == installed.manifest.fingerprint
+        assert score_by_hand(config) == pytest.approx(report.acc_personal)

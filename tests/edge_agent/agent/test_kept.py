@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_agent.agent.kept import GENERATIONS, KeptFiles
+from edge_agent.errors import StateError
+
+
+def arrays(value):
+    return {"head.weight": np.full((2, 3), value, np.float32)}, {"n": np.array([value], np.int64)}
+
+
+@pytest.fixture
+def files(tmp_path):
+    return KeptFiles(tmp_path / "runs" / "run-0001")
+
+
+def value_before(files, number):
+    personal, memory = files.before(number)
+    if not personal:
+        return None
+    assert personal["head.weight"].shape == (2, 3)
+    assert memory["n"] == personal["head.weight"][0, 0]
+    return int(memory["n"][0])
+
+
+def test_a_round_starts_from_the_newest_earlier_one(files):
+    assert value_before(files, 1) is None
+    files.write(1, *arrays(10))
+    files.write(2, *arrays(20))
+    assert value_before(files, 2) == 10
+    assert value_before(files, 3) == 20
+
+
+def test_doing_a_round_again_starts_from_the_same_place(files):
+    """Round 2 is done, the update is lost, round 2 is asked for again: not from its own result."""
+    files.write(1, *arrays(10))
+    files.write(2, *arrays(20))
+    assert value_before(files, 2) == 10
+    files.write(2, *arrays(20))
+    assert value_before(files, 2) == 10
+
+
+def test_missed_rounds_are_bridged(files):
+    files.write(3, *arrays(30))
+    assert value_before(files, 50) == 30
+    assert value_before(files, 3) is None
+
+
+def test_only_the_last_generations_stay_on_disk(files):
+    for number in range(1, 8):
+        files.write(number, *arrays(number))
+    assert len(list(files.folder.iterdir())) == GENERATIONS
+    assert value_before(files, 7) == 6
+
+
+def test_names_with_dots_and_both_kinds_come_back_apart(files):
+    files.write(1, {"memory.x": np.zeros(2), "a.b.c": np.ones(1)}, {"personal.y": np.ones(3)})
+    personal, memory = files.before(2)
+    assert set(personal) == {"memory.x", "a.b.c"}
+    assert set(memory) == {"personal.y"}
+
+
+def test_a_damaged_file_is_said_to_be_damaged_and_what_to_do(files):
+    files.write(1, *arrays(1))
+    files.write(2, *arrays(2))
+    newest = max(files.folder.iterdir())
+    newest.write_bytes(newest.read_bytes()[:-5])
+    with pytest.raises(StateError, match="damaged .* remove it to go on from an earlier round"):
+        files.before(3)
+    newest.unlink()
+    assert value_before(files, 3) == 1

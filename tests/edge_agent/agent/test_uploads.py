@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from edge_agent.agent.uploads import OFFER_AGAIN_S, Outbox, Uploads
+from edge_agent.errors import ChunkError
+from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
+from edge_agent.wire.messages import Ack, Grant, Receipt, UpdateManifest
+from edge_agent.wire.tensors import decode
+
+
+def tensors(value=1.0, size=4):
+    return {"encoder.weight": np.full(size, value, np.float32)}
+
+
+def put(outbox, value=1.0, *, number=1, size=4):
+    return outbox.put(tensors(value, size), run="run-0001", round_number=number, samples=9, metrics={"loss": 0.5})
+
+
+@pytest.fixture
+def outbox(tmp_path):
+    return Outbox(tmp_path / "outbox")
+
+
+def test_what_is_put_is_there_for_the_next_process(outbox):
+    manifest = put(outbox)
+    again = Outbox(outbox.folder)
+    assert again.get() == manifest
+    assert (manifest.run, manifest.round, manifest.samples) == ("run-0001", 1, 9)
+    np.testing.assert_array_equal(decode(again.path_of(manifest.blob.digest).read_bytes())["encoder.weight"], 1.0)
+
+
+def test_an_empty_outbox_has_nothing(outbox):
+    assert outbox.get() is None
+
+
+def test_a_newer_update_replaces_the_older_one_on_disk_too(outbox):
+    put(outbox, 1.0)
+    newer = put(outbox, 2.0, number=2)
+    assert outbox.get() == newer
+    assert len(list(outbox.folder.iterdir())) == 2, "one note, one file"
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped bit": lambda outbox, path: flipped(path),
+    "a cut file": lambda outbox, path: path.write_bytes(path.read_bytes()[:-3]),
+    "an empty file": lambda outbox, path: path.write_bytes(b""),
+    "no file": lambda outbox, path: path.unlink(),
+    "a torn note": lambda outbox, path: outbox.note.write_bytes(outbox.note.read_bytes()[:20]),
+    "a note that is no object": lambda outbox, path: outbox.note.write_bytes(b"[1]"),
+    "a note of another program": lambda outbox, path: outbox.note.write_text(json.dumps({"x": 1})),
+    "a note with an impossible digest": lambda outbox, path: outbox.note.write_text(
+        outbox.note.read_text().replace(path.stem.removeprefix("update-"), "../../../etc/passwd")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_outbox_is_empty_and_takes_the_next_update(outbox, damage):
+    manifest = put(outbox)
+    DAMAGES[damage](outbox, outbox.path_of(manifest.blob.digest))
+    assert Outbox(outbox.folder).get() is None
+    assert not outbox.note.exists()
+    newer = put(outbox, 2.0)
+    assert Outbox(outbox.folder).get() == newer
+
+
+def test_forgetting_an_old_update_leaves_the_new_one_alone(outbox):
+    """The receipt of round 1 arrives while the worker's thread has just written round 2."""
+    older = put(outbox, 1.0)
+    newer = put(outbox, 2.0, number=2)
+    outbox.forget(older.blob.digest)
+    assert outbox.get() == newer
+
+
+class Bench:
+    """Uploads with lists in place of a network."""
+
+    def __init__(self, outbox):
+        self.now, self.said, self.frames = 0.0, [], []
+        self.outbox = outbox
+        self.uploads = Uploads(outbox, self.said.append, self.frames.append, lambda: self.now)
+
+    def sent(self):
+        found = [decode_frame(frame).index for frame in self.frames]
+        self.frames.clear()
+        return found
+
+
+@pytest.fixture
+def bench(outbox):
+    return Bench(outbox)
+
+
+BIG = 5 * CHUNK_BYTES // 4 + 10
+"""Floats that take six chunks."""
+
+
+def grant(manifest, *ranges, credits=16):
+    return Grant(digest=manifest.blob.digest, credits=credits, missing=ranges)
+
+
+def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
+    manifest = put(outbox)
+    bench = Bench(outbox)
+    assert bench.uploads.holds("run-0001", 1)
+    assert not bench.uploads.holds("run-0001", 2)
+    bench.uploads.offer_again()
+    assert bench.said == [manifest]
+
+
+def test_only_what_was_granted_is_sent(bench):
+    manifest = put(bench.outbox, size=BIG)
+    bench.uploads.offer(manifest)
+    assert bench.sent() == []
+    bench.uploads.grant(grant(manifest, (1, 3), (5, 6)))
+    assert bench.sent() == [1, 2, 5]
+
+
+def test_credits_bound_what_is_under_way(bench):
+    manifest = put(bench.outbox, size=BIG)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 6), credits=2))
+    assert bench.sent() == [0, 1]
+    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=1))
+    assert bench.sent() == [2]
+    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=3))
+    assert bench.sent() == [3, 4]
+
+
+def test_a_gap_is_sent_again(bench):
+    manifest = put(bench.outbox, size=BIG)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 6)))
+    bench.sent()
+    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=5, missing=((2, 3),)))
+    assert bench.sent() == [2]
+
+
+def test_words_about_another_blob_change_nothing(bench):
+    manifest = put(bench.outbox)
+    bench.uploads.offer(manifest)
+    other = "0" * 64
+    bench.uploads.grant(Grant(digest=other, credits=4, missing=((0, 1),)))
+    bench.uploads.ack(Ack(digest=other, received=3))
+    assert bench.uploads.receipt(Receipt(digest=other, accepted=True)) is None
+    assert bench.sent() == []
+    assert bench.uploads.holds("run-0001", 1)
+
+
+@pytest.mark.parametrize("ranges", [((0, 7),), ((6, 7),), ((-1, 2),), ((3, 3),), ((4, 2),)])
+def test_ranges_outside_the_blob_are_refused(bench, ranges):
+    manifest = put(bench.outbox, size=BIG)
+    bench.uploads.offer(manifest)
+    with pytest.raises(ChunkError):
+        bench.uploads.grant(grant(manifest, *ranges))
+    bench.uploads.grant(grant(manifest, (0, 1)))
+    assert bench.sent() == [0]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_receipt_of_either_kind_ends_it(bench, accepted):
+    manifest = put(bench.outbox)
+    bench.uploads.offer(manifest)
+    assert bench.uploads.receipt(Receipt(digest=manifest.blob.digest, accepted=accepted)) == manifest
+    assert not bench.uploads.holds("run-0001", 1)
+    assert bench.outbox.get() is None
+
+
+def test_a_late_receipt_does_not_touch_what_was_written_since(bench):
+    """As above, through the uploads: round 2 is on disk and not yet offered when the receipt of round 1 comes."""
+    older = put(bench.outbox, 1.0)
+    bench.uploads.offer(older)
+    newer = put(bench.outbox, 2.0, number=2)
+    bench.uploads.receipt(Receipt(digest=older.blob.digest, accepted=False, reason="late"))
+    bench.uploads.offer(newer)
+    bench.uploads.grant(grant(newer, (0, 1)))
+    assert bench.sent() == [0]
+
+
+def test_silence_makes_it_say_again(bench):
+    manifest = put(bench.outbox)
+    bench.uploads.offer(manifest)
+    for _ in range(3):
+        bench.now += OFFER_AGAIN_S - 0.1
+        bench.uploads.tick()
+        assert bench.said.pop() == manifest
+        assert bench.said == []
+        bench.now += 0.1
+        bench.uploads.tick()
+    assert all(isinstance(message, UpdateManifest) for message in bench.said)
+
+
+def test_a_file_that_is_gone_is_dropped_so_that_it_can_be_computed_again(bench):
+    manifest = put(bench.outbox)
+    bench.uploads.offer(manifest)
+    bench.outbox.path_of(manifest.blob.digest).unlink()
+    bench.uploads.grant(grant(manifest, (0, 1)))
+    assert not bench.uploads.holds("run-0001", 1)
+    assert bench.sent() == []
+
+
+def test_a_round_that_is_over_drops_its_update_and_no_other(bench):
+    bench.uploads.offer(put(bench.outbox))
+    bench.uploads.drop("run-0001", 2)
+    bench.uploads.drop("run-0002", 1)
+    assert bench.uploads.holds("run-0001", 1)
+    bench.uploads.drop("run-0001", 1)
+    assert not bench.uploads.holds("run-0001", 1)

@@ -1,0 +1,131 @@
+"""``edge-agent run``, ``status`` and what all its commands have in common: help, mistakes, exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from edge_agent.cli import COMMANDS, main
+from edge_agent.store import folder_lock, write_json
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    root, logger = logging.getLogger(), logging.getLogger("edge_agent")
+    handlers, level = root.handlers[:], logger.level
+    yield
+    root.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """An agent whose broker is not there."""
+    path = tmp_path / "agent.toml"
+    path.write_text(
+        'id = "porch"\ntier = "head"\nstate = "state"\n\n[broker]\nurl = "mqtt://127.0.0.1:1"\n\n'
+        '[data]\nsource = "digits:rendered?n=20"\n'
+    )
+    return path
+
+
+def help_of(command: str, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_that_parses(command, capsys):
+    from edge_agent.cli import _parser
+
+    said = help_of(command, capsys)
+    assert "--json" in said
+    example = re.search(rf"^example:\n  edge-agent ({command}\b.*)$", said, re.MULTILINE)
+    assert example, said
+    words = example[1].split()
+    assert _parser(words).parse_args(words).command == command
+
+
+def test_help_lists_all_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(re.search(rf"^ +{command} +\w", said, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["rnu"], ["run", "--confg", "x"], []])
+def test_wrong_usage_exits_with_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_missing_configuration_is_told(tmp_path, capsys):
+    assert main(["run", "--config", str(tmp_path / "agent.toml")]) == 2
+    said = capsys.readouterr()
+    assert "agent.toml" in said.err
+    assert said.out == ""
+
+
+def test_all_mistakes_of_a_configuration_are_told_at_once(config, capsys):
+    config.write_text(config.read_text() + '[haed]\nname = "lr"\n[training]\nthreads = -1\n')
+    assert main(["run", "--config", str(config)]) == 2
+    said = capsys.readouterr().err
+    assert "haed: unknown key; did you mean 'head'?" in said
+    assert "training.threads = -1" in said
+
+
+def test_typo_in_the_kind_of_data_is_told_at_start_not_in_the_first_round(config, capsys):
+    config.write_text(config.read_text().replace("digits:", "digit:"))
+    assert main(["run", "--config", str(config), "--no-wait"]) == 2
+    assert "did you mean 'digits'?" in capsys.readouterr().err
+
+
+def test_broker_away_without_waiting_exits_with_75(config, capsys):
+    assert main(["run", "--config", str(config), "--no-wait"]) == 75
+    said = capsys.readouterr()
+    assert "mqtt://127.0.0.1:1" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_error_with_json_is_one_object(config, capsys):
+    assert main(["run", "--config", str(config), "--no-wait", "--json"]) == 75
+    found = json.loads(capsys.readouterr().out)["error"]
+    assert (found["kind"], found["exit_code"]) == ("BrokerAway", 75)
+
+
+def test_second_agent_on_a_state_folder_is_refused(config, capsys):
+    with folder_lock(config.parent / "state", "edge-agent porch"):
+        assert main(["run", "--config", str(config), "--no-wait"]) == 1
+    assert "is in use by edge-agent porch" in capsys.readouterr().err
+
+
+def test_status_of_an_agent_that_never_ran(config, capsys):
+    assert main(["status", "--config", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^id +porch$", said, re.MULTILINE)
+    assert re.search(r"^running +no$", said, re.MULTILINE)
+    assert re.search(r"^head +–$", said, re.MULTILINE)
+    assert not (config.parent / "state").exists(), "looking makes nothing"
+
+
+def test_status_tells_what_a_running_agent_wrote(config, capsys):
+    state = config.parent / "state"
+    write_json(state / "status.json", {"tier": "head", "welcomed": True, "working": False, "fingerprint": "ab"})
+    write_json(state / "head" / "head.json", {"head": "lr", "metrics": {"acc.personal": 0.9026548, "n_test": 113}})
+    with folder_lock(state, "edge-agent porch"):
+        assert main(["status", "--config", str(config)]) == 0
+        said = capsys.readouterr().out
+        assert main(["status", "--config", str(config), "--json"]) == 0
+    assert re.search(r"^running +yes$", said, re.MULTILINE)
+    assert re.search(r"^metrics +acc.personal 0.903, n_test 113$", said, re.MULTILINE)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)

@@ -1,0 +1,102 @@
+"""The examples that need no broker, run with little work; `.ci/run` runs all of them as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_agent import data
+from edge_agent.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """An example as a module; what it registers is forgotten afterwards."""
+    monkeypatch.setattr(data.registry, "_extra", {})
+
+    def loaded(name: str):
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+def test_two_agents_in_memory_train_for_the_rounds_that_were_asked_for(load, tmp_path, capsys, monkeypatch):
+    example = load("01_two_agents_in_memory")
+    monkeypatch.setattr(example, "ROUNDS", 2)
+    summary = example.federate(tmp_path)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["round 1", "round 2"]
+    assert summary["status"] == "finished"
+    assert [agent["id"] for agent in summary["agents"]] == ["agent-0", "agent-1"]
+    assert all(agent["acc"]["personal"] > 0.5 for agent in summary["agents"]), "chance is 0.1"
+
+
+def test_custom_data_source_loads_both_ways_and_explains_a_typo(load, capsys):
+    load("02_custom_data_source").main()
+    *rows, typo, hint = capsys.readouterr().out.splitlines()
+    scores = {row.split(":")[0] + row.split(":")[1].split("?")[0]: float(row.split()[-1]) for row in rows}
+    assert len(scores) == 3
+    assert scores["wavescalm"] == 1.0
+    assert scores["wavescalm"] >= scores["wavesstormy"]
+    assert "1 mistake" in typo
+    assert "m: unknown key" in hint
+
+
+def test_custom_data_source_needs_no_torch():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, str(EXAMPLES / "02_custom_data_source.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_waves_refuse_options_that_make_no_sense(load):
+    example = load("02_custom_data_source")
+    data.registry.add("waves", example.Waves)
+    with pytest.raises(ConfigError, match="n = '1'"):
+        data.load("waves:calm?n=1", example.INPUT, example.CLASSES)
+
+
+def test_offline_head_beats_the_shared_classifier_on_a_style_nobody_trained_on(load, capsys, monkeypatch):
+    example = load("03_offline_head")
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    example.main()
+    said = capsys.readouterr().out
+    fit = dict(re.findall(r"^(acc\.\w+) +([\d.]+) %$", said, re.MULTILINE))
+    assert float(fit["acc.personal"]) > float(fit["acc.global"])
+    assert [line for line in said.splitlines() if line.startswith("$")] == [
+        f"$ edge-agent {word} …" for word in ("fit", "evaluate", "predict")
+    ]
+    assert len(re.findall(r"^\d +\d +[\d.]+ %$", said, re.MULTILINE)) == 3, "three predictions"
+
+
+def test_made_up_recordings_are_what_the_window_source_reads(load, tmp_path):
+    example = load("04_sensor_windows")
+    path = tmp_path / "people.npz"
+    example.made_up(path, people=2, each=1)
+    people = example.open_archive(path)
+    assert people.subjects == (0, 1)
+    samples = data.load(people.source(1))
+    # 300 samples at 50 Hz in windows of 100, each 50 on: (300 - 100) / 50 + 1 = 5 windows of each of 3 exercises.
+    assert samples.inputs.shape == (15, 6, 100)
+    assert np.bincount(samples.labels).tolist() == [5, 5, 5]
+
+
+def test_new_people_fare_better_with_a_head_of_their_own(load, tmp_path):
+    example = load("04_sensor_windows")
+    path = tmp_path / "people.npz"
+    example.made_up(path)
+    found = example.newcomers(example.open_archive(path), tmp_path, rounds=4)
+    assert sorted(found) == [5, 6]
+    for result in found.values():
+        assert result.scores.personal > result.scores.overall

@@ -1,0 +1,45 @@
+"""Real recordings of a watch, where they are at hand: an encoder of five people, personal heads for two others.
+
+The archive (7 people, 98 recordings, 7 shoulder exercises, 6 channels, 50 Hz; from the package seglearn, BSD-3) is not
+part of the project. Its place is HEADWATER_WATCH_DATA, or a folder ``shared`` beside the project.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARCHIVE = Path(os.environ.get("HEADWATER_WATCH_DATA") or ROOT.parent / "shared" / "data" / "watch_subjects_a.npz")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("example_watch", ROOT / "examples" / "04_sensor_windows.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(
+    not ARCHIVE.is_file(), reason="no recordings of a watch here; HEADWATER_WATCH_DATA names the archive"
+)
+def test_two_people_fare_better_with_heads_of_their_own_than_with_the_shared_one(example, tmp_path):
+    """Both halves of a person's recordings come from one sitting, so this says nothing about another day."""
+    people = example.open_archive(ARCHIVE)
+    found = example.newcomers(people, tmp_path)
+    assert len(found) == 2
+    for subject, result in found.items():
+        scores = result.scores
+        print(
+            f"person {subject}: acc.personal {scores.personal:.3f}, acc.global {scores.overall:.3f}, "
+            f"acc.local {scores.local:.3f}, {result.n_test} windows"
+        )
+        assert result.n_test > 200
+        assert scores.personal > scores.overall + 0.05
+        assert scores.personal > scores.local
