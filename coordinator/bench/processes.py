@@ -95,7 +95,11 @@ def module(
     command = [sys.executable, "-m", module, *map(str, arguments)]
     with log.open("wb") as words:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, env={**os.environ, **(environment or {})}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            env={**os.environ, **(environment or {})},
         )
     try:
         yield Measured(name, process, log)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from .processes import MeasuringFailed, Measured, Usage, answer, forget_peak, mo
 
 Workload = Literal["noop", "w1"]
 FEDERATION = "bench"
+BARE_BUDGET = 1.3
 START_LIMIT_S, RUN_LIMIT_S = 120.0, 1800.0
 
 
@@ -61,7 +63,7 @@ class Rounds:
     agent_cpu_s: list[float]
     agent_peak_mb: float
     plan: Plan
-    accuracy: dict[str, float] = field(default_factory=dict)
+    bare_s: float | None = None
 
     def rows(self) -> list[Row]:
         """The figures."""
@@ -72,12 +74,23 @@ class Rounds:
             Row("round, median", median(self.seconds), "s", self.plan.round_budget_s()),
             Row("round, 90 %", quantile(self.seconds, 0.9), "s"),
             Row("first round", self.first_s, "s"),
+            *self._against_bare(),
             Row("coordinator idle", self.coordinator_idle.rss_mb, "MB"),
             Row("coordinator peak above idle", above, "MB", 300.0),
             Row("coordinator CPU a round", cpu / count, "s"),
             Row("broker CPU a round", self.broker_cpu_s / count, "s"),
             Row("agent CPU a round", sum(self.agent_cpu_s) / len(self.agent_cpu_s) / count, "s"),
             Row("agent peak", self.agent_peak_mb, "MB"),
+        ]
+
+    def _against_bare(self) -> list[Row]:
+        """How much a round takes beyond its training, where that was measured."""
+        if self.bare_s is None:
+            return []
+        ratio = median(self.seconds) / self.bare_s
+        return [
+            Row("bare training on all cores", self.bare_s, "s"),
+            Row("round over bare training", ratio, "x", BARE_BUDGET),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -99,8 +112,8 @@ def broker(name: str) -> SupervisedBroker:
     return kind(federation=FEDERATION)
 
 
-def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
-    """One run of ``plan``.
+def measure(plan: Plan, broker_name: str, folder: Path, *, bare_s: float | None = None) -> Rounds:
+    """One run of ``plan``; ``bare_s`` is what its training takes without us.
 
     Raises:
         MeasuringFailed: a process ended, or nothing happened for long.
@@ -117,7 +130,7 @@ def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
             forget_peak(pid)
         run = _run(plan, folder, [host, *agents])
         after = _usages(running, host, agents)
-    return _result(plan, broker_name, run, before, after)
+    return dataclasses.replace(_result(plan, broker_name, run, before, after), bare_s=bare_s)
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,7 @@ def source(client: int, clients: int) -> str:
 
 def task() -> Task:
     """28 x 28 grey pixels, ten classes."""
-    return Task(
-        input=ImageInput(channels=1, height=28, width=28), class_names=tuple("0123456789"), encoder=ENCODER
-    )
+    return Task(input=ImageInput(channels=1, height=28, width=28), class_names=tuple("0123456789"), encoder=ENCODER)
 
 
 def register() -> None:

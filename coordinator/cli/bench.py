@@ -10,28 +10,67 @@ import typer
 
 from edge_agent.errors import UsageError
 
-from ..bench.figures import Row, caveat, machine
+from ..bench.figures import Row, caveat, machine, rounded
 from .options import Json, console, print_json, table
 
 app = typer.Typer(help="Measure this machine: transport, rounds, devices.", no_args_is_help=True)
 
 Agents = Annotated[int, typer.Option("--agents", min=1, max=64, help="Agents, each a process of its own.")]
 Payload = Annotated[str, typer.Option("--payload", help="Size of the model: 0.5MB, 45MB, 500000.")]
-BrokerName = Annotated[str, typer.Option("--broker", help="all, mosquitto or amqtt.")]
+BrokerName = Annotated[str, typer.Option("--broker", help="all (those that are installed), mosquitto or amqtt.")]
 Folder = Annotated[
     Path | None, typer.Option("--dir", help="Work on the disk of this folder; default: the system's temporary folder.")
 ]
+Rounds = Annotated[int, typer.Option("--rounds", "-r", min=2, max=10_000, help="Rounds to time.")]
+Workload = Annotated[str, typer.Option("--workload", help="noop: no training; w1: a CNN on 600 images for each agent.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Transfers, or starts, that count.")]
+
+_UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1_000_000, "GB": 1_000_000_000}
+LARGEST_BYTES = 1 << 30
+
+
+@app.command("transport")
+def transport(
+    agents: Agents = 4,
+    payload: Payload = "45MB",
+    broker: BrokerName = "all",
+    repeats: Repeats = 3,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """MB/s of a blob down to all agents and of one up from each, what it costs whom, and the ratio to plain TCP.
+
+    Example: headwater bench transport --agents 4 --payload 45MB --broker mosquitto
+    """
+    from ..bench import rounds
+    from ..bench import transport as bench
+    from ..bench.processes import scratch
+
+    size, here = size_bytes(payload), machine()
+    names = list(rounds.brokers(chosen("--broker", broker, "all", "mosquitto", "amqtt")))
+    with scratch(folder) as place:
+        found = bench.measure(agents, size, names, place, repeats)
+    note = caveat(here, "All processes share these cores and talk over loopback: no network, no loss, no TLS.")
+    if as_json:
+        print_json({**found, "machine": here, "caveat": note})
+        return
+    columns = ("broker", "direction", "MB/s", "of TCP", "CPU s broker", "coordinator", "agents", "peak MB broker")
+    cells = [_leg(leg) for leg in found["legs"]]
+    tcp = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in found["tcp_mb_per_s"].items())
+    title = f"{agents} agents, {size / 1e6:g} MB (plain TCP: {tcp})"
+    console.print(table(title, (*columns, "coordinator", "an agent"), cells, left=2))
+    console.print(note, soft_wrap=True)
 
 
 @app.command("round")
 def round_(
     agents: Agents = 4,
     payload: Payload = "0.5MB",
-    rounds: Annotated[int, typer.Option("--rounds", "-r", min=2, max=10_000, help="Rounds to time.")] = 20,
-    workload: Annotated[str, typer.Option("--workload", help="noop: no training; w1: a CNN on 600 images each.")] = "noop",
+    rounds: Rounds = 20,
+    workload: Workload = "noop",
     broker: BrokerName = "all",
     folder: Folder = None,
-    as_json: Json = False,  # noqa: FBT001 - a typer option
+    as_json: Json = False,
 ) -> None:
     """Seconds of whole rounds: broker, coordinator and agents as processes, everything synced to disk as in service.
 
@@ -41,17 +80,87 @@ def round_(
     from ..bench.bare import bare_seconds
     from ..bench.processes import scratch
 
-    plan = bench.Plan(agents, size_bytes(payload), rounds, cast("bench.Workload", chosen(workload, "noop", "w1")))
-    here = machine()
+    kind = cast("Literal['noop', 'w1']", chosen("--workload", workload, "noop", "w1"))
+    plan, here = bench.Plan(agents, size_bytes(payload), rounds, kind), machine()
+    names = list(bench.brokers(chosen("--broker", broker, "all", "mosquitto", "amqtt")))
     with scratch(folder) as place:
-        bare = bare_seconds(agents, place) if workload == "w1" else None
-        names = bench.brokers(chosen(broker, "all", "mosquitto", "amqtt"))
-        found = [bench.measure(plan, name, place / name) for name in names]
-    note = caveat(here, "All processes share these cores and talk over loopback: no network, no other machine's disk.")
+        bare = bare_seconds(agents, place) if kind == "w1" else None
+        found = [bench.measure(plan, name, place / name, bare_s=bare) for name in names]
+    note = caveat(here, "All processes share these cores, this disk and its syncs, and talk over loopback: no network.")
     if as_json:
-        shown = {"agents": agents, "payload_bytes": plan.payload_bytes, "workload": workload, "bare_s": bare}
+        shown = {"agents": agents, "payload_bytes": plan.payload_bytes, "workload": workload}
         print_json({**shown, "results": [one.as_json() for one in found], "machine": here, "caveat": note})
         return
     for one in found:
-        _show(f"{agents} agents, {workload}, {one.broker}", one.rows())
+        _show(f"{agents} agents, {workload}, {one.broker}, {rounds} rounds", one.rows())
     console.print(note, soft_wrap=True)
+
+
+@app.command("device")
+def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -> None:
+    """Memory and CPU of a device without torch: idle, with an encoder, and fitting a head. The first time takes longer.
+
+    Example: headwater bench device --json
+    """
+    from ..bench import device as bench
+    from ..bench.processes import scratch
+
+    here = machine()
+    with scratch(folder) as place:
+        rows = list(bench.rows(place, bench.default_cache(), repeats))
+    note = caveat(here, "One thread for each figure. A board is slower and has other kernels: measure there as well.")
+    if as_json:
+        print_json({"figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
+        return
+    _show("a device without torch", rows)
+    console.print(note, soft_wrap=True)
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of ``0.5MB``, ``45 MB`` or ``500000``.
+
+    Raises:
+        UsageError: not a size, or one that nobody can send.
+    """
+    number = text.strip().upper().rstrip("KMGB").strip()
+    unit = text.strip().upper()[len(number) :].strip()
+    try:
+        found = round(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"--payload '{text}': expected a size such as 0.5MB, 45MB or 500000") from error
+    if not 1000 <= found <= LARGEST_BYTES:
+        raise UsageError(f"--payload '{text}' is {found} bytes; expected 1000 to {LARGEST_BYTES}")
+    return found
+
+
+def chosen(option: str, given: str, *known: str) -> str:
+    """``given``, which is one of ``known``.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if given not in known:
+        raise UsageError(f"{option} '{given}': expected one of {', '.join(known)}")
+    return given
+
+
+def _leg(leg: dict[str, Any]) -> list[object]:
+    cpu, peak = leg["cpu_s"], leg["peak_mb"]
+    roles = ("broker", "coordinator", "agents")
+    head = [leg["broker"], leg["direction"], f"{leg['mb_per_s']:.0f}", f"{leg['of_tcp']:.2f}"]
+    return [*head, *(f"{cpu[role]:.2f}" for role in roles), *(f"{peak[role]:.0f}" for role in roles)]
+
+
+def _show(title: str, rows: Sequence[Row]) -> None:
+    verdicts = {True: "yes", False: "NO", None: ""}
+    cells = [
+        (
+            row.name,
+            str(rounded(row.value)),
+            row.unit,
+            "" if row.budget is None else str(row.budget),
+            verdicts[row.is_met],
+        )
+        for row in rows
+    ]
+    console.print(table(title, ("figure", "value", "unit", "budget", "met"), cells))

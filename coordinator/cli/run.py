@@ -18,7 +18,7 @@ from ..request import Request
 from ..serving import coordinator, load_config
 from ..store import StateFolder
 from .follow import follow
-from .options import Config, Json, State, Verbose, console, parameters, print_json, set_up_logging, show, size, table
+from .options import Config, Json, State, Verbose, console, parameters, print_json, set_up_logging, show, table
 
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: run.method of the file.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", min=1, help="Rounds; default: run.rounds.")]
@@ -108,9 +108,15 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
 
 def agents_table(summary: dict[str, Any]) -> Table:
     """What each device got; narrow enough for 80 columns."""
-    columns = ("agent", "tier", "head", "samples", "acc.local", "acc.global", "acc.personal")
+    scopes = ("local", "global", "personal")
+    columns = ("agent", "tier", "head", "samples", *(f"acc.\n{scope}" for scope in scopes), "RSS\nMB", "up\nMB", "down\nMB")
     rows = [
-        (a["id"], a["tier"], a["head"], a["samples"], a["acc"]["local"], a["acc"]["global"], a["acc"]["personal"])
+        (
+            *(a[key] for key in ("id", "tier", "head", "samples")),
+            *(a["acc"][scope] for scope in scopes),
+            f"{a['rss_mb']:.0f}",
+            *(f"{a[key] / 1e6:.1f}" for key in ("bytes_up", "bytes_down")),
+        )
         for a in summary.get("agents", [])
     ]
     title = f"{summary.get('run_id')}: {summary.get('method')}, {summary.get('rounds')} rounds"
@@ -118,15 +124,7 @@ def agents_table(summary: dict[str, Any]) -> Table:
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
-    """What devices spent, and what went wrong on them."""
-    agents = summary.get("agents", [])
-    yield ""
-    for has_torch, words in ((True, "with torch"), (False, "without torch")):
-        used = [a["rss_mb"] for a in agents if a["torch_loaded"] is has_torch]
-        if used:
-            yield f"memory {words}: {max(used):.0f} MB at most, on {len(used)} devices"
-    up, down = (sum(a[key] for a in agents) for key in ("bytes_up", "bytes_down"))
-    yield f"traffic of all devices: {size(up)} up, {size(down)} down"
+    """What went wrong on devices, one line each."""
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
 
 
