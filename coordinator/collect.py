@@ -26,7 +26,7 @@ from .store import BlobStore
 log = logging.getLogger(__name__)
 
 GRANT_APART_S = 1.0
-"""An agent that repeats itself within this time has said the same twice: a second grant would bring everything twice."""
+"""An agent that repeats itself within this time has said the same twice: a second grant would bring all of it twice."""
 
 MAX_COUNTED = 1000
 """Different refusals that are counted: a bound on what strangers can make us remember."""
@@ -72,6 +72,7 @@ class Collector:
         self._uploads: dict[str, _Upload] = {}
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
+        self.finished_uploads = 0
         self.refusals: dict[str, int] = {}
         """Refused updates since the start: ``agent: reason`` -> how often."""
 
@@ -119,6 +120,7 @@ class Collector:
         complete = upload.receiving.add(frame, self._clock())
         if complete:
             del self._uploads[agent]
+            self.finished_uploads += 1
             self._judge(agent, upload)
         elif upload.receiving.report_due(self._clock()):
             self._acknowledge(agent, upload)

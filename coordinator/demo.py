@@ -1,7 +1,7 @@
 """The demonstration: a real federation of processes on this machine, from nothing to personal heads.
 
-Data are digits in six styles (see `edge_agent.data.digits`). Writers are split six ways, one part for each agent, so the
-two head-tier agents have both a style and digits that no training agent has seen.
+Data are digits in six styles (see `edge_agent.data.digits`). Writers are split six ways, one part for each agent, so
+the two head-tier agents have both a style and digits that no training agent has seen.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _write_agent(folder: Path, url: str, number: int, style: str, tier: str, see
     source = f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
     path = folder / f"{tier}-{style}.toml"
     path.write_text(
-        f'id = "{tier}-{style}"\nfederation = "demo"\ntier = "{tier}"\nstate = "agents/{tier}-{style}"\nheartbeat_s = 5\n\n'
+        f'id = "{tier}-{style}"\nfederation = "demo"\ntier = "{tier}"\nstate = "agents/{tier}-{style}"\n'
+        "heartbeat_s = 5\n\n"
         f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\n\n[head]\nname = "lr"\n',
         encoding="utf-8",
     )

@@ -1,7 +1,8 @@
 """Blobs on their way down: who lacks what, one broadcast for many, single repairs for few.
 
-A job or an offer names a blob. Agents answer `Have` or `Want`. The first `Want` opens a short window in which the others
-may answer too; then what anybody lacks goes out once. Whoever still misses something asks again and gets it alone.
+A job or an offer names a blob. Agents answer `Have` or `Want`. The first `Want` opens a short window in which the
+others may answer too; then what anybody lacks goes out once. Whoever still misses something asks again and gets it
+alone.
 """
 
 from __future__ import annotations

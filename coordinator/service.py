@@ -37,7 +37,11 @@ from .store import StateFolder
 log = logging.getLogger(__name__)
 
 LOOK_FOR_REQUESTS_S = 0.2
+TICK_S = 0.5
+"""Longest time between two looks at leases and acknowledgements while a run is under way."""
 STATUS_EVERY_S = 1.0
+CHUNKS_AT_ONCE = 16
+"""Chunks of updates that are taken in between two looks at everything else: some milliseconds."""
 
 
 class Coordinator:
@@ -67,7 +71,7 @@ class Coordinator:
         self.ignored: dict[str, int] = {}
         self._boot, self._seq = boot or secrets.token_hex(8), 0
         self._steps: Steps | None = None
-        self._epoch = 0
+        self._epoch = self._chunks = self._finished_uploads = 0
         self._looked_at = self._status_at = float("-inf")
         self._said: Waiting | None = None
 
@@ -96,6 +100,8 @@ class Coordinator:
         event = self.transport.receive(timeout_s)
         if isinstance(event, Message):
             self._on_message(event)
+            if self._is_mid_upload(event):
+                return True
         elif isinstance(event, Connected):
             self.roster.connected()
             self._announce()
@@ -103,9 +109,17 @@ class Coordinator:
         self._advance()
         return event is not None
 
+    def _is_mid_upload(self, event: Message) -> bool:
+        """Whether this was one more chunk and nothing else can be due: a 45 MB update has 733 of them."""
+        if not event.topic.endswith("/ub") or self.collector.finished_uploads != self._finished_uploads:
+            self._finished_uploads, self._chunks = self.collector.finished_uploads, 0
+            return False
+        self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE
+        return self._chunks != 0
+
     def idle_s(self) -> float:
         """How long `step` may wait for an event before something else is due."""
-        due = [LOOK_FOR_REQUESTS_S]
+        due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
         pump = self.distributor.pump()
         if pump is not None:
             due.append(pump)

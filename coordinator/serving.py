@@ -1,4 +1,4 @@
-"""A coordinator ready to serve: its state folder locked, its broker there, signals heeded, everything put away at the end."""
+"""A coordinator ready to serve: its state folder locked, its broker there, signals heeded, all put away at the end."""
 
 from __future__ import annotations
 

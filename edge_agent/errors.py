@@ -18,6 +18,7 @@ HeadwaterError                  exit 1   something failed
 ├── UpdateRefused               exit 1   an update does not fit its round
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
+├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
 ├── StateError                  exit 1   files kept on disk are damaged or belong to somebody else
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
@@ -130,6 +131,10 @@ class TrainingFailed(HeadwaterError):
 
 class RunFailed(HeadwaterError):
     """A run cannot go on, or has ended without a result; the message says why."""
+
+
+class MeasuringFailed(HeadwaterError):
+    """Something that was being measured ended or did not answer; the message holds its last words."""
 
 
 class ExportRejected(HeadwaterError):

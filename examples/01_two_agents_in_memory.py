@@ -3,7 +3,7 @@
 Run it:  python examples/01_two_agents_in_memory.py        (about 5 s)
 
 The in-memory broker is part of the package: it queues and redelivers like a real one, so a test of your own code can
-use it, too. Real agents do exactly this, each in its own process, with `MqttTransport` in place of `broker.transport()`.
+use it, too. Real agents do just this, each in its own process, with `MqttTransport` in place of `broker.transport()`.
 """
 
 from __future__ import annotations

@@ -39,10 +39,12 @@ TASK = Task(
 )
 """One chunk: 16 * 4 + 4 + 4 * 3 + 3 = 83 numbers."""
 
-WIDE_TASK = TASK.model_copy(update={"input": ImageInput(channels=1, height=64, width=64), "encoder_params": {"feature_dim": 32}})
+WIDE_TASK = TASK.model_copy(
+    update={"input": ImageInput(channels=1, height=64, width=64), "encoder_params": {"feature_dim": 32}}
+)
 """Nine chunks: 4096 * 32 numbers and some more, 524 kB."""
 
-LONGEST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 0.5
 
 
 class Killed(BaseException):
@@ -139,13 +141,15 @@ class Federation:
         self.broker = MemoryBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
-        self.config = CoordinatorConfig.model_validate({
-            "state": folder / "coordinator",
-            "task": task,
-            "cohort": {"min_agents": max(1, len(names)), **(cohort or {})},
-            "round": {"quorum": 1.0, **(round or {})},
-            "export": {"after_run": False, **(export or {})},
-        })
+        self.config = CoordinatorConfig.model_validate(
+            {
+                "state": folder / "coordinator",
+                "task": task,
+                "cohort": {"min_agents": max(1, len(names)), **(cohort or {})},
+                "round": {"quorum": 1.0, **(round or {})},
+                "export": {"after_run": False, **(export or {})},
+            }
+        )
         self.agents: dict[str, Agent] = {}
         self.duties: dict[str, Any] = {}
         self.boots = 0
@@ -154,6 +158,7 @@ class Federation:
         self._opened: contextlib.ExitStack | None = None
         self._first = names
         self.run = ""
+        self._looked_at, self._over = -1, False
 
     def __enter__(self) -> Federation:
         self.start_coordinator()
@@ -187,9 +192,11 @@ class Federation:
             self._opened.close()
         self.coordinator = self._opened = None
 
-    def request(self, method: str = "fedavg", *, rounds: int = 2, seed: int = 0, params: dict[str, Any] | None = None) -> str:
+    def request(
+        self, method: str = "fedavg", *, rounds: int = 2, seed: int = 0, params: dict[str, Any] | None = None
+    ) -> str:
         wanted = Request(method, params or {}, rounds, seed, self.task)
-        self.run = self.state.journal.request_run(wanted.body())
+        self.run, self._looked_at = self.state.journal.request_run(wanted.body()), -1
         return self.run
 
     # --- agents ----------------------------------------------------------------------------------------------------
@@ -250,7 +257,13 @@ class Federation:
 
     def finish(self, limit_s: float = 900.0) -> float:
         """Until the run is over; returns the simulated seconds that it took."""
-        return self.until(lambda: self.state.journal.replay(self.run).is_over, limit_s)
+        return self.until(self._is_over, limit_s)
+
+    def _is_over(self) -> bool:
+        newest = self.state.journal.last_id()
+        if newest != self._looked_at:
+            self._looked_at, self._over = newest, self.record.is_over
+        return self._over
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from edge_agent import __version__
 from edge_agent.config import BrokerConfig
+from edge_agent.errors import MeasuringFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.topics import Topics
@@ -17,7 +18,7 @@ from edge_agent.wire.transport import Message
 
 from ..broker import find_mosquitto
 from .figures import Row, median
-from .processes import MeasuringFailed, Measured, Usage, answer, module, usage, wait_for
+from .processes import Measured, Usage, answer, module, usage, wait_for
 from .resnet import SIDE, resnet18
 from .rounds import FEDERATION, agent_file, broker
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 IDLE_MB, ENCODER_MB, READY_CPU_S, FIT_S = 45.0, 100.0, 0.3, 0.05
 LIMIT_S = 60.0
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
@@ -47,10 +48,8 @@ def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
 def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
     """A head-tier agent that is connected and welcomed and has no bundle yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
     with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
-        for number in range(1 + repeats):
-            found.append(_idle_agent(folder, f"device-{number}", running.config()))
+        found = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
     del found[0]  # the first one compiles the modules, as an installation does once
     yield Row("idle agent", median([idle.rss_mb for _, idle in found]), "MB", IDLE_MB)
     yield Row("idle agent, its own pages", median([idle.own_mb for _, idle in found]), "MB")
@@ -111,10 +110,13 @@ def _hear(host: MqttTransport, agent: Measured, kind: type[wire.Control]) -> Non
         event = host.receive(1.0)
         waits += event is None
         agent.check()
-        if isinstance(event, Message) and event.topic.endswith("/up"):
-            if isinstance(wire.parse_from_agent(event.payload), kind):
-                return
+        if isinstance(event, Message) and event.topic.endswith("/up") and _is(kind, event.payload):
+            return
     raise MeasuringFailed(f"{agent.name} did not say hello within {LIMIT_S:.0f} s; {agent.last_words()}")
+
+
+def _is(kind: type[wire.Control], payload: bytes) -> bool:
+    return isinstance(wire.parse_from_agent(payload), kind)
 
 
 def _is_welcomed(status: Path) -> bool:

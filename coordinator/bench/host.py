@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..serving import coordinator, load_config, stop_on_signals
 from . import noop, w1
+from .processes import say
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     noop.register()
     w1.register()
     with coordinator(load_config(arguments.config)) as service, stop_on_signals() as stop:
-        print("ready", flush=True)
+        say("ready")
         service.serve(stop)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_agent.config import BrokerConfig
+from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing, decode_frame
@@ -27,7 +28,7 @@ from ..collect import Collection, Collector
 from ..distribute import Distributor
 from ..store import StateFolder
 from .noop import NAME
-from .processes import MeasuringFailed
+from .processes import say
 
 LIMIT_S = 120.0
 RUN = "run-0001"
@@ -163,10 +164,10 @@ def main() -> None:
         state.journal.request_run({})
         hub = Hub(state, transport, Topics(given.federation))
         hub.start(given.agents)
-        print("ready", flush=True)
+        say("ready")
         for number, line in enumerate(sys.stdin, 1):
             work = hub.broadcast if line.strip() == "broadcast" else hub.upload
-            print(json.dumps(work(number, given.size)), flush=True)
+            say(json.dumps(work(number, given.size)))
         transport.close()
 
 

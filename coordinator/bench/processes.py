@@ -13,14 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_agent.errors import HeadwaterError, MissingCapability
+from edge_agent.errors import MeasuringFailed, MissingCapability
 
 PATIENCE_S = 3.0
 """How long a process may take to end politely before it is made to."""
-
-
-class MeasuringFailed(HeadwaterError):
-    """Something that was being measured ended or did not answer; the message holds its last words."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class Measured:
 def module(
     name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: dict[str, str] | None = None
 ) -> Iterator[Measured]:
-    """``python -m module arguments`` for as long as the context lasts; standard input ends with us, also when killed."""
+    """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
     log = folder / f"{name}.log"
     command = [sys.executable, "-m", module, *map(str, arguments)]
     with log.open("wb") as words:
@@ -135,6 +131,12 @@ def answer(measured: Measured) -> str:
     return line.decode().strip()
 
 
+def say(line: str) -> None:
+    """One line from a measured process to the one that waits in `answer`."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def tell(measured: Measured, line: str = "") -> None:
     """Give the process one line on its standard input."""
     stream = measured.process.stdin
@@ -175,4 +177,4 @@ def _cpu_s(process: Path) -> float:
 
 
 def _megabytes(field: str) -> float:
-    return int(field.split()[0]) * 1024 / 1e6
+    return int(field.split(maxsplit=1)[0]) * 1024 / 1e6

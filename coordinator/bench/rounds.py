@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_agent.config import BrokerConfig
+from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 
 from ..broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
@@ -21,7 +23,7 @@ from ..request import Request
 from ..store import StateFolder
 from . import noop, w1
 from .figures import Row, median, quantile
-from .processes import MeasuringFailed, Measured, Usage, answer, forget_peak, module, usage, wait_for
+from .processes import Measured, Usage, answer, forget_peak, module, usage, wait_for
 
 Workload = Literal["noop", "w1"]
 FEDERATION = "bench"
@@ -219,4 +221,4 @@ def round_seconds(journal: Journal, run: str) -> list[float]:
         raise MeasuringFailed(f"{run} failed: {failed[0].body.get('reason')}")
     closed = [datetime.fromisoformat(e.at) for e in entries if e.kind == "round_closed"]
     marks = [datetime.fromisoformat(entries[0].at), *closed]
-    return [round((b - a).total_seconds(), 3) for a, b in zip(marks, marks[1:], strict=False)]
+    return [round((b - a).total_seconds(), 3) for a, b in itertools.pairwise(marks)]

@@ -1,4 +1,4 @@
-"""The yardstick of transport: the same bytes over plain TCP on loopback, ``sendfile`` one side, ``recv_into`` the other."""
+"""The yardstick of transport: the same bytes over plain TCP, ``sendfile`` on one side, ``recv_into`` on the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast blobs go down to agents and up from them, and what it costs whom, beside a plain TCP loop of the same run."""
+"""How fast blobs go down to agents and up from them, what it costs whom, and a plain TCP loop of the same run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIRECTIONS = ("broadcast", "upload")
 
 @dataclass(frozen=True)
 class Leg:
-    """One direction over one broker. MB/s count what all agents together got or sent; CPU seconds are of one transfer."""
+    """One direction over one broker. MB/s count what all agents together got or sent, CPU seconds one transfer."""
 
     broker: str
     direction: str

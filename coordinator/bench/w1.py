@@ -1,4 +1,4 @@
-"""Workload W1: Fashion-MNIST, 600 training samples an agent, E = 5, batch 50, SGD lr 0.05, a small CNN (281,034 weights).
+"""Workload W1: Fashion-MNIST, 600 training samples an agent, E = 5, batch 50, SGD lr 0.05, a CNN of 281,034 weights.
 
 Where Fashion-MNIST is not installed (Debian: dataset-fashion-mnist), scikit-learn's handwritten digits stand in.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edge_agent.task import ImageInput, Task
+from edge_agent.task import Frozen, ImageInput, Task
 
 ENCODER = "w1_cnn"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -16,9 +16,14 @@ SAMPLES, TEST_FRACTION = 900, 1 / 3
 PARAMS: dict[str, Any] = {"local_epochs": 5, "batch_size": 50, "lr": 0.05, "momentum": 0.0}
 
 
+class NoParams(Frozen):
+    """This encoder has none."""
+
+
 class Encoder:
     """What a file in ``edge_agent/models`` would hold; found by name in processes that call `register`."""
 
+    Params = NoParams
     ACCEPTS = ("image",)
     SMALLEST = 16
 

@@ -54,11 +54,11 @@ def transport(
     if as_json:
         print_json({**found, "machine": here, "caveat": note})
         return
-    columns = ("broker", "direction", "MB/s", "of TCP", "CPU s broker", "coordinator", "agents", "peak MB broker")
     cells = [_leg(leg) for leg in found["legs"]]
     tcp = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in found["tcp_mb_per_s"].items())
     title = f"{agents} agents, {size / 1e6:g} MB (plain TCP: {tcp})"
-    console.print(table(title, (*columns, "coordinator", "an agent"), cells, left=2))
+    console.print(table(title, ("broker", "direction", "MB/s", "of TCP", "CPU s", "peak MB"), cells, left=2))
+    console.print("CPU s of one transfer and peak MB: broker / coordinator / agents (their sum; the largest)")
     console.print(note, soft_wrap=True)
 
 
@@ -148,7 +148,7 @@ def _leg(leg: dict[str, Any]) -> list[object]:
     cpu, peak = leg["cpu_s"], leg["peak_mb"]
     roles = ("broker", "coordinator", "agents")
     head = [leg["broker"], leg["direction"], f"{leg['mb_per_s']:.0f}", f"{leg['of_tcp']:.2f}"]
-    return [*head, *(f"{cpu[role]:.2f}" for role in roles), *(f"{peak[role]:.0f}" for role in roles)]
+    return [*head, " / ".join(f"{cpu[role]:.2f}" for role in roles), " / ".join(f"{peak[role]:.0f}" for role in roles)]
 
 
 def _show(title: str, rows: Sequence[Row]) -> None:

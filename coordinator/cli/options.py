@@ -102,15 +102,6 @@ def text(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
 def parameters(pairs: Sequence[str]) -> dict[str, Any]:
     """``name=value`` pairs; values are read as JSON where they are JSON, else as text.
 

@@ -67,7 +67,8 @@ def run(
             follow(folder, run_id, step)
         except KeyboardInterrupt:
             console.print(
-                f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands"
+                f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands",
+                soft_wrap=True,
             )
             raise typer.Exit(INTERRUPTED) from None
         tell(folder.run(run_id).summary() or {}, as_json=as_json)
@@ -109,7 +110,16 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
 def agents_table(summary: dict[str, Any]) -> Table:
     """What each device got; narrow enough for 80 columns."""
     scopes = ("local", "global", "personal")
-    columns = ("agent", "tier", "head", "samples", *(f"acc.\n{scope}" for scope in scopes), "RSS\nMB", "up\nMB", "down\nMB")
+    columns = (
+        "agent",
+        "tier",
+        "head",
+        "samples",
+        *(f"acc.\n{scope}" for scope in scopes),
+        "RSS\nMB",
+        "up\nMB",
+        "down\nMB",
+    )
     rows = [
         (
             *(a[key] for key in ("id", "tier", "head", "samples")),

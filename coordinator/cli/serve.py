@@ -16,6 +16,8 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
     with stop_on_signals() as stop, coordinator(settings) as service:
-        console.print(f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops")
+        console.print(
+            f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
+        )
         service.serve(stop)
     console.print("stopped; the next start goes on from here")

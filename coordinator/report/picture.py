@@ -23,7 +23,7 @@ def picture(folder: RunFolder) -> str:
         StateError: the run has no figures of devices yet, or they are damaged.
     """
     run = read_run(folder.run, folder.summary() or {}, folder.metrics())
-    rows = [(agent.id, {s: agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
+    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
     if not rows:
         raise StateError(f"{folder.folder}: no device has said yet what it got; a picture can be made after the run")
     chart = dot_chart(_words(rows), rows, x_label="accuracy on held-back samples", low=0.0, high=1.0)

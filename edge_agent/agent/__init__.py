@@ -190,10 +190,12 @@ class Agent:
 
     def _on_chunk(self, payload: bytes) -> None:
         try:
-            self.downloads.frame(decode_frame(payload))
+            finished = self.downloads.frame(decode_frame(payload))
         except ChunkError as error:
             log.warning("chunk_refused reason=%s", error)
-        self.jobs.go_on()
+        else:
+            if finished:
+                self.jobs.go_on()
 
     def _on_control(self, message: wire.Control) -> None:
         if isinstance(message, wire.Announce):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import ChunkError
 from ..wire.cache import BlobCache
 from ..wire.chunks import Frame, transfer_id
-from ..wire.flow import IDLE_S, Receiving
+from ..wire.flow import DOWNLOAD_REPORT_EVERY, IDLE_S, Receiving
 from ..wire.messages import BlobRef, Control, Have, Progress, Want
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class Downloads:
             if self._cache.has(ref.digest):
                 self._send(Have(digest=ref.digest))
             elif transfer_id(ref.digest) not in self._under_way:
-                receiving = Receiving(self._cache.receive(ref), self._clock())
-                self._under_way[transfer_id(ref.digest)] = _Download(ref, receiving)
+                self._begin(ref)
                 self._listen(ref.digest)
 
     def keep_only(self, refs: Iterable[BlobRef]) -> None:
@@ -66,19 +65,21 @@ class Downloads:
                 download.is_listening = True
                 self._ask(download)
 
-    def frame(self, frame: Frame) -> None:
-        """One chunk has come; the last one finishes the blob.
+    def frame(self, frame: Frame) -> bool:
+        """One chunk has come; True when it was the last one of its blob.
 
         Raises:
             ChunkError: not of a blob under way, or the finished blob has the wrong hash (it is asked for again).
         """
         download = self._under_way.get(frame.transfer)
         if download is None:
-            return  # of a blob that we have, or that others wanted: broadcasts may overshoot
+            return False  # of a blob that we have, or that others wanted: broadcasts may overshoot
         if download.receiving.add(frame, self._clock()):
             self._finish(download)
-        elif download.receiving.report_due(self._clock()):
+            return True
+        if download.receiving.report_due(self._clock()):
             self._send(Progress(digest=download.ref.digest, seen=download.receiving.seen))
+        return False
 
     def tick(self) -> None:
         """Report progress, and ask again for what does not come."""
@@ -100,6 +101,11 @@ class Downloads:
             download.receiving.incoming.close()
         self._under_way.clear()
 
+    def _begin(self, ref: BlobRef) -> _Download:
+        download = _Download(ref, Receiving(self._cache.receive(ref), self._clock(), DOWNLOAD_REPORT_EVERY))
+        self._under_way[transfer_id(ref.digest)] = download
+        return download
+
     def _ask(self, download: _Download) -> None:
         incoming = download.receiving.incoming
         if incoming.chunks.complete:  # everything was on disk from before a restart
@@ -114,7 +120,9 @@ class Downloads:
         try:
             self._cache.finish(download.receiving.incoming)
         except ChunkError:
-            self.fetch((ref,))
+            again = self._begin(ref)
+            again.is_listening = True
+            self._ask(again)
             raise
         self._unlisten(ref.digest)
         self._send(Have(digest=ref.digest))

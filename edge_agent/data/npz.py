@@ -17,7 +17,6 @@ from ..errors import DataError
 from .base import Options as BaseOptions
 from .base import Raw, labels_by_name
 
-
 NEEDS_PATH = True
 """The place is a file or folder, which `data.check` looks for before anything is read."""
 

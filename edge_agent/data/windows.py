@@ -20,7 +20,6 @@ from .base import Integers, Raw, labels_by_name
 from .base import Options as BaseOptions
 from .npz import load_arrays
 
-
 NEEDS_PATH = True
 """The place is a file or folder, which `data.check` looks for before anything is read."""
 

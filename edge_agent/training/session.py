@@ -1,4 +1,4 @@
-"""One client's part in one run: model, data, and what it keeps between rounds. The same code on devices and in simulation.
+"""One client's part in one run: model, data, what it keeps between rounds. The same on devices and in simulation.
 
 A round starts from what was received and from what was kept after an earlier round, and everything random is drawn from
 generators seeded by (run, client, round): doing a round again gives the same bits.

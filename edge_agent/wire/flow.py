@@ -18,6 +18,7 @@ AHEAD_BYTES = 4 << 20
 1,000 queued messages for a client."""
 
 REPORT_EVERY = 8  # frames between two reports of a receiver: twice in each upload window, so that it never runs dry
+DOWNLOAD_REPORT_EVERY = 32  # the same for a broadcast; each report costs the coordinator as much as three chunks
 REPORT_AFTER_S = 0.5
 IDLE_S = 1.0
 """Silence after which a receiver asks again for what it lacks."""
@@ -99,8 +100,8 @@ class Sending:
 class Receiving:
     """Chunks coming in for one blob, and when to report or to ask again."""
 
-    def __init__(self, incoming: Incoming, now: float) -> None:
-        self.incoming = incoming
+    def __init__(self, incoming: Incoming, now: float, report_every: int = REPORT_EVERY) -> None:
+        self.incoming, self._every = incoming, report_every
         self.seen = 0
         self._reported, self._reported_at, self._heard_at = 0, now, now
         self._last, self._highest = -1, 0
@@ -134,7 +135,7 @@ class Receiving:
     def report_due(self, now: float) -> bool:
         """Whether to tell the sender how much has been seen; saying True counts as telling."""
         news = self.seen - self._reported
-        if news >= REPORT_EVERY or (news and now - self._reported_at >= REPORT_AFTER_S):
+        if news >= self._every or (news and now - self._reported_at >= REPORT_AFTER_S):
             self._reported, self._reported_at = self.seen, now
             return True
         return False

@@ -21,6 +21,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig
 from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError
+from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
 
 log = logging.getLogger(__name__)
@@ -247,6 +248,9 @@ class MqttTransport:
         self._inbox.events.put(Subscribed(tuple(f for f in filters if f not in refused)))
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
+        if not any(matches(wanted, message.topic) for wanted in self._filters):
+            return
         self.traffic.bytes_down += len(message.payload)
         self.traffic.messages_down += 1
         if not self._inbox.put_message(Message(message.topic, bytes(message.payload), message.retain)):

@@ -14,7 +14,7 @@ from coordinator.cli import main
 from coordinator.cli.app import app
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import MARKS, describe, parameters, section, with_table
-from coordinator.cli.options import console, show, size, table
+from coordinator.cli.options import console, show, table
 from coordinator.journal import RunRecord
 from coordinator.store import StateFolder
 from edge_agent import methods
@@ -332,11 +332,6 @@ def test_tables_in_a_pipe_are_neither_cut_nor_wrapped_nor_taken_for_markup(capsy
     assert lines[3].split() == [long, "0.500"]
     assert lines[4].split() == ["b", "–"]
     assert lines[5].strip() == ("a line " * 40).strip()
-
-
-@pytest.mark.parametrize("count, words", [(999, "999 B"), (1500, "1.5 kB"), (2_500_000, "2.5 MB"), (3e9, "3.0 GB")])
-def test_sizes_are_in_decimal_units(count, words):
-    assert size(count) == words
 
 
 def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, monkeypatch):

@@ -21,7 +21,9 @@ class Bench:
     def __init__(self):
         self.now = 0.0
         self.published = []
-        self.distributor = Distributor(TOPICS, lambda topic, frame: self.published.append((topic, frame)), lambda: self.now)
+        self.distributor = Distributor(
+            TOPICS, lambda topic, frame: self.published.append((topic, frame)), lambda: self.now
+        )
 
     def taken(self):
         """(topic, chunk number) of everything published since the last call."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from federation_harness import TASK, WIDE_TASK, Federation, restart_broker
 
+from edge_agent.methods import fedavg
 from edge_agent.wire.memory import Faults
 
 ROUNDS = 3
@@ -62,7 +63,9 @@ def test_small_models_on_a_very_bad_network_get_there_too(tmp_path, undisturbed,
 
 def test_flipped_control_messages_are_noticed(tmp_path):
     """A flipped digit in a job would be another learning rate, in a manifest another weight."""
-    with Federation(tmp_path, faults=faults(8, flip=0.3, only=lambda topic: topic.endswith("/up")), round=PATIENT) as fed:
+    with Federation(
+        tmp_path, faults=faults(8, flip=0.3, only=lambda topic: topic.endswith("/up")), round=PATIENT
+    ) as fed:
         fed.request(rounds=ROUNDS)
         fed.finish(3600)
         assert fed.coordinator.refusals > 5
@@ -112,8 +115,16 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
     assert run("three", 6) != run("four", 5)
 
 
-def test_the_order_in_which_updates_arrive_does_not_matter(tmp_path):
-    """Floating point addition is not associative: only a fixed order of folding gives the same bits."""
+def test_the_order_in_which_updates_arrive_does_not_matter(tmp_path, monkeypatch):
+    """Floating point addition is not associative: only a fixed order of folding gives the same bits, always."""
+    real, folded = fedavg.Method.aggregate, []
+
+    def aggregate(self, state, updates):
+        updates = list(updates)
+        folded.append([update.client for update in updates])
+        return real(self, state, updates)
+
+    monkeypatch.setattr(fedavg.Method, "aggregate", aggregate)
 
     def run(place, seconds):
         with Federation(tmp_path / place, agents=(), task=WIDE_TASK, cohort={"min_agents": 4}) as fed:
@@ -129,3 +140,4 @@ def test_the_order_in_which_updates_arrive_does_not_matter(tmp_path):
     assert first == sorted(first)
     assert second == sorted(second, reverse=True)
     assert here == there
+    assert folded == [["a0", "a1", "a2", "a3"]] * 4

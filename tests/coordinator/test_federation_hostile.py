@@ -61,10 +61,15 @@ BAD_TENSORS = {
     "nan": (lambda t, n: changed(t, n, np.full_like(t[n], np.nan)), "holds NaN or infinity"),
     "infinity": (lambda t, n: changed(t, n, np.full_like(t[n], np.inf)), "holds NaN or infinity"),
     "one nan among many": (
-        lambda t, n: changed(t, n, np.concatenate([t[n].ravel()[:-1], [np.nan]]).astype(np.float32).reshape(t[n].shape)),
+        lambda t, n: changed(
+            t, n, np.concatenate([t[n].ravel()[:-1], [np.nan]]).astype(np.float32).reshape(t[n].shape)
+        ),
         "holds NaN or infinity",
     ),
-    "wrong name": (lambda t, n: {("evil" if k == n else k): v for k, v in t.items()}, "missing '.*'; unexpected 'evil'"),
+    "wrong name": (
+        lambda t, n: {("evil" if k == n else k): v for k, v in t.items()},
+        "missing '.*'; unexpected 'evil'",
+    ),
     "missing": (lambda t, n: {k: v for k, v in t.items() if k != n} | {"pad": np.zeros_like(t[n])}, "missing"),
     "extra": (lambda t, n: {**t, "extra.more": np.zeros(3, np.float32)}, "unexpected 'extra.more'"),
     "wrong shape": (lambda t, n: changed(t, n, t[n].reshape(-1)), "expected float32"),
@@ -252,7 +257,19 @@ def test_an_agent_that_never_said_hello_is_refused_too(fed):
 def garbage():
     dice = np.random.default_rng(7)
     deep = b'{"v":1,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
-    yield from (b"", b"\x00", b"{", b"null", b"[]", b'"x"', b"1", b"\xff\xfe", deep, b'{"v":1}', b'{"v":"1","type":"bye"}')
+    yield from (
+        b"",
+        b"\x00",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"1",
+        b"\xff\xfe",
+        deep,
+        b'{"v":1}',
+        b'{"v":"1","type":"bye"}',
+    )
     yield b'{"v":1,"v":1,"type":"bye"}'
     yield b'{"v":1,"type":["bye"]}'
     yield b'{"v":1,"type":"bye","more":1}'

@@ -169,6 +169,22 @@ def test_a_method_that_breaks_in_aggregate_fails_its_run_and_nothing_else(tmp_pa
         assert fed.record.status == "finished"
 
 
+def test_a_method_that_breaks_while_a_round_is_open_leaves_nothing_open(tmp_path, monkeypatch):
+    from edge_agent.methods import fedper
+
+    def broken(self, state, client):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fedper.Method, "downlink", broken)
+    with Federation(tmp_path, duties=TinyDuties) as fed:
+        fed.request("fedper", params=SMALL)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert fed.coordinator.collector.open_round is None
+        assert fed.coordinator.distributor._offers == {}
+        assert all(agent.jobs.job is None for agent in fed.agents.values())
+
+
 def test_arrays_of_a_model_are_what_the_state_starts_from(tmp_path):
     """Seed 3 gives the weights that torch's generator gives after ``manual_seed(3)``, on both sides."""
     import torch

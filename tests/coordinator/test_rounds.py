@@ -77,7 +77,9 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.add("a0", seconds=10)
         fed.add("head", tier="head")
         fed.request(rounds=1)
-        fed.until(lambda: fed.coordinator.loop is not None and (job := fed.coordinator.loop.job) and job.purpose == "finish")
+        fed.until(
+            lambda: fed.coordinator.loop is not None and (job := fed.coordinator.loop.job) and job.purpose == "finish"
+        )
         fed.wait(3)
         fed.agents["head"]._hello()
         fed.finish()

@@ -102,10 +102,10 @@ def test_a_full_disk_at_the_checkpoint_fails_the_run_with_the_reason(tmp_path, m
 
     real = store.write_atomic
 
-    def full(path, data, **options):
+    def full(path, *data, **options):
         if path.parent.name == "blobs":
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, data, **options)
+        real(path, *data, **options)
 
     with Federation(tmp_path) as fed:
         monkeypatch.setattr(store, "write_atomic", full)
@@ -134,6 +134,7 @@ def test_a_status_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypa
 
 def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_path, monkeypatch, caplog):
     with Federation(tmp_path) as fed:
+
         def broken(*arguments):
             raise ZeroDivisionError
 

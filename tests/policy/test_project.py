@@ -7,12 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 import zipfile
 
 import pytest
 
 from coordinator.broker import mosquitto_acl
+from coordinator.cli.app import app
+from coordinator.config import CoordinatorConfig
+from edge_agent import data, methods
+from edge_agent.cli import COMMANDS
 from edge_agent.config import AgentConfig, load
+from edge_agent.errors import HeadwaterError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,7 +26,7 @@ else:
     import tomli as tomllib
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -c configs/constraints-cpu.txt"
-COMMANDS = (
+README_COMMANDS = (
     f"{INSTALL} '.[all]' && .venv/bin/headwater demo",
     f"{INSTALL} -e '.[all,dev]' && .venv/bin/pytest",
 )
@@ -31,7 +37,7 @@ def project(root):
     return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", README_COMMANDS)
 def test_readme_has_the_command_on_a_line_of_its_own(root, command):
     lines = [line.strip() for line in (root / "README.md").read_text(encoding="utf-8").splitlines()]
     assert lines.count(command) == 1
@@ -42,7 +48,7 @@ def test_ci_runs_the_readmes_test_command_by_reading_it(root):
     script = (root / ".ci/run").read_text(encoding="utf-8")
     pattern = re.search(r"grep -E '([^']+)' README.md", script)[1]
     found = [line for line in (root / "README.md").read_text(encoding="utf-8").splitlines() if re.search(pattern, line)]
-    assert found == [COMMANDS[1]]
+    assert found == [README_COMMANDS[1]]
 
 
 def test_ci_is_an_executable_script_that_stops_at_the_first_failure(root):
@@ -120,10 +126,78 @@ def test_wheel_brings_both_commands_and_the_licence(wheel, project):
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
 
 
-@pytest.mark.parametrize("name, tier", [("agent-train", "train"), ("agent-head", "head")])
+@pytest.mark.parametrize(
+    "name, tier",
+    [
+        ("agent-train", "train"),
+        ("agent-head", "head"),
+        *((f"trial/agent-{which}", "train") for which in (1, 2, 3)),
+        ("trial/agent-head", "head"),
+    ],
+)
 def test_example_of_an_agent_is_valid(root, name, tier):
     config = load(AgentConfig, root / f"configs/{name}.toml")
     assert config.tier == tier
+
+
+@pytest.mark.parametrize("name", ["coordinator", "trial/coordinator"])
+def test_example_of_a_coordinator_is_valid(root, name):
+    config = load(CoordinatorConfig, root / f"configs/{name}.toml")
+    assert methods.create(config.run.method, config.run.params)
+
+
+def test_parts_of_the_trial_meet(root):
+    """One federation, one broker, one set of classes, no two of the same name or folder."""
+    folder = root / "configs/trial"
+    coordinator = load(CoordinatorConfig, folder / "coordinator.toml")
+    agents = [load(AgentConfig, path) for path in sorted(folder.glob("agent-*.toml"))]
+    assert {(a.federation, a.broker.url) for a in agents} == {(coordinator.federation, coordinator.broker.url)}
+    assert len({a.id for a in agents}) == len({a.state for a in agents} | {coordinator.state}) - 1 == len(agents)
+    assert sum(a.tier == "train" for a in agents) == coordinator.cohort.min_agents
+    for agent in agents:
+        samples = data.load(agent.data.source, coordinator.task.input, coordinator.task.class_names)
+        assert len(samples) > 100
+
+
+def test_readme_names_files_and_commands_that_exist(root):
+    text = (root / "README.md").read_text(encoding="utf-8")
+    for path in re.findall(r"configs/[\w/.-]+\.(?:toml|txt)", text):
+        assert (root / path).is_file(), path
+    known = {command.name for command in app.registered_commands} | {"bench"}
+    assert set(re.findall(r"^(?:.* && \.venv/bin/)?headwater ([a-z]+)", text, re.MULTILINE)) <= known
+    assert set(re.findall(r"^edge-agent ([a-z]+)", text, re.MULTILINE)) <= set(COMMANDS)
+    assert len(re.findall(r"^(?:headwater|edge-agent) ", text, re.MULTILINE)) > 10
+
+
+def test_readme_lists_every_extra_with_what_it_brings(root, project):
+    text = (root / "README.md").read_text(encoding="utf-8")
+    for extra, brings in project["project"]["optional-dependencies"].items():
+        row = re.search(rf"^\| `headwater\[{extra}\]` \|.*$", text, re.MULTILINE)
+        assert row, extra
+        names = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in brings} - {"headwater"}
+        shown = row[0].lower().replace(" ", "")
+        missing = {name for name in names if name not in shown}
+        assert not missing or "andmore" in shown, (extra, missing)
+
+
+def test_readme_explains_every_exit_code(root):
+    text = (root / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Exit codes")[2].partition("\n## ")[0]
+    explained = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    tree, kinds = {HeadwaterError}, [HeadwaterError]
+    while kinds:
+        children = kinds.pop().__subclasses__()
+        tree.update(children)
+        kinds += children
+    assert explained == {0, 130} | {kind.exit_code for kind in tree}
+
+
+def test_picture_of_the_readme_is_a_picture(root):
+    """Made by 'headwater demo' and 'headwater report --svg'; it says its numbers in words, too."""
+    picture = ET.parse(root / ".github/demo.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    words = " ".join(picture.itertext())
+    assert len(re.findall(r"acc\.personal [01]\.\d{3}", words)) == 6
 
 
 def test_example_acl_is_what_the_program_makes(root):

@@ -11,8 +11,8 @@ from edge_agent.agent import install as module
 from edge_agent.agent.duties import Duties
 from edge_agent.agent.install import install_bundle
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.errors import BundleDamaged, BundleError, DataError
 from edge_agent.encoder import Encoder
+from edge_agent.errors import BundleDamaged, BundleError, DataError
 from edge_agent.personalize import features_of, load_head
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Install

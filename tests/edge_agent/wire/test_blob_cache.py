@@ -48,7 +48,9 @@ def test_a_blob_that_is_not_there_is_told(tmp_path):
     assert not BlobCache(tmp_path, 100).has("a" * 64)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"", lambda d: d[::-1]])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"", lambda d: d[::-1]]
+)
 def test_a_damaged_blob_is_removed_so_that_it_is_fetched_again(tmp_path, damage):
     cache = BlobCache(tmp_path, 10_000)
     digest = cache.put(noise(500, 1))

@@ -56,8 +56,8 @@ def test_a_frame_makes_the_round_trip(transfer, place, offset, data):
 
 
 def test_the_frame_is_the_one_of_the_protocol_page():
-    """Magic, version, flags, transfer u64, index u32, count u32, offset u64, length u32, reserved, crc32, all little."""
-    place = bytes.fromhex("0807060504030201" "02000000" "05000000" "8000000000000000")
+    """Magic, version, flags, id u64, index u32, count u32, offset u64, length u32, reserved, crc32; little-endian."""
+    place = bytes.fromhex("080706050403020102000000050000008000000000000000")
     fields = b"HW" + b"\x01\x00" + place + b"\x03\x00\x00\x00" + bytes(4)
     expected = fields + zlib.crc32(fields + b"abc").to_bytes(4, "little") + b"abc"
     assert Frame(0x0102030405060708, 2, 5, 128, b"abc").encode() == expected

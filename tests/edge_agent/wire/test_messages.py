@@ -18,7 +18,9 @@ BLOB = wire.BlobRef(digest=DIGEST, size_bytes=100, chunk_bytes=64)
 TASKS = [
     Task(class_names=("a", "b")),
     Task(input=ImageInput(channels=1, height=28, width=28, mean=(0.1307,), std=(0.3081,)), class_names=("0",)),
-    Task(input=WindowInput(), class_names=("walk", "läuft"), encoder="cnn1d", encoder_params={"width": 8, "x": [1, None]}),
+    Task(
+        input=WindowInput(), class_names=("walk", "läuft"), encoder="cnn1d", encoder_params={"width": 8, "x": [1, None]}
+    ),
 ]
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -26,7 +28,9 @@ counts = st.integers(0, 1_000_000)
 shares = st.none() | st.floats(0, 1)
 ranges = st.lists(st.tuples(counts, counts), max_size=wire.MAX_RANGES).map(tuple)
 names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True)
-scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text | st.floats(allow_nan=False, allow_infinity=False)
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text | st.floats(allow_nan=False, allow_infinity=False)
+)
 blobs = st.builds(
     wire.BlobRef,
     digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
@@ -93,6 +97,14 @@ def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
     return st.builds(kind, **fields)
 
 
+def read_or_refused(parse, payload: bytes) -> bool:
+    """True where a message was read, or refused in few words; any other error is let through."""
+    try:
+        return isinstance(parse(payload), wire.Control)
+    except (MessageError, ProtocolMismatch) as error:
+        return len(str(error)) < 3000
+
+
 @pytest.mark.parametrize("kind, parse", DIRECTIONS, ids=lambda value: getattr(value, "__name__", ""))
 @settings(max_examples=30)
 @given(data=st.data())
@@ -139,10 +151,7 @@ def test_any_json_in_any_field_is_accepted_or_refused_with_our_own_error(data):
     content = content_of(data.draw(a_message(kind)))
     field = data.draw(st.sampled_from([*kind.model_fields, "surplus"]))
     payload = json.dumps({**content, field: data.draw(json_values)}).encode()
-    try:
-        assert isinstance(parse(payload), wire.Control)
-    except (MessageError, ProtocolMismatch) as error:
-        assert len(str(error)) < 3000
+    assert read_or_refused(parse, payload)
 
 
 @pytest.mark.parametrize("message", [wire.Heartbeat(run="r-1", round=12), wire.Ack(digest=DIGEST, received=31)])
@@ -170,10 +179,7 @@ def test_a_message_of_another_hand_that_is_damaged_is_accepted_or_refused_with_o
         payload[place:place] = data.draw(st.binary(min_size=1, max_size=4))
     else:
         payload[place:place] = payload[:place]
-    try:
-        assert isinstance(parse(bytes(payload)), wire.Control)
-    except (MessageError, ProtocolMismatch):
-        pass
+    assert read_or_refused(parse, bytes(payload))
 
 
 def update_with(metrics: str) -> bytes:
@@ -197,7 +203,15 @@ def test_metrics_that_are_not_finite_are_refused_because_no_journal_could_hold_t
 
 def test_a_message_that_json_cannot_hold_is_refused_where_it_is_made():
     job = wire.Job(
-        run="r", round=1, rounds=1, seed=1, method="m", params={"x": math.nan}, task=TASKS[0], blobs=(BLOB,), deadline_s=1
+        run="r",
+        round=1,
+        rounds=1,
+        seed=1,
+        method="m",
+        params={"x": math.nan},
+        task=TASKS[0],
+        blobs=(BLOB,),
+        deadline_s=1,
     )
     with pytest.raises(MessageError, match="Job cannot be written as JSON"):
         wire.encode(job)

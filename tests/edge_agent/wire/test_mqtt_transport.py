@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import ipaddress
 import os
 import queue
@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -92,7 +93,7 @@ def packet(peer) -> tuple[int, bytes]:
 CONNACK = b"\x20\x02\x00\x00"
 
 
-# --- waiting, and not waiting ------------------------------------------------------------------------------------------
+# --- waiting, and not waiting ----------------------------------------------------------------------------------------
 
 
 def test_pauses_grow_and_stay_below_half_a_minute_for_ever():
@@ -128,7 +129,9 @@ def test_who_waits_is_told_of_each_attempt_and_why_it_failed(open_transport):
         assert 0 < gone.retry_in_s <= 30
 
 
-@pytest.mark.parametrize("nonsense", [b"", b"\xff" * 64, b"\x20\x02\x00", b"\x20\x7f", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize(
+    "nonsense", [b"", b"\xff" * 64, b"\x20\x02\x00", b"\x20\x7f", b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+)
 def test_a_broker_that_talks_nonsense_is_left_and_tried_again(open_transport, listener, nonsense):
     transport = open_transport(BrokerConfig(url=url_of(listener)))
     transport.start()
@@ -390,7 +393,7 @@ class Authority:
         return cert, private
 
     def _signed(self, subject, key, *, is_authority=False, addresses=()):
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = dt.datetime.now(dt.timezone.utc)
         usage = x509.KeyUsage(
             digital_signature=True,
             key_cert_sign=is_authority,
@@ -408,8 +411,8 @@ class Authority:
             .issuer_name(self.name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_before(now - dt.timedelta(hours=1))
+            .not_valid_after(now + dt.timedelta(hours=1))
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
             .add_extension(usage, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -428,7 +431,7 @@ class TlsMosquitto(MosquittoBroker):
 
     def command(self):
         line = super().command()
-        with open(line[-1], "a", encoding="utf-8") as settings:
+        with Path(line[-1]).open("a", encoding="utf-8") as settings:
             settings.write("\n".join([*self.lines, ""]))
         return line
 

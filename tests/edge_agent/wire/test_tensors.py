@@ -57,7 +57,7 @@ def entry(shape, begin, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-# --- round trips and the library ---------------------------------------------------------------------------------------
+# --- round trips and the library -------------------------------------------------------------------------------------
 
 
 @given(containers)

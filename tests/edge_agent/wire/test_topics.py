@@ -69,7 +69,21 @@ def test_filters_cover_what_each_side_must_hear_and_nothing_else():
     assert not any(matches(f, Topics("elsewhere").up(AGENT)) for f in topics.for_coordinator())
 
 
-HOSTILE_NAMES = ["", "porch\n", "PORCH", "-porch", "porch/x", "..", "+", "#", "$SYS", "pörch", "a" * 64, "porch\0", " a"]
+HOSTILE_NAMES = [
+    "",
+    "porch\n",
+    "PORCH",
+    "-porch",
+    "porch/x",
+    "..",
+    "+",
+    "#",
+    "$SYS",
+    "pörch",
+    "a" * 64,
+    "porch\0",
+    " a",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)

@@ -1,0 +1,40 @@
+"""Runs in the emulated guest: import the host's bundle, compute features, fit the head again, answer with arrays.
+
+usage: in_guest.py BUNDLE INPUTS HEAD OUT (HEAD: a head that the host fitted and saved; INPUTS and OUT: .npz)
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from edge_agent import bundle as bundles
+from edge_agent import heads
+from edge_agent.encoder import Encoder
+from edge_agent.heads import FitData
+from edge_agent.personalize import load_head
+
+
+def main(bundle_file: Path, inputs_file: Path, head_folder: Path, out: Path) -> None:
+    """Everything that a device computes, as named arrays."""
+    bundle = bundles.install(bundle_file, out.parent / "guest-bundles")
+    with np.load(inputs_file, allow_pickle=False) as given:
+        inputs, labels = given["inputs"], given["labels"]
+    found = {"machine": np.array(platform.machine())}
+    for precision in ("fp32", "int8"):
+        encoder = Encoder.open(bundle, precision)
+        encoder.self_test(bundle.golden())
+        found[precision] = encoder.features(inputs)
+    saved = load_head(head_folder, bundle, "fp32")
+    found["labels_by_saved_head"] = saved.head.predict_proba(found["fp32"]).argmax(axis=1)
+    head = heads.create("lr")
+    head.fit(FitData(found["fp32"], labels, bundle.manifest.task.num_classes), np.random.default_rng(0))
+    found["labels_by_own_head"] = head.predict_proba(found["fp32"]).argmax(axis=1)
+    np.savez(out, **found)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The device side on arm64, by emulating the processor: its own tests, and one bundle from the host.
+
+The first run fetches some 80 MB of packages and takes a minute; HEADWATER_ARM64_ROOT keeps the folder for the next one.
+Emulation says nothing about speed, memory or heat.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent import data, heads, methods
+from edge_agent.encoder import Encoder
+from edge_agent.heads import FitData
+from edge_agent.personalize import personalize
+from edge_agent.task import ImageInput, Task
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PACKAGES = ("numpy", "pydantic", "paho-mqtt", "safetensors", "onnxruntime", "pillow", "pytest", "hypothesis")
+LIGHT = (
+    "edge_agent/heads/test_head_prototype.py",
+    "edge_agent/heads/test_saved_heads.py",
+    "edge_agent/data/test_splitting.py",
+    "edge_agent/wire/test_tensors.py",
+    "edge_agent/wire/test_chunks.py",
+    "edge_agent/wire/test_chunk_assembly.py",
+    "edge_agent/wire/test_blob_cache.py",
+)
+"""Tests that need neither torch nor onnx nor scikit-learn, and little computing."""
+
+IMAGES = 20
+"""Emulated convolutions are some hundred times slower than real ones."""
+
+TASK = Task(input=ImageInput(channels=3, height=32, width=32), class_names=tuple("0123456789"), encoder="small_cnn")
+
+
+@pytest.fixture(scope="session")
+def guest(tmp_path_factory) -> Path:
+    """The guest's Python."""
+    if sys.platform != "linux" or shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        pytest.skip("no apt-get and dpkg-deb here: the arm64 guest is made of Debian packages")
+    kept = os.environ.get("HEADWATER_ARM64_ROOT")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("arm64")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(HERE / "build_root.sh"), str(folder), *PACKAGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, env=environment)
+    if done.returncode:
+        pytest.skip(f"no arm64 guest could be made, are apt and pip within reach? {done.stderr.strip()[-300:]}")
+    return folder / "python"
+
+
+def run(guest: Path, *words: object, limit_s: float) -> str:
+    """What a program in the guest says; it sees the packages of the project and nothing of the host's."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(guest.parent), "GUEST_PATH": str(ROOT)}
+    command = [str(guest), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_guest_is_another_machine(guest):
+    said = run(guest, "-c", "import platform; print(platform.machine())", limit_s=60)
+    assert said.strip() == "aarch64"
+
+
+def test_light_tests_pass_in_the_guest(guest, tmp_path):
+    tests = [ROOT / "tests" / name for name in LIGHT]
+    options = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-k",
+        "not svm",
+        f"--basetemp={tmp_path / 'guest'}",
+    )
+    said = run(guest, "-m", "pytest", *options, "-c", ROOT / "pyproject.toml", *tests, limit_s=900)
+    last = said.strip().splitlines()[-1]
+    print(last)
+    assert "passed" in last
+    assert "failed" not in last
+
+
+def test_command_line_of_a_device_answers_in_the_guest(guest):
+    said = run(guest, "-m", "edge_agent", "doctor", limit_s=120)
+    assert "aarch64" in said
+    assert "onnxruntime" in said
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A bundle of a small convolutional encoder, trained for one round, with images to try it on."""
+    import torch
+
+    from edge_agent.training.parts import to_arrays
+    from edge_agent.training.session import Arrays, Kept, Session
+    from export.bundle import export_bundle, model_from_state
+
+    folder = tmp_path_factory.mktemp("host")
+    method = methods.create("fedavg", {"lr": 0.05, "momentum": 0.9, "local_epochs": 2})
+    samples = data.load("digits:inverted?client=0&clients=3", TASK.input, TASK.class_names)
+    arrays = Arrays(samples.inputs, samples.labels)
+    session = Session(method, TASK, "host", arrays, arrays, seed=0, device="cpu")
+    torch.manual_seed(0)
+    model = method.build(TASK)
+    state = method.start(to_arrays(model, method.shared_names(model)))
+    state = session.train(state, Kept(), round_number=1, rounds=1, evaluate=False).update
+    path = folder / "b.hwb"
+    export_bundle(
+        model_from_state(method, TASK, state), method, TASK, samples.inputs[:64], path,
+        name="host", created="2026-01-01T00:00:00+00:00", global_head=method.global_head(state), exporter="legacy",
+    )  # fmt: skip
+    return path, samples, folder
+
+
+def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
+    """fp32 within 1e-4 of the scale; int8 bit for bit on a host with VNNI; the same labels."""
+    path, samples, folder = made
+    bundle = bundles.install(path, folder / "bundles")
+    inputs, labels = samples.inputs[:IMAGES], samples.labels[:IMAGES]
+    np.savez(folder / "inputs.npz", inputs=inputs, labels=labels)
+    here = {precision: Encoder.open(bundle, precision).features(inputs) for precision in ("fp32", "int8")}
+    result = personalize(bundle, samples, "lr", encoder=Encoder.open(bundle, "fp32"))
+    result.save(folder / "head")
+
+    run(guest, HERE / "in_guest.py", path, folder / "inputs.npz", folder / "head", folder / "out.npz", limit_s=600)
+    with np.load(folder / "out.npz", allow_pickle=False) as there:
+        assert str(there["machine"]) == "aarch64"
+        scale = np.abs(here["fp32"]).max()
+        difference = np.abs(there["fp32"] - here["fp32"]).max() / scale
+        print(
+            f"fp32 differs by {difference:.1e} of the scale, int8 by {np.abs(there['int8'] - here['int8']).max():.1e}"
+        )
+        assert difference <= 1e-4
+        if has_vnni():
+            np.testing.assert_array_equal(there["int8"], here["int8"])
+        else:  # u8s8 products may saturate in 16 bits
+            np.testing.assert_allclose(there["int8"], here["int8"], atol=0.05 * np.abs(here["int8"]).max())
+        np.testing.assert_array_equal(
+            there["labels_by_saved_head"], result.head.predict_proba(here["fp32"]).argmax(axis=1)
+        )
+        head = heads.create("lr")
+        head.fit(FitData(here["fp32"], labels, TASK.num_classes), np.random.default_rng(0))
+        np.testing.assert_array_equal(there["labels_by_own_head"], head.predict_proba(here["fp32"]).argmax(axis=1))
+
+
+def has_vnni() -> bool:
+    """Whether this processor adds products of bytes in 32 bits, as arm64 does."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "vnni" in flags

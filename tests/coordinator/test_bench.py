@@ -1,0 +1,228 @@
+"""Benchmarks measure the right thing: shapes of results, arithmetic of figures, who pays. Never how fast it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+from datetime import datetime, timedelta, timezone
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coordinator.bench import noop, processes, rounds, tcp, transport, w1
+from coordinator.bench.figures import Row, caveat, machine, median, quantile, rounded
+from coordinator.cli.app import app
+from coordinator.cli.bench import chosen, size_bytes
+from coordinator.journal import Journal
+from edge_agent import methods, models
+from edge_agent.agent.duties import Duties
+from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.errors import MeasuringFailed, UsageError
+from edge_agent.task import Task
+from edge_agent.training.parts import to_arrays
+from edge_agent.wire.messages import Job, Report
+from edge_agent.wire.tensors import decode
+
+TASK = Task(class_names=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("0.5MB", 500_000), ("45 MB", 45_000_000), ("500000", 500_000), ("64kb", 64_000), ("1GB", 1_000_000_000)],
+)
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "45 TB", "-1MB", "nan", "inf MB", "1e99", "999", "2GB", "0.5 MB each"])
+def test_sizes_that_cannot_be_meant_are_refused(text):
+    with pytest.raises(UsageError, match="payload"):
+        size_bytes(text)
+
+
+def test_an_unknown_choice_names_the_known_ones():
+    with pytest.raises(UsageError, match="--broker 'nats': expected one of all, mosquitto, amqtt"):
+        chosen("--broker", "nats", "all", "mosquitto", "amqtt")
+
+
+def test_middle_and_tail_of_values():
+    """Of 1..10: the middle is between 5 and 6; nine of ten values do not exceed 9."""
+    values = [float(v) for v in (10, 1, 9, 2, 8, 3, 7, 4, 6, 5)]
+    assert (median(values), quantile(values, 0.9), median([3.0, 1.0, 2.0])) == (5.5, 9.0, 2.0)
+    assert np.isnan(median([]))
+    assert np.isnan(quantile([], 0.9))
+
+
+@pytest.mark.parametrize(
+    "value, shown", [(0.12345678, 0.1235), (12345.678, 12346.0), (0.0, 0.0), (-0.00123456, -0.001235), (99.99, 99.99)]
+)
+def test_figures_keep_four_digits_that_count(value, shown):
+    assert rounded(value) == shown
+
+
+@pytest.mark.parametrize("value, budget, met", [(0.1, 0.1, True), (0.11, 0.1, False), (5.0, None, None)])
+def test_a_budget_is_met_up_to_its_value(value, budget, met):
+    assert Row("x", value, "s", budget).as_json()["met"] is met
+
+
+def test_the_caveat_names_processor_cores_and_versions():
+    here = machine()
+    text = caveat(here, "No network.")
+    assert here["processor"] in text
+    assert f"{here['cores']} cores" in text
+    assert f"torch {torch.__version__}" in text
+    assert "No network." in text
+
+
+def test_usage_agrees_with_what_the_process_knows_of_itself():
+    used = processes.usage(os.getpid())
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    assert used.cpu_s == pytest.approx(seconds, abs=0.5)
+    assert used.peak_mb <= own.ru_maxrss * 1024 / 1e6 * 1.02
+    assert 0 < used.own_mb < used.rss_mb <= used.peak_mb * 1.02
+
+
+def test_the_peak_is_forgotten_on_request_and_seen_again():
+    """150 MB come and go: the peak falls by most of them once it is forgotten."""
+    block = np.ones(150_000_000, np.uint8)
+    high = processes.usage(os.getpid()).peak_mb
+    del block
+    processes.forget_peak(os.getpid())
+    low = processes.usage(os.getpid()).peak_mb
+    assert low < high - 100
+
+
+def test_a_process_that_is_gone_is_named():
+    with pytest.raises(MeasuringFailed, match="999999999"):
+        processes.usage(999_999_999)
+
+
+def test_a_measured_process_that_ends_tells_its_last_words(tmp_path):
+    with processes.module("broken", ["--port", "none"], tmp_path, module="coordinator.bench.tcp") as measured:
+        with pytest.raises(MeasuringFailed, match=r"(?s)broken ended with code 2.*invalid int value"):
+            processes.answer(measured)
+
+
+def test_waiting_ends_with_an_error_that_says_for_what(tmp_path):
+    with pytest.raises(MeasuringFailed, match="the moon: not within 0 s"):
+        processes.wait_for(lambda: False, [], what="the moon", limit_s=0.0, every_s=0.001)
+
+
+def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
+    """Opened at 0; closed at 0.5, 0.7 and 1.5 s: rounds of 0.5, 0.2 and 0.8 s, whatever is journalled between."""
+    times = iter([0.0, 0.0, 0.1, 0.5, 0.5, 0.7, 0.7, 1.5])
+    start = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    with Journal(tmp_path / "journal.db", now=lambda: start + timedelta(seconds=next(times))) as journal:
+        run = journal.request_run({})
+        for number in (1, 2, 3):
+            journal.append("round_opened", run=run, round=number, body={"attempt": 1, "cohort": ["a"]})
+            if number == 1:
+                journal.append("update_refused", run=run, round=1, agent="a", body={"reason": "x"})
+            journal.append("round_closed", run=run, round=number, digest="0" * 64, body={"clients": 1})
+        assert rounds.round_seconds(journal, run) == [0.5, 0.2, 0.8]
+
+
+def test_a_failed_run_gives_its_reason_and_no_figures(tmp_path):
+    with Journal(tmp_path / "journal.db") as journal:
+        run = journal.request_run({})
+        journal.append("run_failed", run=run, body={"reason": "no quorum"})
+        with pytest.raises(MeasuringFailed, match="no quorum"):
+            rounds.round_seconds(journal, run)
+
+
+def test_budgets_of_rounds_hold_for_the_payloads_that_they_were_set_for():
+    plans = [rounds.Plan(payload_bytes=size) for size in (500_000, 45_000_000, 1_000_000)]
+    assert [plan.round_budget_s() for plan in plans] == [0.1, 2.0, None]
+    assert rounds.Plan(workload="w1").round_budget_s() is None
+
+
+def test_the_idle_method_has_a_model_of_the_payload_that_was_asked_for():
+    method = noop.Method(noop.Params(payload_bytes=80_000))
+    model = method.build(TASK)
+    arrays = to_arrays(model, method.shared_names(model))
+    assert len(arrays) == noop.ARRAYS
+    assert sum(array.nbytes for array in arrays.values()) == 80_000
+
+
+@pytest.fixture
+def duties(tmp_path):
+    config = AgentConfig(id="a", state=tmp_path, data=DataConfig(source="npz:none"))
+    return noop.NoDuties(config, "train")
+
+
+def job(purpose="train", **params):
+    return Job(
+        purpose=purpose, run="run-0001", round=3, rounds=4, seed=0, method="noop", params=params, task=TASK, blobs=(),
+        deadline_s=1.0,
+    )  # fmt: skip
+
+
+def sent(duties: Duties):
+    manifest = duties.outbox.get()
+    return decode(duties.outbox.path_of(manifest.blob.digest).read_bytes())
+
+
+def test_every_round_carries_other_bytes_both_ways(duties):
+    """crc32(b'a') = 0xE8B7BE43 = 3904355907, modulo 97 it is 79: agent 'a' adds 80."""
+    duties.do(job(), {"x": np.zeros(4, np.float32)})
+    once = sent(duties)["x"]
+    assert once.tolist() == [1 + 3904355907 % 97] * 4
+    duties.do(job(), {"x": once})
+    assert sent(duties)["x"].tolist() == [2 * (1 + 3904355907 % 97)] * 4
+
+
+def test_uploads_of_another_size_than_the_download_can_be_asked_for(duties):
+    manifest = duties.do(job(upload_bytes=4000), {"x": np.zeros(1, np.float32)})
+    assert sent(duties)["array"].nbytes == 4000
+    assert manifest.samples == 1
+
+
+def test_the_end_of_a_run_asks_the_idle_agent_for_nothing(duties):
+    assert isinstance(duties.do(job("finish"), {}), Report)
+    assert duties.outbox.get() is None
+
+
+def test_workload_w1_has_the_network_of_its_description():
+    """conv 1x16x25+16, conv 16x32x25+32, 512x512+512 and 512x10+10 weights: 281,034 with the head."""
+    w1.register()
+    with contextlib.ExitStack() as stack:
+        stack.callback(models.registry._extra.pop, w1.ENCODER)
+        encoder = models.create(w1.task())
+    weights = sum(weight.numel() for weight in encoder.parameters())
+    assert weights + 512 * 10 + 10 == 281_034
+    assert encoder(torch.zeros(2, 1, 28, 28)).shape == (2, 512)
+
+
+def test_the_benchmarks_method_is_not_among_those_that_people_see():
+    assert noop.NAME not in methods.names()
+
+
+def test_plain_tcp_moves_every_byte_both_ways(tmp_path):
+    down, up = tcp.seconds(2, 300_000, tmp_path)
+    assert down > 0
+    assert up > 0
+
+
+@pytest.mark.broker
+def test_transport_is_measured_in_both_directions(tmp_path):
+    found = transport.measure(1, 200_000, ["amqtt"], tmp_path, repeats=1)
+    assert [(leg["broker"], leg["direction"]) for leg in found["legs"]] == [("amqtt", "broadcast"), ("amqtt", "upload")]
+    for leg in found["legs"]:
+        assert leg["mb_per_s"] > 0
+        assert leg["of_tcp"] == pytest.approx(leg["mb_per_s"] / found["tcp_mb_per_s"][leg["direction"]], rel=0.01)
+        assert set(leg["cpu_s"]) == set(leg["peak_mb"]) == {"broker", "coordinator", "agents"}
+        assert all(10 < size < 1000 for size in leg["peak_mb"].values())
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("command", ["transport", "round", "device"])
+def test_every_benchmark_shows_an_example(command):
+    shown = CliRunner().invoke(app, ["bench", command, "--help"])
+    assert shown.exit_code == 0
+    assert f"Example: headwater bench {command}" in " ".join(shown.stdout.split())

@@ -1,0 +1,197 @@
+"""Real processes, a real broker, and ``kill -9``: what the simulated federation promises, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from coordinator.request import Request
+from coordinator.store import StateFolder
+from edge_agent.task import ImageInput, Task
+
+pytestmark = pytest.mark.broker
+
+AGENTS = ("a0", "a1", "a2")
+DIGITS = Task(
+    input=ImageInput(channels=1, height=8, width=8),
+    class_names=tuple("0123456789"),
+    encoder="linear",
+    encoder_params={"feature_dim": 32},
+)
+LARGE = Task(
+    input=ImageInput(channels=1, height=64, width=64),
+    class_names=tuple("0123456789"),
+    encoder="linear",
+    encoder_params={"feature_dim": 2048},
+)
+"""4096 * 2048 numbers: 33.6 MB, 547 chunks."""
+
+
+class Site:
+    """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
+
+    def __init__(self, folder, task):
+        self.folder, self.task = folder, task
+        self.state = StateFolder(folder / "state")
+        self.processes = {}
+        self.broker = MosquittoBroker() if find_mosquitto() else EmbeddedBroker()
+
+    def __enter__(self):
+        self.broker.start()
+        (self.folder / "coordinator.toml").write_text(
+            f'state = "state"\n\n[broker]\nurl = "{self.broker.url}"\n\n[cohort]\nmin_agents = {len(AGENTS)}\n\n'
+            "[round]\nquorum = 1.0\n\n[export]\nafter_run = false\n\n"
+            f'[task]\nclass_names = {json.dumps(self.task.class_names)}\nencoder = "linear"\n'
+            f'input = {{ kind = "image", channels = 1, height = {self.task.input.height}, '
+            f"width = {self.task.input.width} }}\nencoder_params = {json.dumps(self.task.encoder_params).replace(':', ' =')}\n"
+        )
+        self.serve()
+        for number, name in enumerate(AGENTS):
+            (self.folder / f"{name}.toml").write_text(
+                f'id = "{name}"\ntier = "train"\nstate = "{name}"\nheartbeat_s = 2\n\n[broker]\nurl = "{self.broker.url}"\n\n'
+                f'[data]\nsource = "digits:optdigits?n=240&client={number}&clients={len(AGENTS)}"\n'
+            )
+            self.agent(name)
+        self.until(lambda: (self.folder / "state" / "journal.db").exists(), "the coordinator starts")
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        self.broker.stop()
+
+    def start(self, name, *command):
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *command], cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def serve(self):
+        self.start("serve", "coordinator", "serve", "--config", "coordinator.toml")
+
+    def agent(self, name):
+        self.start(name, "edge_agent", "run", "--config", f"{name}.toml")
+
+    def kill(self, name):
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].wait()
+
+    def request(self, rounds, **params):
+        wanted = Request("fedavg", {"batch_size": 8, **params}, rounds, 5, self.task)
+        with self.state.look(create=True) as state:
+            return state.journal.request_run(wanted.body())
+
+    def entries(self, run, *kinds):
+        with self.state.look() as state:
+            return state.journal.entries(run, kinds or None)
+
+    def until(self, condition, what, limit_s=60.0, every_s=0.02):
+        pause, end = threading.Event(), time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                words = {path.name: path.read_text()[-1500:] for path in self.folder.glob("*.log")}
+                raise AssertionError(
+                    f"not within {limit_s} s: {what}\n" + "\n".join(f"{k}:\n{v}" for k, v in words.items())
+                )
+            pause.wait(every_s)
+
+    def finish(self, run):
+        """SHA-256 of the encoder that the run ended with."""
+        over = ("run_finished", "run_failed")
+        self.until(lambda: self.entries(run, *over), f"{run} is over")
+        (entry,) = self.entries(run, *over)
+        assert entry.kind == "run_finished", entry.body
+        return entry.body["encoder_sha256"]
+
+    def opened(self, run):
+        return [(entry.round, entry.body["attempt"]) for entry in self.entries(run, "round_opened")]
+
+
+def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
+    """One undisturbed run; then the same run with each of the three killed by ``kill -9`` in round 3 of 5."""
+    with Site(tmp_path, DIGITS) as site:
+        undisturbed = site.finish(site.request(5, local_epochs=6))
+
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (3, 1) in site.opened(run), "round 3 opens")
+        site.kill("serve")
+        before = {entry.id for entry in site.entries(run)}
+        assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
+        site.serve()
+        assert site.finish(run) == undisturbed
+        assert site.opened(run) == [(number, 1) for number in range(1, 6)], "no round was opened again"
+        after = [entry.round for entry in site.entries(run, "round_closed") if entry.id not in before]
+        assert after[0] >= 3
+
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (3, 1) in site.opened(run), "round 3 opens")
+        site.kill("a1")
+        site.agent("a1")
+        assert site.finish(run) == undisturbed
+        assert site.opened(run) == [(number, 1) for number in range(1, 6)]
+
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (3, 1) in site.opened(run), "round 3 opens")
+        os.kill(site.broker.pid, signal.SIGKILL)
+        assert site.finish(run) == undisturbed
+        assert site.broker.restarts == 1
+
+
+def test_an_agent_killed_in_the_middle_of_an_upload_goes_on_where_it_was(tmp_path):
+    """33.6 MB; killed when the coordinator has noted at least 64 chunks (3.9 MB). From zero it would send those twice."""
+    noted_bytes, size_bytes = 64 * 61_400, 4 * (4096 * 2048 + 2048 + 10 * 2048 + 10)
+    with Site(tmp_path, LARGE) as site:
+        run = site.request(1, local_epochs=0)
+        folder = tmp_path / "state" / "blobs" / "partial" / "a1"
+        site.until(lambda: list(folder.glob("*.chunks")), "64 chunks of a1 are here", every_s=0.001)
+        site.kill("a1")
+        accepted = {entry.agent for entry in site.entries(run, "update_accepted")}
+        assert "a1" not in accepted, "killed too late for this test to say anything"
+        site.agent("a1")
+        site.finish(run)
+        summary = json.loads((tmp_path / "state" / "runs" / run / "summary.json").read_text())
+        (sent,) = [agent["bytes_up"] for agent in summary["agents"] if agent["id"] == "a1"]
+        assert size_bytes <= sent < size_bytes + noted_bytes
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_without_a_broker_an_agent_waits_and_says_so_or_gives_up_with_75(tmp_path):
+    (tmp_path / "agent.toml").write_text(
+        f'id = "a0"\ntier = "head"\n\n[broker]\nurl = "mqtt://127.0.0.1:{free_port()}"\n\n'
+        '[data]\nsource = "digits:optdigits?n=20"\n'
+    )
+    base = [sys.executable, "-m", "edge_agent", "run", "--config", "agent.toml"]
+    hasty = subprocess.Popen(
+        [*base, "--no-wait"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out, err = hasty.communicate(timeout=30)
+    assert hasty.returncode == 75, out + err
+    assert "Connection refused" in err
+    assert "is it running" in err
+    assert "Traceback" not in err
+    patient = subprocess.Popen(base, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        said = [next(line for line in patient.stderr if "broker_away" in line) for _ in range(2)]
+        assert all("retry_in_s=" in line for line in said)
+        patient.send_signal(signal.SIGTERM)
+        assert patient.wait(10) == 0
+    finally:
+        patient.kill()
+        patient.wait()
+        patient.stderr.close()

@@ -1,0 +1,278 @@
+"""An agent among others: what it does again, what it does once, and what must not end it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+
+import pytest
+from federation_harness import WIDE_TASK, Federation, Stranger, lose, vanish
+
+from edge_agent.agent import HELLO_AGAIN_S
+from edge_agent.agent.duties import Duties
+from edge_agent.wire import messages as wire
+from edge_agent.wire.topics import Topics
+
+TOPICS = Topics("home")
+
+
+@pytest.fixture
+def fed(tmp_path):
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 1}, capture=True) as federation:
+        yield federation
+
+
+def hellos(fed, name="a0"):
+    return fed.messages(fed.topics.up(name), wire.Hello)
+
+
+def trained(fed, name="a0"):
+    return [number for _, number, purpose in fed.duties[name].done if purpose == "train"]
+
+
+def test_one_connection_is_one_hello(fed):
+    fed.add("a0")
+    fed.wait(10)
+    assert len(hellos(fed)) == 1
+
+
+def test_an_agent_without_a_coordinator_keeps_saying_hello_at_its_pace(fed):
+    fed.kill_coordinator()
+    fed.add("a0")
+    fed.wait(20)
+    assert 8 <= len(hellos(fed)) <= 20 / HELLO_AGAIN_S + 1
+    fed.start_coordinator()
+    assert fed.until(lambda: fed.agents["a0"].welcomed) <= HELLO_AGAIN_S + 0.5
+
+
+def test_heartbeats_come_at_their_pace_and_say_what_is_worked_on(fed):
+    fed.add("a0", seconds=40)
+    fed.request(rounds=1)
+    fed.wait(35)
+    beats = fed.messages(fed.topics.heartbeat("a0"), wire.Heartbeat)
+    assert [(beat.run, beat.round) for beat in beats] == [(fed.run, 1), (fed.run, 1)]
+
+
+def test_a_job_that_comes_twice_is_done_once(fed):
+    """The network doubled it; it is also still going around when its receipt is here already."""
+    agent = fed.add("a0")
+    other = Stranger(fed, "other")
+    other.hello()
+    fed.settle()
+    fed.request(rounds=1)
+    fed.until(lambda: fed.entries("update_accepted", agent="a0") or fed.record.is_over)
+    jobs = [p for p in fed.published(fed.topics.down("a0")) if b'"type":"job"' in p]
+    for payload in jobs * 3:
+        other.raw(payload, fed.topics.down("a0"))
+    fed.settle()
+    assert trained(fed) == [1]
+    assert agent.jobs.job is None
+
+
+def test_a_job_that_is_asked_anew_after_its_receipt_is_done_anew(fed):
+    """The coordinator opened the round a second time, without the first attempt's updates."""
+    fed.add("a0")
+    other = Stranger(fed, "other")
+    fed.request(rounds=1)
+    fed.finish()
+    (first, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
+    other.raw(wire.encode(first.model_copy(update={"boot": "c9", "seq": 1})), fed.topics.down("a0"))
+    fed.wait(10)
+    assert trained(fed) == [1, 1]
+
+
+def test_a_model_damaged_in_the_cache_is_fetched_again_and_not_a_fault(fed):
+    agent = fed.add("a0", seconds=5)
+    fed.request(rounds=1)
+    fed.wait(1)
+    (blob,) = agent.jobs.job.blobs
+    path = agent.cache.path(blob.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    fed.finish()
+    assert fed.record.status == "finished"
+    assert trained(fed) == [1]
+    assert fed.entries("update_refused") == []
+
+
+def test_an_update_that_is_gone_from_the_disk_is_made_again(fed):
+    agent = fed.add("a0")
+    lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Grant))
+    fed.request(rounds=1)
+    fed.until(lambda: lost)
+    (path,) = agent.uploads._outbox.folder.glob("*.safetensors")
+    path.unlink()
+    fed.finish()
+    assert fed.record.status == "finished"
+    assert trained(fed) == [1, 1]
+
+
+def test_after_a_round_closed_without_it_an_agent_asks_for_its_model_no_more(tmp_path):
+    """It heard half of the model, then the round was over. Its question every second would never end."""
+    round_config = {"quorum": 0.5, "grace_s": 1}
+    with Federation(
+        tmp_path, agents=(), task=WIDE_TASK, round=round_config, cohort={"min_agents": 2}, capture=True
+    ) as fed:
+        fed.add("a0", seconds=1)
+        agent = fed.add("deaf")
+        fed.settle()
+        agent.downloads.frame = lambda frame: None
+        fed.request(rounds=1)
+        fed.until(lambda: fed.entries("round_closed"))
+        agent.transport.subscribe()
+        fed.wait(1)
+        (first, *_) = fed.messages(fed.topics.down("deaf"), wire.Job)
+        before = [w for w in fed.messages(fed.topics.up("deaf"), wire.Want) if w.digest == first.blobs[0].digest]
+        fed.wait(20)
+        after = [w for w in fed.messages(fed.topics.up("deaf"), wire.Want) if w.digest == first.blobs[0].digest]
+        assert before
+        assert len(after) == len(before)
+
+
+def test_a_new_run_during_the_end_of_the_old_one_is_not_lost(fed):
+    """While the agent personalizes for the old run, the coordinator (restarted without it) asks for a new round."""
+    agent = fed.add("a0", seconds=5)
+    fed.request(rounds=1)
+    fed.until(lambda: agent.jobs.job is not None and agent.jobs.job.purpose == "finish")
+    fed.wait(1)
+    job = agent.jobs.job.model_copy(update={"run": "run-0099", "purpose": "train", "round": 1, "boot": "c9", "seq": 9})
+    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
+    fed.wait(12)
+    assert ("run-0099", 1, "train") in fed.duties["a0"].done
+
+
+def test_an_update_of_a_run_that_is_no_longer_wanted_is_not_offered(fed):
+    agent = fed.add("a0", seconds=5)
+    fed.request(rounds=1)
+    fed.wait(1)
+    job = agent.jobs.job.model_copy(update={"run": "run-0099", "boot": "c9", "seq": 9})
+    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
+    fed.wait(5)
+    offers = {message.run for message in fed.messages(fed.topics.up("a0"), wire.UpdateManifest)}
+    assert fed.run not in offers
+
+
+def test_a_full_disk_is_told_as_a_fault_and_the_agent_goes_on(fed):
+    def full(job):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    agent = fed.add("a0")
+    fed.duties["a0"].before = full
+    fed.request(rounds=1)
+    fed.wait(1)
+    (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)[:1]
+    assert (fault.error, fault.round) == ("OSError", 1)
+    assert "No space left" in fault.message
+    assert agent.welcomed
+
+
+def test_a_disk_that_is_full_while_a_model_comes_in_does_not_end_the_agent(fed, monkeypatch):
+    agent = fed.add("a0")
+    fed.settle()
+    real = os.pwrite
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    fed.request(rounds=1)
+    fed.wait(3)
+    assert agent.welcomed
+    monkeypatch.setattr(os, "pwrite", real)
+    fed.finish()
+    assert fed.record.status == "finished"
+
+
+def test_an_error_message_of_any_length_fits_into_a_fault(fed):
+    class ANameThatIsLongerThanSixtyFourCharactersBecauseSomebodyLikesItThatWay(Exception):
+        pass
+
+    def broken(job):
+        raise ANameThatIsLongerThanSixtyFourCharactersBecauseSomebodyLikesItThatWay("x" * 100_000)
+
+    fed.add("a0")
+    fed.duties["a0"].before = broken
+    fed.request(rounds=1)
+    fed.wait(1)
+    (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
+    assert len(fault.error) == 64
+    assert len(fault.message) == 2000
+
+
+def test_a_goodbye_is_said_and_nothing_is_lost_by_stopping(fed):
+    agent = fed.add("a0", seconds=5)
+    fed.request(rounds=1)
+    fed.wait(1)
+    fed.agents.pop("a0")
+    agent.close()
+    fed.settle()
+    assert fed.coordinator.roster.present() == []
+    assert len(fed.messages(fed.topics.up("a0"), wire.Bye)) == 1
+    fed.add("a0")
+    fed.finish()
+    assert fed.record.status == "finished"
+
+
+def test_the_status_file_says_what_the_agent_does(fed):
+    agent = fed.add("a0", seconds=5)
+    fed.request(rounds=3)
+    fed.wait(1)
+    agent.write_status()
+    found = json.loads((agent.config.state / "status.json").read_bytes())
+    assert (found["id"], found["tier"], found["welcomed"], found["working"]) == ("a0", "train", True, True)
+    assert found["job"] == {"run": fed.run, "round": 1, "rounds": 3}
+
+
+def test_an_agent_whose_coordinator_restarts_finds_the_new_one_at_once(fed):
+    """Even when it has said hello to the old one a moment before."""
+    agent = fed.add("a0")
+    fed.settle()
+    agent._hello()
+    fed.kill_coordinator()
+    fed.start_coordinator()
+    fed.settle()
+    assert fed.coordinator.roster.present() == ["a0"]
+
+
+def test_a_lost_welcome_is_asked_for_again(fed):
+    lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Welcome))
+    fed.add("a0")
+    assert fed.until(lambda: fed.agents["a0"].welcomed) <= HELLO_AGAIN_S + 0.5
+
+
+def test_a_device_that_was_asleep_is_found_again(fed):
+    """No network for two minutes, without a will: gone by its lease; its next heartbeat brings it back."""
+    agent = fed.add("a0")
+    fed.settle()
+    filters = list(agent.transport._filters)
+    vanish(agent.transport)
+    fed.wait(120)
+    assert fed.coordinator.roster.present() == []
+    agent.transport._filters = filters
+    agent.transport.start()
+    fed.wait(1)
+    assert fed.coordinator.roster.present() == ["a0"]
+
+
+def test_head_tier_refuses_a_training_job_with_the_reason(fed):
+    fed.make_duties = Duties
+    fed.add("h0", tier="head")
+    fed.settle()
+    job = wire.Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
+    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("h0"))
+    fed.settle()
+    (fault,) = fed.messages(fed.topics.up("h0"), wire.Fault)
+    assert fault.error == "MissingCapability"
+    assert "does not train encoders" in fault.message
+
+
+def test_logs_hold_no_payloads(fed, caplog):
+    caplog.set_level(logging.DEBUG)
+    fed.add("a0")
+    fed.request(rounds=1)
+    fed.finish()
+    assert "round_closed" in caplog.text
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from edge_agent.errors import BrokerAway, ConfigError, HeadwaterError, MissingCapability, UnknownName, nearest
+
+
+def test_a_configuration_error_lists_each_mistake_on_a_line_of_its_own():
+    assert str(ConfigError("a.toml", ["x is missing", "y = 3: too large"])) == (
+        "a.toml: 2 mistakes\n  - x is missing\n  - y = 3: too large"
+    )
+    assert str(ConfigError("a.toml", iter(["x is missing"]))) == "a.toml: 1 mistake\n  - x is missing"
+
+
+def test_an_unknown_name_carries_what_a_program_may_want_to_know():
+    error = UnknownName("head", "svn", ["svm", "lr"])
+    assert (error.kind, error.name, error.known, error.nearest) == ("head", "svn", ("lr", "svm"), "svm")
+    assert str(error) == "unknown head 'svn': did you mean 'svm'? known: lr, svm"
+    assert str(UnknownName("head", "zzz", [])) == "unknown head 'zzz': known: none"
+
+
+@pytest.mark.parametrize(
+    "name, close", [("fedpre", "fedper"), ("FEDPER", None), ("fedper", "fedper"), ("qqq", None), ("", None)]
+)
+def test_only_a_name_that_is_close_is_suggested(name, close):
+    assert nearest(name, ["fedavg", "fedper", "repper"]) == close
+
+
+def test_a_missing_package_is_told_with_the_extra_that_brings_it():
+    error = MissingCapability.package("torch", "train", "tier 'train'")
+    assert str(error) == "tier 'train' needs 'torch', which is not installed; pip install 'headwater[train]'"
+    assert error.exit_code == 5
+
+
+def test_one_except_catches_them_all():
+    for error in (ConfigError("a", []), UnknownName("a", "b", []), BrokerAway("x")):
+        with pytest.raises(HeadwaterError):
+            raise error

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from edge_agent.errors import UnknownName
+from edge_agent.registry import Registry
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The name of a package with two members, one of them a folder, and some files that are none."""
+    name = "registry_under_test"
+    folder = tmp_path / name
+    (folder / "large").mkdir(parents=True)
+    for file, text in {
+        "__init__.py": "",
+        "base.py": "raise AssertionError('base is no member')",
+        "_private.py": "raise AssertionError('private')",
+        "listing.py": "",
+        "small.py": "VALUE = 1",
+        "broken.py": "raise ImportError('torch is not here')",
+        "large/__init__.py": "VALUE = 2",
+        "notes.txt": "",
+    }.items():
+        (folder / file).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    for module in [module for module in sys.modules if module.split(".")[0] == name]:
+        del sys.modules[module]
+
+
+def test_a_file_or_a_folder_is_a_member_and_nothing_is_imported_to_list_them(package):
+    registry = Registry("method", package, besides=("listing",))
+    assert registry.names() == ("broken", "large", "small")
+    assert not any(module.startswith(f"{package}.") for module in sys.modules)
+
+
+def test_only_the_member_that_is_asked_for_is_imported(package):
+    registry = Registry("method", package)
+    assert registry.load("small").VALUE == 1
+    assert registry.load("large").VALUE == 2
+    assert f"{package}.broken" not in sys.modules
+    with pytest.raises(ImportError, match="torch is not here"):
+        registry.load("broken")
+
+
+@pytest.mark.parametrize("name", ["smal", "base", "_private", "", "small.VALUE", "..os", "os", "small/../small"])
+def test_what_is_no_member_is_refused_and_what_is_known_listed(package, name):
+    with pytest.raises(UnknownName) as caught:
+        Registry("method", package, besides=("listing",)).load(name)
+    assert f"unknown method '{name}'" in str(caught.value)
+    assert "known: broken, large, small" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_typo_is_answered_with_the_nearest_name(package):
+    with pytest.raises(UnknownName, match=r"did you mean 'small'\?"):
+        Registry("method", package).load("smal")
+
+
+def test_ones_own_member_is_found_in_this_registry_alone(package):
+    registry, member = Registry("head", package), SimpleNamespace()
+    registry.add("mine", member)
+    assert registry.load("mine") is member
+    assert "mine" in registry.names()
+    assert "mine" not in Registry("head", package).names()
+
+
+def test_packages_of_others_join_through_their_entry_points(package, monkeypatch):
+    points = [
+        metadata.EntryPoint("theirs", "json:dumps", "headwater.test"),
+        metadata.EntryPoint("small", "json:loads", "headwater.test"),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [p for p in points if p.group == group])
+    registry = Registry("method", package, entry_points="headwater.test")
+    assert "theirs" in registry.names()
+    assert registry.load("theirs").__name__ == "dumps"
+    assert registry.load("small").VALUE == 1, "a package of others cannot replace one of ours"
+    assert "theirs" not in Registry("method", package, entry_points="headwater.else").names()
+    assert "theirs" not in Registry("method", package).names()
