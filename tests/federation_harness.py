@@ -1,7 +1,7 @@
 """A whole federation in one thread: broker in memory, coordinator, agents, and a clock that only tests move.
 
-Nothing sleeps. `Federation.until` steps everybody until nobody has anything to do, then moves the clock a little, and so
-on. Whoever is "killed" is dropped as it stands: nothing is closed, only what lies on disk is left.
+Nothing sleeps. `Federation.until` steps everybody until nobody has anything to do, then moves the clock a little, and
+so on. Whoever is "killed" is dropped as it stands: nothing is closed, only what lies on disk is left.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Federation:
         task: Task = TASK,
         duties: Callable[..., Any] = FakeDuties,
         cohort: dict[str, Any] | None = None,
-        round: dict[str, Any] | None = None,
+        round: dict[str, Any] | None = None,  # noqa: A002 - the name of the section
         export: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
     ) -> None:
@@ -350,7 +350,7 @@ class Stranger:
         self,
         tensors: Tensors | bytes,
         *,
-        round: int = 1,
+        round: int = 1,  # noqa: A002 - the word of the vocabulary
         run: str | None = None,
         samples: int = 10,
         metrics: dict[str, float] | None = None,
@@ -397,7 +397,7 @@ def vanish(transport: MemoryTransport) -> None:
 
 
 def restart_broker(federation: Federation) -> None:
-    """The broker dies and comes back: all connections break at once, what was under way is lost, no will is published."""
+    """The broker dies and comes back: all connections break, what was under way is lost, no will is published."""
     parties = [*federation.agents.values(), *([federation.coordinator] if federation.coordinator else [])]
     transports = [party.transport for party in parties]
     for transport in transports:

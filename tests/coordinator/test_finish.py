@@ -1,4 +1,4 @@
-"""The end of a run: export, release to head-tier devices, summary; and devices that come later, fail, or lose a message."""
+"""The end of a run: export, release, summary; and devices that come later, fail, or lose a message."""
 
 from __future__ import annotations
 

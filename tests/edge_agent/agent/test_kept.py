@@ -67,7 +67,7 @@ def test_a_damaged_file_is_said_to_be_damaged_and_what_to_do(files):
     files.write(2, *arrays(2))
     newest = max(files.folder.iterdir())
     newest.write_bytes(newest.read_bytes()[:-5])
-    with pytest.raises(StateError, match="damaged .* remove it to go on from an earlier round"):
+    with pytest.raises(StateError, match=r"damaged .* remove it to go on from an earlier round"):
         files.before(3)
     newest.unlink()
     assert value_before(files, 3) == 1

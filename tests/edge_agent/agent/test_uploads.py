@@ -105,8 +105,8 @@ BIG = 5 * CHUNK_BYTES // 4 + 10
 """Floats that take six chunks."""
 
 
-def grant(manifest, *ranges, credits=16):
-    return Grant(digest=manifest.blob.digest, credits=credits, missing=ranges)
+def grant(manifest, *ranges, at_most=16):
+    return Grant(digest=manifest.blob.digest, credits=at_most, missing=ranges)
 
 
 def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
@@ -129,7 +129,7 @@ def test_only_what_was_granted_is_sent(bench):
 def test_credits_bound_what_is_under_way(bench):
     manifest = put(bench.outbox, size=BIG)
     bench.uploads.offer(manifest)
-    bench.uploads.grant(grant(manifest, (0, 6), credits=2))
+    bench.uploads.grant(grant(manifest, (0, 6), at_most=2))
     assert bench.sent() == [0, 1]
     bench.uploads.ack(Ack(digest=manifest.blob.digest, received=1))
     assert bench.sent() == [2]

@@ -160,6 +160,7 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_no_broken_packet_ends_the_transport(open_transport, listener, broken):
     transport = open_transport(BrokerConfig(url=url_of(listener)))
+    transport.subscribe("t")
     transport.start()
     with listener.accept()[0] as peer:
         packet(peer)
@@ -262,6 +263,7 @@ def test_a_refused_filter_is_not_reported_as_confirmed(open_transport, listener,
 def test_a_reader_that_is_stuck_costs_messages_but_not_memory(open_transport, listener, monkeypatch):
     monkeypatch.setattr(mqtt, "INBOX_BYTES", 1000)
     transport = open_transport(BrokerConfig(url=url_of(listener)))
+    transport.subscribe("t")
     transport.start()
     with listener.accept()[0] as peer:
         packet(peer)
