@@ -6,6 +6,7 @@ a new epoch in its id, so that nothing of a broken session is resent and no brok
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
@@ -78,6 +79,7 @@ class MqttTransport:
         self._pending_filters: dict[int, tuple[str, ...]] = {}
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
+        self._last_words: paho.MQTTMessageInfo | None = None
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._first_failure = self._refusal = ""
         self._thread: threading.Thread | None = None
@@ -102,8 +104,12 @@ class MqttTransport:
 
     def close(self) -> None:
         """Leave politely; what was published before goes out first."""
+        client, said = self._client, self._last_words
+        if client is not None and said is not None and self._up.is_set():
+            # With an acknowledgement still unread, closing the socket would reset it: words lost, and the will told.
+            with contextlib.suppress(ValueError, RuntimeError):  # it never went out
+                said.wait_for_publish(LEAVE_TIMEOUT_S)
         self._stopping.set()
-        client = self._client
         if client is not None:
             client.disconnect()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -134,7 +140,7 @@ class MqttTransport:
         if client is None or not self._up.is_set():
             self.traffic.dropped += 1
             return
-        client.publish(topic, payload, qos=qos, retain=retain)
+        self._last_words = client.publish(topic, payload, qos=qos, retain=retain)
         self.traffic.bytes_up += len(payload)
         self.traffic.messages_up += 1
 
@@ -175,7 +181,7 @@ class MqttTransport:
             reason = f"{type(error).__name__}: {error}"
         was_up = self._up.is_set()
         self._up.clear()
-        self._client = None  # its sockets close with it
+        self._client = self._last_words = None  # its sockets close with it
         return self._refusal or reason, was_up
 
     def _loop(self, client: paho.Client) -> str:

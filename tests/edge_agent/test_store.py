@@ -28,6 +28,11 @@ def test_a_file_is_written_with_its_folders_and_nothing_beside_it(tmp_path, dura
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_may_be_written_in_pieces(tmp_path):
+    store.write_atomic(tmp_path / "file", b"one", memoryview(b"two"), b"", b"three")
+    assert (tmp_path / "file").read_bytes() == b"onetwothree"
+
+
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 

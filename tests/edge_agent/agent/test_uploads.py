@@ -33,6 +33,13 @@ def test_what_is_put_is_there_for_the_next_process(outbox):
     np.testing.assert_array_equal(decode(again.path_of(manifest.blob.digest).read_bytes())["encoder.weight"], 1.0)
 
 
+def test_a_metric_that_is_no_number_is_told_as_unknown(outbox):
+    metrics = {"loss": float("nan"), "norm": float("inf"), "acc.personal": 0.5}
+    manifest = outbox.put(tensors(), run="run-0001", round_number=1, samples=9, metrics=metrics)
+    assert manifest.metrics == {"loss": None, "norm": None, "acc.personal": 0.5}
+    assert outbox.get() == manifest
+
+
 def test_an_empty_outbox_has_nothing(outbox):
     assert outbox.get() is None
 
