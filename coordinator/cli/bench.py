@@ -11,7 +11,7 @@ import typer
 from edge_agent.errors import UsageError
 
 from ..bench.figures import Row, caveat, machine, rounded
-from .options import Json, console, print_json, table
+from .options import Json, print_json, show, table
 
 app = typer.Typer(help="Measure this machine: transport, rounds, devices.", no_args_is_help=True)
 
@@ -57,9 +57,9 @@ def transport(
     cells = [_leg(leg) for leg in found["legs"]]
     tcp = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in found["tcp_mb_per_s"].items())
     title = f"{agents} agents, {size / 1e6:g} MB (plain TCP: {tcp})"
-    console.print(table(title, ("broker", "direction", "MB/s", "of TCP", "CPU s", "peak MB"), cells, left=2))
-    console.print("CPU s of one transfer and peak MB: broker / coordinator / agents (their sum; the largest)")
-    console.print(note, soft_wrap=True)
+    show(table(title, ("broker", "direction", "MB/s", "of TCP", "CPU s", "peak MB"), cells, left=2))
+    show("CPU s of one transfer and peak MB: broker / coordinator / agents (their sum; the largest)")
+    show(note)
 
 
 @app.command("round")
@@ -93,7 +93,7 @@ def round_(
         return
     for one in found:
         _show(f"{agents} agents, {workload}, {one.broker}, {rounds} rounds", one.rows())
-    console.print(note, soft_wrap=True)
+    show(note)
 
 
 @app.command("device")
@@ -113,7 +113,7 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
         print_json({"figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
         return
     _show("a device without torch", rows)
-    console.print(note, soft_wrap=True)
+    show(note)
 
 
 def size_bytes(text: str) -> int:
@@ -163,4 +163,4 @@ def _show(title: str, rows: Sequence[Row]) -> None:
         )
         for row in rows
     ]
-    console.print(table(title, ("figure", "value", "unit", "budget", "met"), cells))
+    show(table(title, ("figure", "value", "unit", "budget", "met"), cells))
