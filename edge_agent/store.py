@@ -7,12 +7,15 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import StateError
 from .task import Tensors
+
+LOCK_PAUSES_S = (0.02, 0.05, 0.1)
 
 
 def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) -> None:
@@ -122,7 +125,7 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "lock").open("a+")
     try:
-        _lock(file.fileno())
+        _lock_soon(file.fileno())
     except OSError as error:
         file.seek(0)
         holder = file.read(200).strip() or "another process"
@@ -135,6 +138,18 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         yield
     finally:
         file.close()
+
+
+def _lock_soon(descriptor: int) -> None:
+    """Lock, trying again a little: a command that asks whether somebody works here holds the lock for an instant."""
+    for pause_s in LOCK_PAUSES_S:
+        try:
+            _lock(descriptor)
+        except OSError:
+            time.sleep(pause_s)
+        else:
+            return
+    _lock(descriptor)
 
 
 if os.name == "nt":  # pragma: no cover - exercised on Windows only
