@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, cause, nearest
 from .task import Frozen
 
 if sys.version_info >= (3, 11):
@@ -99,7 +99,7 @@ class BrokerConfig(Frozen):
             return self.password_file.read_text(encoding="utf-8").splitlines()[0]
         except (OSError, UnicodeDecodeError, IndexError) as error:
             raise ConfigError(
-                "broker.password_file", [f"cannot read a line from {self.password_file}: {error}"]
+                "broker.password_file", [f"cannot read a line from {self.password_file}: {cause(error)}"]
             ) from error
 
 
@@ -107,6 +107,7 @@ class DataConfig(Frozen):
     """Local data of one device; they never leave it."""
 
     source: str = Field(description="kind:where[?option=value], see 'edge-agent fit --help'")
+    folder: Path = Field(Path(), description="what a relative place in source counts from; default: this file's folder")
     test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held back for evaluation")
     seed: int = Field(0, ge=0, description="seed of that split")
 
@@ -118,6 +119,9 @@ class TrainingConfig(Frozen):
     threads: int = Field(
         1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
     )
+    share_norm: bool = Field(
+        True, description="give the encoder's batch norm, where it stays here otherwise, once for an encoder for others"
+    )
 
 
 class HeadConfig(Frozen):
@@ -125,7 +129,9 @@ class HeadConfig(Frozen):
 
     name: str = Field("lr", description="a file name in edge_agent/heads")
     params: dict[str, Any] = Field(default_factory=dict)
-    precision: Literal["auto", "fp32", "int8"] = Field("auto", description="auto: time both once, keep the faster")
+    precision: Literal["auto", "fp32", "int8"] = Field(
+        "auto", description="auto: fp32, unless int8 is clearly faster here; timed once"
+    )
     min_gain: float = Field(
         -0.02, ge=-1, le=1, description="a new pair replaces the old only if acc.personal changes by at least this"
     )
@@ -185,7 +191,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"cannot be read: {error}"]) from error
+        raise ConfigError(str(path), [f"cannot be read: {cause(error)}"]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
     return content

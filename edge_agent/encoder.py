@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +38,9 @@ FP32_TOLERANCE = 1e-4
 
 INT8_TOLERANCE = 0.05
 """The same for int8: exact on ARM and on x86 with VNNI, but older x86 saturates sums of 8-bit products."""
+
+LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
+"""What int8 must save to be chosen: this share of the time, and these milliseconds for each batch."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -90,7 +94,7 @@ class Encoder:
             providers=tuple(session.get_providers()),
             format=kind,
         )
-        _log.info("encoder_loaded precision=%s format=%s providers=%s", chosen, kind, ",".join(found.providers))
+        _log.debug("encoder_loaded precision=%s format=%s providers=%s", chosen, kind, ",".join(found.providers))
         return found
 
     @property
@@ -152,11 +156,18 @@ class Encoder:
 
 
 def choose_precision(
-    bundle: Bundle, threads: int = 1, *, cache: bool = True, clock: Callable[[], float] = time.perf_counter
+    bundle: Bundle,
+    threads: int = 1,
+    *,
+    cache: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+    available_bytes: int | None = None,
 ) -> Precision:
-    """The precision that runs faster here; both are timed once, and the answer is kept beside the bundle.
+    """fp32, unless int8 is clearly faster here or fp32 hardly fits; found once, and kept beside the bundle.
 
-    int8 must be at least a tenth faster: where it gains nothing, exact features are worth more.
+    Both are timed in turns, and medians are compared, so that a moment of other load cannot decide: int8 must save a
+    tenth of the time and half a millisecond for each batch. Where it gains less, exact features are worth more.
+    ``available_bytes`` is the memory to fit in, by default what is free now.
     """
     if "int8" not in bundle.manifest.variants:
         return "fp32"
@@ -166,13 +177,39 @@ def choose_precision(
     if known is not None and known.get("measured_on") == machine and known.get("chosen") in get_args(Precision):
         answer: Precision = known["chosen"]
         return answer
-    seconds = {name: _time(bundle, name, threads, cache=cache, clock=clock) for name in get_args(Precision)}
-    chosen: Precision = "int8" if seconds["int8"] < 0.9 * seconds["fp32"] else "fp32"
-    _log.info("precision_chosen precision=%s fp32_s=%.4f int8_s=%.4f", chosen, seconds["fp32"], seconds["int8"])
+    if _hardly_fits(bundle, available_bytes):
+        chosen, why, milliseconds = "int8", "fp32 hardly fits into memory", dict[str, float]()
+    else:
+        milliseconds = _interleaved(bundle, threads, cache=cache, clock=clock)
+        chosen, why = _decide(milliseconds)
+    _log.info("precision_chosen precision=%s why=%s", chosen, why)
     if cache:
         with contextlib.suppress(OSError):  # a read-only bundle folder only means measuring again
-            write_json(note, {"chosen": chosen, "measured_on": machine, "seconds": seconds})
-    return chosen
+            write_json(note, {"chosen": chosen, "why": why, "measured_on": machine, "median_ms": milliseconds})
+    return "int8" if chosen == "int8" else "fp32"
+
+
+def _decide(milliseconds: Mapping[str, float]) -> tuple[str, str]:
+    """Precision, and why in words, from the rounded medians that are shown."""
+    fp32, int8 = milliseconds["fp32"], milliseconds["int8"]
+    is_faster = int8 <= (1 - LEAST_GAIN) * fp32 and fp32 - int8 >= LEAST_GAIN_MS
+    shown = f"a batch takes {fp32:.3f} ms in fp32 and {int8:.3f} ms in int8"
+    if is_faster:
+        return "int8", shown
+    return "fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms"
+
+
+def _hardly_fits(bundle: Bundle, available_bytes: int | None) -> bool:
+    """Whether the fp32 weights would take more than half of the memory that is free."""
+    free = _free_bytes() if available_bytes is None else available_bytes
+    size = bundle.manifest.files[bundle.manifest.variants["fp32"]].size_bytes
+    return free is not None and 2 * size > free
+
+
+def _free_bytes() -> int | None:
+    from .capabilities import find
+
+    return find().available_bytes
 
 
 def onnxruntime() -> ModuleType:
@@ -203,25 +240,25 @@ def write_ort(onnx: str, target: str) -> None:
     runtime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
 
 
-def _time(
-    bundle: Bundle,
-    precision: Precision,
-    threads: int,
-    *,
-    cache: bool,
-    clock: Callable[[], float],
-    budget_s: float = 1.0,
-) -> float:
-    """Least seconds of one batch, out of as many runs as fit into ``budget_s`` (3 to 50) after one to warm up."""
-    encoder = Encoder.open(bundle, precision, threads, cache=cache)
-    batch = np.zeros((encoder.batch_size, *encoder.input_shape), np.float32)
-    encoder.features(batch)
-    runs: list[float] = []
-    while len(runs) < 3 or (sum(runs) < budget_s and len(runs) < 50):
-        begin = clock()
-        encoder.features(batch)
-        runs.append(clock() - begin)
-    return min(runs)
+def _interleaved(
+    bundle: Bundle, threads: int, *, cache: bool, clock: Callable[[], float], budget_s: float = 2.0
+) -> dict[str, float]:
+    """Median milliseconds of one batch in each precision, timed in turns: 5 to 50 each, as fits into ``budget_s``."""
+    encoders = {name: Encoder.open(bundle, name, threads, cache=cache) for name in get_args(Precision)}
+    batches = {name: np.zeros((one.batch_size, *one.input_shape), np.float32) for name, one in encoders.items()}
+    for name, encoder in encoders.items():
+        encoder.features(batches[name])  # the first run allocates
+    runs: dict[str, list[float]] = {name: [] for name in encoders}
+    spent = 0.0
+    for turn in range(50):
+        if turn >= 5 and spent >= budget_s:
+            break
+        for name, encoder in encoders.items():
+            begin = clock()
+            encoder.features(batches[name])
+            runs[name].append(clock() - begin)
+            spent += runs[name][-1]
+    return {name: round(1000 * statistics.median(seconds), 3) for name, seconds in runs.items()}
 
 
 def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:

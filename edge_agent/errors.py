@@ -4,7 +4,8 @@ HeadwaterError                  exit 1   something failed
 ├── UsageError                  exit 2   the request cannot be carried out as written
 │   ├── ConfigError             exit 2   a configuration file has mistakes (all of them are listed)
 │   ├── UnknownName             exit 2   no such method, head, encoder or data source (nearest name suggested)
-│   └── DataError               exit 2   local data are missing, empty, or not of the expected form
+│   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
+│   └── DuplicateId             exit 2   another agent with the same id is alive
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used
 │   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
@@ -29,6 +30,8 @@ A message has three parts: what was found (with the value), what was expected, w
 from __future__ import annotations
 
 import difflib
+import json
+import socket
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -68,6 +71,10 @@ class UnknownName(UsageError):
 
 class DataError(UsageError):
     """Local data are missing, empty, or not of the expected form."""
+
+
+class DuplicateId(UsageError):
+    """Another agent with the same id is alive; one of the two needs another."""
 
 
 class ProtocolMismatch(HeadwaterError):
@@ -155,3 +162,37 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that looks most like ``name``, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+def cause(error: BaseException) -> str:
+    """Why something failed, in words: what Python or the system says, without class names and error numbers."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON at line {error.lineno}, column {error.colno}"
+    if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
+        return f"the certificate is not trusted ({str(untrusted).rstrip('.')})"
+    for kind, words in _CAUSES:
+        if isinstance(error, kind):
+            return words
+    if isinstance(error, OSError) and error.strerror:
+        return _first_line(error.strerror)
+    return _first_line(str(error)) or f"{type(error).__name__}, without a word of explanation"
+
+
+_CAUSES: tuple[tuple[type[BaseException], str], ...] = (
+    (FileNotFoundError, "no such file or folder"),
+    (PermissionError, "this user may not (permission denied)"),
+    (IsADirectoryError, "it is a folder, not a file"),
+    (NotADirectoryError, "a part of the path is a file, not a folder"),
+    (ConnectionRefusedError, "nobody listens on that port (connection refused)"),
+    (ConnectionResetError, "the other side broke the connection"),
+    (BrokenPipeError, "the other side broke the connection"),
+    (socket.gaierror, "the host name cannot be resolved"),
+    (TimeoutError, "no answer in time"),
+    (UnicodeDecodeError, "it is not UTF-8 text"),
+    (RecursionError, "it is nested too deeply"),
+    (MemoryError, "not enough memory"),
+)
+
+
+def _first_line(text: str, limit: int = 300) -> str:
+    return (text.strip().splitlines() or [""])[0][:limit]

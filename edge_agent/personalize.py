@@ -45,7 +45,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Result:
-    """A fitted personal head, how good it is, and what it is bound to. ``seconds`` covers features, fit and scores."""
+    """A fitted personal head, how good it is, and what it is bound to. ``seconds`` covers features, fit and scores.
+
+    ``one_class``: the data hold a single class, so the scores say nothing.
+    """
 
     head: Head
     fingerprint: str
@@ -56,6 +59,7 @@ class Result:
     n_test: int
     seconds: float
     exactness: str
+    one_class: bool = False
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
@@ -66,6 +70,7 @@ class Result:
             "precision": self.precision,
             "n_train": self.n_train,
             "n_test": self.n_test,
+            "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
             "seconds": round(self.seconds, 3),
         }
@@ -91,6 +96,12 @@ class Features:
     train_features: np.ndarray
     test_features: np.ndarray
     precision: Precision
+
+    @property
+    def is_one_class(self) -> bool:
+        """Whether training and test samples are all of one single class."""
+        labels = np.concatenate([self.train.labels, self.test.labels])
+        return len(np.unique(labels)) == 1
 
 
 def personalize(
@@ -293,6 +304,7 @@ def _result(bundle: Bundle, found: Features, fitted: Head, scores: Scores, secon
         n_test=len(found.test),
         seconds=seconds,
         exactness=card.exactness if card is not None else "not stated",
+        one_class=found.is_one_class,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import StateError
+from .errors import StateError, cause
 from .task import Tensors
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
@@ -38,6 +38,17 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) ->
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def sweep(folder: Path) -> int:
+    """Remove the temporary files that a power cut or a kill left below ``folder``; returns how many there were.
+
+    Only for whoever holds the folder's lock: nobody else may be writing there.
+    """
+    left = [path for path in folder.rglob(".*.tmp") if path.is_file() and not path.is_symlink()]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return len(left)
 
 
 def sync_folder(folder: Path) -> None:
@@ -66,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path}: cannot be read as JSON ({error}); remove it to start afresh") from error
+        raise StateError(f"{path}: cannot be read: {cause(error)}; remove it to start afresh") from error
     if not isinstance(content, dict):
         raise StateError(f"{path}: holds {type(content).__name__}, expected an object; remove it to start afresh")
     return content
@@ -103,7 +114,7 @@ def read_tensors(path: Path) -> Tensors:
     try:
         return decode(path.read_bytes())
     except OSError as error:
-        raise StateError(f"{path}: cannot be read ({error})") from error
+        raise StateError(f"{path}: cannot be read: {cause(error)}") from error
 
 
 def sha256_file(path: Path) -> str:
@@ -137,6 +148,9 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         file.flush()
         yield
     finally:
+        # Closing alone would leave the lock with any child that was just being started and holds a copy of the file.
+        with contextlib.suppress(OSError):
+            _unlock(file.fileno())
         file.close()
 
 
@@ -157,8 +171,14 @@ if os.name == "nt":  # pragma: no cover - exercised on Windows only
 
     def _lock(descriptor: int) -> None:
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+
+    def _unlock(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
 else:
     import fcntl
 
     def _lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _unlock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from .. import __version__
 from ..config import AgentConfig
-from ..errors import ChunkError, HeadwaterError, MessageError, ProtocolMismatch
+from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
 from ..store import write_atomic
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 HELLO_AGAIN_S = 2.0
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
+ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
+"""Time without an answer to hello after which the agent says so, and after which it says so again."""
+_FINAL = {error.__name__: error for error in (ProtocolMismatch, DuplicateId)}
+"""Refusals that no later try can change."""
 
 
 def will_of(config: AgentConfig, boot: str) -> Will:
@@ -66,9 +70,11 @@ class Agent:
         self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send)
         self.epoch = -1
         self.welcomed = False
-        self.refused: ProtocolMismatch | None = None
+        self.refused: HeadwaterError | None = None
         self._seq = 0
         self._beat_at = self._hello_at = float("-inf")
+        self._alone_since: float | None = None
+        self._alone_said_at = 0.0
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -83,6 +89,7 @@ class Agent:
 
         Raises:
             ProtocolMismatch: the coordinator speaks another protocol and says so.
+            DuplicateId: another agent with this id is alive.
         """
         while not stop.is_set():
             self.step(self.idle_s())
@@ -93,6 +100,7 @@ class Agent:
 
         Raises:
             ProtocolMismatch: the coordinator speaks another protocol.
+            DuplicateId: another agent with this id is alive.
         """
         if self.refused is not None:
             raise self.refused
@@ -111,11 +119,12 @@ class Agent:
             self._on_message(event)
         elif isinstance(event, Connected):
             log.info("connected broker=%s", self.config.broker.url)
-            self.welcomed, self._hello_at = False, self.clock()  # said as soon as an answer can be heard
+            self._hello_at = self.clock()  # said as soon as an answer can be heard
+            self._begin_alone()
         elif isinstance(event, Subscribed):
             self._on_subscribed(event.filters)
         elif isinstance(event, Disconnected):
-            self.welcomed = False
+            self.welcomed, self._alone_since = False, None
         self.worker.collect()
         self._tick()
         return event is not None
@@ -133,10 +142,38 @@ class Agent:
         if not self.welcomed:
             if now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
+            self._say_alone(now)
         elif now - self._beat_at >= self.config.heartbeat_s:
             self._beat()
 
-    def _hello(self) -> None:
+    def _begin_alone(self) -> None:
+        self.welcomed = False
+        self._alone_since = self._alone_said_at = self.clock()
+
+    def _say_alone(self, now: float) -> None:
+        """Log that nobody answers: after a while, and then from time to time."""
+        since = self._alone_since
+        pause = ALONE_S if since == self._alone_said_at else ALONE_AGAIN_S
+        if since is not None and now - self._alone_said_at >= pause:
+            self._alone_said_at = now
+            log.warning("unanswered seconds=%.0f %s", now - since, self._waits_for())
+
+    def _waits_for(self) -> str | None:
+        """For whom and until when, in words; None once welcomed."""
+        if self.welcomed:
+            return None
+        config = self.config
+        if self._alone_since is None:
+            return f"waits for the broker {config.broker.url}; tries until it is stopped"
+        return (
+            f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
+            f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
+            "federation and broker?"
+        )
+
+    def _hello(self, answers: str = "") -> None:
+        if self.refused is not None:
+            return
         self._hello_at = self.clock()
         presence = f"online {self.boot}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
@@ -145,6 +182,7 @@ class Agent:
             tier=self.duties.tier,
             samples=self.duties.samples,
             fingerprint=self.duties.fingerprint,
+            answers=answers,
             facts=self.duties.facts(),
         )
         self._send(hello)
@@ -203,7 +241,7 @@ class Agent:
         elif isinstance(message, wire.Welcome):
             self._on_welcome(message)
         elif isinstance(message, wire.Who):
-            self._hello()
+            self._hello(message.question)
         elif isinstance(message, wire.Refused):
             self._on_refused(message)
         else:
@@ -230,7 +268,7 @@ class Agent:
         if message.epoch < self.epoch:
             log.warning("announcement_refused epoch=%d newer=%d", message.epoch, self.epoch)
         elif message.epoch > self.epoch >= 0:  # whatever has just been said was said to its predecessor
-            self.welcomed = False
+            self._begin_alone()
             self._hello()
         elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
             self._hello()
@@ -246,9 +284,12 @@ class Agent:
             self.uploads.offer_again()
 
     def _on_refused(self, message: wire.Refused) -> None:
+        if message.whom not in {"", self.boot}:
+            log.warning("duplicate_id another agent with the id '%s' was refused; give it another id", self.config.id)
+            return
         log.error("refused error=%s message=%s", message.error, message.message)
-        if message.error == ProtocolMismatch.__name__:
-            self.refused = ProtocolMismatch(message.message)
+        if message.error in _FINAL:
+            self.refused = _FINAL[message.error](message.message)
 
     def _mismatch(self, error: ProtocolMismatch) -> None:
         spoken = f"agent {__version__} speaks protocol {wire.OLDEST_PROTOCOL}..{wire.PROTOCOL}"
@@ -280,8 +321,10 @@ class Agent:
             "id": self.config.id,
             "tier": self.duties.tier,
             "welcomed": self.welcomed,
+            "waits_for": self._waits_for(),
             "job": None if job is None else {"run": job.run, "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
             "fingerprint": self.duties.fingerprint,
+            "rolled_back": self.duties.rolled_back or None,
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

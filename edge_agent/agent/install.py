@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import bundle as bundles
 from .. import data
@@ -30,21 +31,23 @@ class _OldPair:
 
 
 def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
-    """Install the bundle at ``path`` and refit; returns what this device got, and which encoder it runs now.
+    """Install the bundle at ``path`` and refit; returns what the new encoder got here, and which one runs now.
 
     Raises:
-        BundleError: damaged, not the one announced, or its encoder computes something else here; the old pair stays.
+        BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
     trial = _Trial(config, message.fingerprint, _old_pair(config), _samples(config, path))
     try:
         bundle = bundles.install(path, config.state / "bundles", check=trial)
-    except BundleError as error:
-        if not trial.is_worse:
+    except BundleError:
+        kept = trial.old_fingerprint
+        if not trial.refusal or kept in {"", message.fingerprint}:
             raise
-        log.warning("rolled_back reason=%s", error)
-        return trial.report(message, trial.old_fingerprint, trial.before)
-    return trial.report(message, bundle.fingerprint, trial.personal)
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.fingerprint[:12], kept[:12], trial.refusal)
+        return trial.report(message, kept)
+    log.info("installed encoder=%s acc.personal=%s", bundle.fingerprint[:12], trial.personal)
+    return trial.report(message, bundle.fingerprint)
 
 
 class _Trial:
@@ -57,16 +60,17 @@ class _Trial:
     def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: data.Samples) -> None:
         self._config, self._announced, self._old, self._samples = config, announced, old, samples
         self._result: Result | None = None
-        self.before: float | None = None
-        self.is_worse = False
+        self.refusal = ""
 
     def __call__(self, bundle: Bundle) -> None:
-        _test(bundle, self._announced)
-        self._result = _refit(self._config, bundle, self._samples)
-        self.before = None if self._old is None else _score(self._config, self._old, self._samples)
-        if self.before is not None and (self.personal or 0.0) < self.before + self._config.head.min_gain:
-            self.is_worse = True
-            raise BundleError(f"acc.personal {self.personal} with the new encoder, {self.before} with the old one")
+        _check_announced(bundle, self._announced)
+        try:
+            _self_test(bundle)
+            self._result = _refit(self._config, bundle, self._samples)
+            self._compare()
+        except BundleError as error:
+            self.refusal = str(error)
+            raise
         self._result.save(self._config.state / "head")
 
     @property
@@ -79,31 +83,57 @@ class _Trial:
         """The encoder that was there before."""
         return "" if self._old is None else self._old.bundle.fingerprint
 
-    def report(self, message: Install, fingerprint: str, personal: float | None) -> Report:
-        """What this device runs now, and what it gets from it."""
-        result = self._result
-        if result is None:  # bundles.install has called us, or raised
-            raise BundleError("the bundle was installed without a trial; install it again")
-        return Report(
+    def report(self, message: Install, runs: str) -> Report:
+        """The figures of the new encoder, as far as it got, and the encoder that this device runs now."""
+        why = f"keeps bundle {runs[:12]} because {self.refusal}"[:1000] if self.refusal else ""
+        report = Report(
             run=message.run,
-            fingerprint=fingerprint,
-            samples=result.n_train,
-            head=result.head.name,
-            acc_local=result.scores.local,
-            acc_global=result.scores.overall,
-            acc_personal=personal,
-            metrics={"seconds": round(result.seconds, 3), "rolled_back": float(self.is_worse)},
+            about=message.fingerprint,
+            fingerprint=runs,
+            rolled_back=why,
+            samples=len(self._samples),
+            one_class=self._samples.is_one_class,
+            metrics={"rolled_back": float(bool(why))},
         )
+        return report if self._result is None else report.model_copy(update=_figures(self._result, report.metrics))
+
+    def _compare(self) -> None:
+        """Return quietly when the new pair is good enough on the samples that the old one is judged by.
+
+        Raises:
+            BundleError: it is worse than the configuration allows.
+        """
+        before = None if self._old is None else _score(self._config, self._old, self._samples)
+        least = self._config.head.min_gain
+        if before is not None and (self.personal or 0.0) < before + least:
+            now = "none" if self.personal is None else f"{self.personal:.3f}"
+            raise BundleError(
+                f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)"
+            )
 
 
-def _test(bundle: Bundle, announced: str) -> None:
+def _figures(result: Result, metrics: dict[str, float | None]) -> dict[str, Any]:
+    return {
+        "samples": result.n_train,
+        "head": result.head.name,
+        "acc_local": result.scores.local,
+        "acc_global": result.scores.overall,
+        "acc_personal": result.scores.personal,
+        "metrics": {**metrics, "seconds": round(result.seconds, 3)},
+    }
+
+
+def _check_announced(bundle: Bundle, announced: str) -> None:
+    if bundle.fingerprint != announced:
+        raise BundleDamaged(f"bundle of encoder {bundle.fingerprint[:16]}, announced was {announced[:16]}; refused")
+
+
+def _self_test(bundle: Bundle) -> None:
     """Compare with the golden features before the bundle is made current.
 
     Raises:
-        BundleDamaged: another encoder than announced, or it computes something else here.
+        BundleDamaged: it computes something else here than where it was made.
     """
-    if bundle.fingerprint != announced:
-        raise BundleDamaged(f"bundle of encoder {bundle.fingerprint[:16]}, announced was {announced[:16]}; refused")
     golden = bundle.golden()
     for precision in bundle.manifest.variants:
         Encoder.open(bundle, precision).self_test(golden)
@@ -111,11 +141,12 @@ def _test(bundle: Bundle, announced: str) -> None:
 
 def _samples(config: AgentConfig, path: Path) -> data.Samples:
     task = bundles.open_bundle(path).manifest.task
-    return data.load(config.data.source, task.input, task.class_names)
+    return data.load(config.data.source, task.input, task.class_names, folder=config.data.folder)
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: data.Samples) -> Result:
     encoder = Encoder.open(bundle, config.head.precision, config.training.threads)
+    log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
     return personalize(
         bundle,
         samples,

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import capabilities
-from ..config import AgentConfig
+from ..config import AgentConfig, DataConfig
 from ..errors import MissingCapability
-from ..store import folder_lock
+from ..store import folder_lock, sweep
 from ..wire.mqtt import MqttTransport
 from ..work import ThreadWorker
 from . import Agent, will_of
@@ -31,16 +31,19 @@ def run(config: AgentConfig) -> None:
 
     Raises:
         MissingCapability: the tier asked for needs packages that are not here.
-        DataError: the data source's file or folder is not there.
+        DataError: the data source's file or folder is not there; told before the broker is tried.
         StateError: another agent uses the state folder.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
         ProtocolMismatch: the coordinator speaks another protocol.
+        DuplicateId: another agent with this id is alive.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts threads that would only cost memory
     tier = choose_tier(config)
-    _check_data(config.data.source)
+    _check_data(config.data)
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), _signals() as stop:
+        if left := sweep(config.state):
+            log.info("swept files=%d: temporary files of an earlier start", left)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
         agent = Agent(config, transport, Duties(config, tier), worker=ThreadWorker(transport.wake), boot=boot)
         try:
@@ -67,25 +70,25 @@ def choose_tier(config: AgentConfig) -> str:
     return tier
 
 
-def _check_data(source: str) -> None:
+def _check_data(config: DataConfig) -> None:
     """`data.check` in a child where the system can fork: an idle agent does without the 16 MB that it would leave."""
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
-            _check_and_exit(source)
+            _check_and_exit(config)
         if os.waitpid(child, 0)[1] == 0:
             return
     from .. import data
 
-    data.check(source)  # once more, to say what is wrong
+    data.check(config.source, config.folder)  # once more, to say what is wrong
 
 
-def _check_and_exit(source: str) -> None:
+def _check_and_exit(config: DataConfig) -> None:
     code = 1
     try:
         from .. import data
 
-        data.check(source)
+        data.check(config.source, config.folder)
         code = 0
     finally:
         os._exit(code)
@@ -93,12 +96,12 @@ def _check_and_exit(source: str) -> None:
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
     """The agent's loop; the watchdog is told from the loop that does the work, so a stuck loop is noticed."""
-    told_at = float("-inf")
+    told_at, was_welcomed = float("-inf"), False
     while not stop.is_set():
         agent.step(agent.idle_s())
         agent.raise_if_refused()
-        if agent.clock() - told_at >= STATUS_EVERY_S:
-            told_at = agent.clock()
+        if agent.clock() - told_at >= STATUS_EVERY_S or agent.welcomed != was_welcomed:
+            told_at, was_welcomed = agent.clock(), agent.welcomed
             _notify("WATCHDOG=1")
             agent.write_status()
 

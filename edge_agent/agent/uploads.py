@@ -38,10 +38,9 @@ class Outbox:
     def put(
         self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]
     ) -> UpdateManifest:
-        """Keep an update in place of any other: it outlives this process.
+        """Keep an update in place of any other; on disk, and safe from a power cut, when this returns.
 
-        A power cut may lose it, and then it is computed again, bit for bit. Syncs would write every update to the
-        device's flash, only to be deleted a second later.
+        Tensors and note are synced once each, the note last: it never names tensors that a power cut took.
         """
         from ..wire.tensors import pieces  # brings numpy, which an idle agent does without
 
@@ -51,8 +50,8 @@ class Outbox:
         told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=told)
         with self._lock:
-            write_atomic(self.path_of(digest), *data, durable=False)
-            write_json(self.note, manifest.model_dump(mode="json"), durable=False)
+            write_atomic(self.path_of(digest), *data)
+            write_json(self.note, manifest.model_dump(mode="json"))
             self._remove_all_but(self.path_of(digest))
         return manifest
 

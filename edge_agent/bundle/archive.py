@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import BundleDamaged, BundleError
+from ..errors import BundleDamaged, BundleError, cause
 from ..store import sync_folder
 from .manifest import (
     CHECKSUM,
@@ -118,7 +118,9 @@ def open_bundle(path: Path) -> BundleFile:
             manifest = parse_manifest(raw, str(path))
             offsets = _check_members(file, path, manifest)
     except OSError as error:
-        raise BundleDamaged(f"{path}: cannot be read ({error}); expected a bundle file, usually named *.hwb") from error
+        raise BundleDamaged(
+            f"{path}: cannot be read: {cause(error)}; expected a bundle file, usually named *.hwb"
+        ) from error
     return BundleFile(path, manifest, raw, offsets)
 
 

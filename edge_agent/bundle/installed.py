@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import BundleDamaged, StateError
+from ..errors import BundleDamaged, StateError, cause
 from ..store import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
 from .archive import open_bundle, unpack
@@ -189,4 +189,6 @@ def _read(path: Path, limit: int) -> bytes:
         with path.open("rb") as file:
             return file.read(limit)
     except OSError as error:
-        raise BundleDamaged(f"{path}: cannot be read ({error}); expected a bundle that was unpacked here") from error
+        raise BundleDamaged(
+            f"{path}: cannot be read: {cause(error)}; expected a bundle that was unpacked here"
+        ) from error

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config import mistakes_of
-from ..errors import BundleDamaged, BundleError
+from ..errors import BundleDamaged, BundleError, cause
 from ..task import Frozen, InputSpec, Task
 
 SCHEMA: Literal[1] = 1
@@ -127,7 +127,7 @@ def _json_object(raw: bytes, where: str) -> Mapping[str, Any]:
     try:
         content = json.loads(raw, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise BundleDamaged(f"{where}: manifest is not JSON ({error}); fetch the bundle again") from error
+        raise BundleDamaged(f"{where}: manifest cannot be read: {cause(error)}; fetch the bundle again") from error
     if not isinstance(content, dict):
         raise BundleDamaged(f"{where}: manifest is {type(content).__name__}, expected a JSON object")
     return content

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO if arguments.verbose else logging.WARNING,
-        format="%(levelname)s %(name)s %(message)s",
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
         return int(arguments.run(arguments))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import cause
 from . import show
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ class Step:
     name: str
     is_ok: bool
     detail: str
+
+
+_TIERS = {
+    "train": "train: trains encoders and fits heads",
+    "head": "head: runs encoders and fits heads",
+    "idle": "none yet",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         "tier": device.tier,
         "head": device.head,
         "advice": list(device.advice()),
+        "verdict": _verdict(device, steps),
         "broker": [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps],
     }
     show.result(arguments, content, lambda: _lines(device, steps))
@@ -79,7 +88,7 @@ def _attempt(name: str, attempt: Callable[[], str]) -> Step:
     try:
         return Step(name, is_ok=True, detail=attempt())
     except OSError as error:  # name, connection and certificate errors are all kinds of OSError
-        return Step(name, is_ok=False, detail=str(error))
+        return Step(name, is_ok=False, detail=cause(error))
 
 
 def _resolve(broker: BrokerConfig) -> str:
@@ -109,14 +118,25 @@ def _lines(device: Capabilities, steps: list[Step]) -> list[str]:
             ("python", f"{device.python}, {'64' if device.is_64bit else '32'} bit"),
             ("system", f"{device.system}, {device.machine}"),
             ("board", device.board),
-            ("cores", device.cores),
+            ("processor", f"{device.cores} cores"),
             ("memory", f"{show.size(device.memory_bytes)}, {show.size(device.available_bytes)} available"),
-            ("accelerators", ", ".join(device.accelerators) or None),
+            ("accelerators", ", ".join(device.accelerators) or "none found"),
             ("packages", ", ".join(f"{name} {version}" for name, version in device.packages.items())),
-            ("suggested tier", device.tier),
-            ("suggested head", device.head),
+            ("suggested tier", _TIERS[device.tier]),
+            ("suggested head", f"{device.head} (logistic regression)"),
         ]
     )
     lines += [f"note: {advice}" for advice in device.advice()]
     lines += [f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps]
-    return lines
+    return [*lines, f"verdict: {_verdict(device, steps)}"]
+
+
+def _verdict(device: Capabilities, steps: list[Step]) -> str:
+    """What it all comes to, in one line."""
+    failed = next((step for step in steps if not step.is_ok), None)
+    if device.tier == "idle":
+        return f"not ready: no encoder can run here; {next(iter(device.advice()), 'see the packages above')}"
+    ready = f"ready as an agent of tier '{device.tier}'"
+    if failed is not None:
+        return f"{ready}, but the broker cannot be reached ({failed.name}: {failed.detail})"
+    return f"{ready}, and the broker answers" if steps else f"{ready}; --broker URL looks at the way to a broker, too"

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Score or compare, and print."""
+    if arguments.head is not None:
+        opening.existing(arguments.head, opening.SAVED_HEAD)
     bundle = opening.bundle(arguments)
     samples = opening.samples(arguments, bundle)
     if arguments.head is not None:
@@ -51,9 +53,11 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> i
         score_local(found, bundle.manifest.task.num_classes, arguments.seed),
     )
     content = {**scores.metrics(), "head": saved.head.name, "precision": saved.precision, "n_test": len(found.test)}
+    content["one_class"] = found.is_one_class
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{len(found.test)} held back")]
     rows += [(name, show.percent(share)) for name, share in scores.metrics().items()]
-    return show.result(arguments, content, lambda: show.pairs(rows))
+    notes = [show.ONE_CLASS] if found.is_one_class else []
+    return show.result(arguments, content, lambda: [*show.pairs(rows), *notes])
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
@@ -77,6 +81,7 @@ def _comparison(results: list[Result], failed: dict[str, str]) -> list[str]:
         overall, local = (show.percent(share) for share in (results[0].scores.overall, results[0].scores.local))
         counts = f"{results[0].n_train} samples to fit, {results[0].n_test} held back"
         lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
+        lines += [show.ONE_CLASS] if results[0].one_class else []
     return lines + [f"{name}: {reason}" for name, reason in failed.items()]
 
 

@@ -78,7 +78,7 @@ def _value(text: str) -> Any:
 
 def _lines(result: Result, out: Path) -> list[str]:
     scores = result.scores
-    return show.pairs(
+    lines = show.pairs(
         [
             ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
             ("samples", f"{result.n_train} to fit, {result.n_test} held back"),
@@ -89,3 +89,4 @@ def _lines(result: Result, out: Path) -> list[str]:
             ("saved in", out),
         ]
     )
+    return [*lines, show.ONE_CLASS] if result.one_class else lines

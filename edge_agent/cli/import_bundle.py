@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import show
+from . import opening, show
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..bundle import install
     from ..store import folder_lock
 
+    opening.existing(arguments.bundle, "a bundle file (*.hwb)")
     with folder_lock(arguments.state, "edge-agent import"):
         check = None if arguments.no_self_test else self_test
         bundle = install(arguments.bundle, arguments.state / "bundles", check=check)

@@ -20,7 +20,12 @@ SOURCES = """data sources (kind:where?option=value&option=value):
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
   digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
   python:module:function         a function of your own that returns (inputs, labels)
+Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
+counts from the working folder here, and from the file's own folder in a configuration file.
 """
+
+
+SAVED_HEAD = "a head saved by 'edge-agent fit'"
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +56,10 @@ def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """Argument by which one variant of the encoder is chosen."""
     parser.add_argument(
-        "--precision", choices=("auto", "fp32", "int8"), default="auto", help="auto: time both once, keep the faster"
+        "--precision",
+        choices=("auto", "fp32", "int8"),
+        default="auto",
+        help="auto: fp32, unless int8 is clearly faster here (timed once) or fp32 hardly fits into memory",
     )
 
 
@@ -64,15 +72,15 @@ def bundle(arguments: argparse.Namespace) -> Bundle:
     """The bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
 
     Raises:
-        BundleDamaged: nothing that can be used at that path.
-        UsageError: arguments that no bundle can be run with.
+        BundleDamaged: what is at that path cannot be used.
+        UsageError: nothing is at that path, or arguments that no bundle can be run with.
     """
     from .. import bundle as bundles
-    from ..errors import BundleDamaged
+    from ..errors import UsageError
     from ..store import folder_lock
 
-    path: Path = arguments.bundle
     check(arguments)
+    path = existing(arguments.bundle, "a bundle file (*.hwb) or an agent's state folder")
     if not path.is_dir():
         root = arguments.cache / "bundles"
         with folder_lock(arguments.cache, "edge-agent"):
@@ -81,8 +89,21 @@ def bundle(arguments: argparse.Namespace) -> Bundle:
         return bundles.open_folder(path)
     found = bundles.current(path / "bundles") or bundles.current(path)
     if found is None:
-        raise BundleDamaged(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
+        raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
     return found
+
+
+def existing(path: Path, expected: str) -> Path:
+    """``path``, where something is.
+
+    Raises:
+        UsageError: nothing is there.
+    """
+    from ..errors import UsageError
+
+    if not path.exists():
+        raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
+    return path
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Predict and print one line for each input."""
     from ..personalize import load_head
 
+    if arguments.head is not None:
+        opening.existing(arguments.head, opening.SAVED_HEAD)
     bundle = opening.bundle(arguments)
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     inputs, names = _inputs(arguments, bundle)

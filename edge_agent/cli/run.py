@@ -1,6 +1,9 @@
 """Be this device's agent: join a federation, train or personalize when asked, install encoders, until told to stop.
 
-While the broker is away the agent keeps trying, with growing pauses; --no-wait makes it give up with exit code 75.
+Data and configuration are looked at first: a mistake in them ends the agent with exit code 2 before it needs a broker.
+While the broker is away the agent keeps trying until it is stopped, after random pauses of at most 30 s; --no-wait, or
+wait = false under [broker], makes it give up with exit code 75 when the first try fails. While no coordinator of its
+federation answers it keeps asking, and says so after 10 s. Log lines go to stderr.
 
 Example:
   edge-agent run --config agent.toml

@@ -37,6 +37,9 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
+ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
+
+
 def size(number: int | None) -> str:
     """Bytes as MiB or GiB, or a dash."""
     if number is None:

@@ -16,6 +16,8 @@ from ..errors import StateError
 from ..store import folder_lock, read_json
 from . import show
 
+_SAID = ("tier", "welcomed", "waits_for", "job", "working", "fingerprint", "rolled_back")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent status``."""
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         "id": config.id,
         "running": _is_running(config.state),
         "state": str(config.state),
-        **{key: said.get(key) for key in ("tier", "welcomed", "job", "working", "fingerprint")},
+        **{key: said.get(key) for key in _SAID},
         "head": head.get("head"),
         "metrics": head.get("metrics"),
     }

@@ -8,33 +8,54 @@ is a file in this folder; packages of others join through the entry-point group 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import parse_qsl
 
 import numpy as np
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError, DataError, nearest
+from ..errors import ConfigError, DataError, UnknownName, nearest
 from ..registry import Registry
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from .base import Options, Raw, Samples
 from .splitting import split, standardised
 
-__all__ = ["Options", "Raw", "Samples", "check", "images_from_files", "load", "registry", "split", "standardised"]
+__all__ = [
+    "Options",
+    "Raw",
+    "Samples",
+    "check",
+    "images_from_files",
+    "load",
+    "natural_input",
+    "registry",
+    "split",
+    "standardised",
+]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 20
 
-registry = Registry("data source", __name__, entry_points="headwater.data", besides=("preprocess", "splitting"))
+registry = Registry(
+    "data source", __name__, entry_points="headwater.data", besides=("partition", "preprocess", "splitting")
+)
 
 
-def load(source: str, input: InputSpec | None = None, class_names: Sequence[str] | None = None) -> Samples:  # noqa: A002 - the task's word
+def load(
+    source: str,
+    input: InputSpec | None = None,  # noqa: A002 - the task's word
+    class_names: Sequence[str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
 
-    Classes are matched by name, so that a device may hold some of the task's classes, in any order.
+    Classes are matched by name, so that a device may hold some of the task's classes, in any order. A relative place
+    counts from ``folder``, or from the working folder.
 
     Raises:
         UnknownName: no such kind of source.
@@ -42,9 +63,7 @@ def load(source: str, input: InputSpec | None = None, class_names: Sequence[str]
         DataError: data are missing, empty, unreadable or of another form; everything found wrong is listed.
         MissingCapability: a package that this kind needs is not installed.
     """
-    raw = _read(source)
-    if not len(raw.items):
-        raise DataError(f"{source}: no samples; check the place and the options")
+    raw = _read(source, folder)
     spec = input if input is not None else _natural(raw)
     inputs, counts, groups = _execute(raw, spec, source)
     labels, names = _match_names(raw, class_names, source)
@@ -55,19 +74,31 @@ def load(source: str, input: InputSpec | None = None, class_names: Sequence[str]
     return Samples(inputs, labels, names, spec, groups, places)
 
 
-def check(source: str) -> None:
-    """Return quietly when ``source`` is well formed and its file or folder is there; nothing is read.
+def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
+    """The input spec that the data at ``source`` suggest, which `load` uses where the task brings none.
+
+    Raises:
+        HeadwaterError: as `load`.
+    """
+    return _natural(_read(source, folder))
+
+
+def check(source: str, folder: Path | None = None) -> None:
+    """Return quietly when ``source`` is well formed and what it names is there; no sample is read.
 
     Raises:
         UnknownName: no such kind of source.
         ConfigError: unknown or impossible options.
-        DataError: nothing at that place.
+        DataError: nothing at that place, or nothing that this kind could read.
+        MissingCapability: a package that this kind needs is not installed.
     """
     kind, where, given = parse_source(source)
-    member = registry.load(kind)
-    _options(member.Options, given, source)
-    if getattr(member, "NEEDS_PATH", False) and not Path(where).expanduser().exists():
-        raise DataError(f"{source}: there is no '{where}'; check the path (relative ones count from where you start)")
+    member = _member(kind, source, folder)
+    options, place = _options(member.Options, given, source), _place(member, where, folder)
+    if getattr(member, "NEEDS_PATH", False) and not Path(place).exists():
+        raise DataError(f"{source}: there is no {Path(place).absolute()}; check the path")
+    if hasattr(member, "look"):
+        member.look(place, options)
 
 
 def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
@@ -103,11 +134,48 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
     return kind, where, options
 
 
-def _read(source: str) -> Raw:
+def _read(source: str, folder: Path | None) -> Raw:
     kind, where, given = parse_source(source)
-    member = registry.load(kind)
-    raw: Raw = member.read(where, _options(member.Options, given, source))
+    member = _member(kind, source, folder)
+    raw: Raw = member.read(_place(member, where, folder), _options(member.Options, given, source))
+    if not len(raw.items):
+        raise DataError(f"{source}: no samples; check the place and the options")
     return raw
+
+
+def _place(member: ModuleType, where: str, folder: Path | None) -> str:
+    return str(_placed(where, folder)) if getattr(member, "NEEDS_PATH", False) else where
+
+
+def _placed(where: str, folder: Path | None) -> Path:
+    """Where a place lies: ``~`` is the user's home, and relative ones count from ``folder``."""
+    return (folder or Path()) / Path(where).expanduser()
+
+
+def _member(kind: str, source: str, folder: Path | None) -> ModuleType:
+    """The module of a kind of source.
+
+    Raises:
+        UnknownName: no such kind.
+        DataError: none was named, and there is something at that place.
+    """
+    try:
+        member: ModuleType = registry.load(kind)
+    except UnknownName as error:
+        place = _placed(source.partition("?")[0], folder)
+        if not place.exists():
+            raise
+        raise DataError(
+            f"data source '{source}': names no kind; did you mean '{_likely_kind(place)}:{source}'? "
+            f"kinds: {', '.join(error.known)}"
+        ) from error
+    return member
+
+
+def _likely_kind(place: Path) -> str:
+    if not place.is_dir():
+        return "npz"
+    return "idx" if any("-ubyte" in path.name for path in place.iterdir()) else "images"
 
 
 def _options(model: type[Options], given: Mapping[str, str], source: str) -> Options:
@@ -205,11 +273,27 @@ def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tu
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
     position = {name: place for place, name in enumerate(class_names)}
-    occurring = np.unique(raw.labels)
-    if unknown := [raw.class_names[label] for label in occurring if raw.class_names[label] not in position]:
-        hints = (f"'{name}' (nearest: {nearest(name, class_names) or 'none'})" for name in unknown[:_SHOWN])
+    held = [raw.class_names[label] for label in np.unique(raw.labels)]
+    if extra := [name for name in held if name not in position]:
+        missing = [name for name in class_names if name not in set(held)]
         raise DataError(
-            f"{source}: classes {', '.join(hints)} are not the task's; it knows {', '.join(list(class_names)[:50])}"
+            f"{source}: has classes that the task or bundle does not know: {_listed(map(_with_hint(missing), extra))}; "
+            f"it knows {_listed(class_names)}, of which the data lack {_listed(missing)}. Classes are matched by name: "
+            "rename or leave out what is unknown; to lack some is fine"
         )
     table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
     return table[raw.labels], tuple(class_names)
+
+
+def _with_hint(missing: Sequence[str]) -> Callable[[str], str]:
+    def shown(name: str) -> str:
+        near = nearest(name, missing)
+        return f"'{name}'" if near is None else f"'{name}' (did you mean '{near}'?)"
+
+    return shown
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) or "none") + more

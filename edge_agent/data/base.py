@@ -68,6 +68,11 @@ class Samples:
         return len(self.labels)
 
     @property
+    def is_one_class(self) -> bool:
+        """Whether all of them are of a single class: then any accuracy on them says nothing."""
+        return bool(len(self.labels)) and bool((self.labels == self.labels[0]).all())
+
+    @property
     def digest(self) -> str:
         """SHA-256 (hex) of the inputs: features that were computed once are found again by it."""
         digest = hashlib.sha256(repr(self.inputs.shape).encode())

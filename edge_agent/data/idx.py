@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal, cast
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
+from ..errors import DataError, cause
 from .base import Options as BaseOptions
 from .base import Raw, Strings, labels_by_name
 
@@ -65,7 +65,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             with gzip.GzipFile(fileobj=file) as unpacked:
                 return _parse(cast("BinaryIO", unpacked), dimensions, path)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"idx: '{path}' cannot be read ({error})") from error
+        raise DataError(f"idx: '{path}' cannot be read: {cause(error)}") from error
 
 
 def _pair(folder: Path, stem: str) -> tuple[np.ndarray, np.ndarray] | None:

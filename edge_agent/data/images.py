@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, MissingCapability
+from ..errors import DataError, MissingCapability, cause
 from .base import Options as BaseOptions
 from .base import Raw
 from .preprocess import has_pillow
@@ -70,6 +70,11 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", ImageFiles(paths), labels, tuple(found), names=names)
 
 
+def look(where: str, options: Options) -> None:
+    """Return quietly when there are class folders with images; none is opened."""
+    read(where, options)
+
+
 def _sorted(folder: Path) -> Iterable[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
@@ -91,4 +96,4 @@ def _decode(path: Path) -> Any:
                 return image
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:
-        raise DataError(f"cannot be read as an image ({type(error).__name__}: {error})") from error
+        raise DataError(f"cannot be read as an image: {cause(error)}") from error

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
+from ..errors import DataError, cause
 from .base import Options as BaseOptions
 from .base import Raw, labels_by_name
 
@@ -59,7 +59,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     # zipfile, zlib and numpy each have their own ways of saying that an archive is damaged.
     except Exception as error:
         raise DataError(
-            f"npz: '{path}' cannot be read ({error}); expected arrays of numbers or text, no objects"
+            f"npz: '{path}' cannot be read: {cause(error)}; expected arrays of numbers or text, no objects"
         ) from error
 
 

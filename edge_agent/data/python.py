@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict
 
-from ..errors import DataError
+from ..errors import DataError, cause
 from .base import Options as BaseOptions
 from .base import Raw, labels_by_name
 from .npz import from_arrays
@@ -40,13 +40,18 @@ def read(where: str, options: Options) -> Raw:
     return _raw(where, *found)
 
 
+def look(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
+    """Return quietly when the function is there; it is not called."""
+    _find(where)
+
+
 def _find(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
     try:
         function: Any = getattr(importlib.import_module(module), name) if module and name else None
     except (ImportError, AttributeError) as error:
         raise DataError(
-            f"python: no '{where}' ({error}); expected module:function, the module's folder on PYTHONPATH"
+            f"python: no '{where}': {cause(error)}; expected module:function, the module's folder on PYTHONPATH"
         ) from error
     if not callable(function):
         raise DataError(f"python: '{where}' is no function; expected module:function")

@@ -48,6 +48,19 @@ def read(where: str, options: Options) -> Raw:
     return Raw("recording", items, labels[rows], names, rows, natural, tuple(f"recording {row}" for row in rows))
 
 
+def subjects(where: str) -> tuple[int, ...]:
+    """Numbers of the people in a file, sorted.
+
+    Raises:
+        DataError: the file cannot be read, or does not say who moved.
+    """
+    arrays = load_arrays(Path(where).expanduser())
+    _check(arrays, where)
+    if "subject" not in arrays:
+        raise DataError(f"windows: '{where}' has no array 'subject', so nobody knows whose recordings they are")
+    return tuple(int(subject) for subject in np.unique(arrays["subject"]))
+
+
 def _check(arrays: dict[str, np.ndarray], where: str) -> None:
     if missing := [name for name in ("samples", "lengths", "label") if name not in arrays]:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")

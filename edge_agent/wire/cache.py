@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import StateError
+from ..errors import StateError, cause
 from ..store import write_atomic
 from .chunks import Incoming
 from .messages import BlobRef
@@ -50,7 +50,7 @@ class BlobCache:
         try:
             data = _mapped(path)
         except OSError as error:
-            raise StateError(f"blob {digest[:16]} is not in {self.folder}: {error}") from error
+            raise StateError(f"blob {digest[:16]} is not in {self.folder}: {cause(error)}") from error
         if hashlib.sha256(data).hexdigest() != digest:
             path.unlink(missing_ok=True)
             raise StateError(f"blob {digest[:16]} in {self.folder} was damaged and has been removed; fetch it again")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ChunkError, StateError
+from ..errors import ChunkError, StateError, cause
 from ..store import sync_folder, write_atomic
 from .messages import MAX_RANGES, BlobRef
 
@@ -158,8 +158,18 @@ class Outgoing:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise StateError(f"{path}: blob cannot be opened ({error})") from error
+            raise StateError(f"{path}: blob cannot be opened: {cause(error)}") from error
         return cls(BlobRef(digest=digest, size_bytes=len(mapped), chunk_bytes=chunk_bytes), memoryview(mapped))
+
+    @property
+    def data(self) -> memoryview:
+        """All of its bytes; not a copy."""
+        return self._data
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all its frames."""
+        return self.ref.size_bytes + self.count * HEADER_BYTES
 
     def frame(self, index: int) -> bytes:
         """Chunk number ``index``, ready to publish."""
@@ -268,7 +278,7 @@ class Incoming:
         try:
             written = os.pwrite(self._file, frame.data, frame.offset)
         except OSError as error:
-            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {error}") from error
+            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {cause(error)}") from error
         if written != len(frame.data):
             raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: no space left for all of it")
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError
 
 from ..config import NAME_PATTERN, mistakes_of
-from ..errors import MessageError, ProtocolMismatch
+from ..errors import MessageError, ProtocolMismatch, cause
 from ..task import Frozen, Task
 
 PROTOCOL = 1
@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = 48 * 1024
 MAX_RANGES = 64
 MAX_CREDITS = 4096
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
-MAX_ROUND = 1_000_000
+MAX_ROUND = 2_000_000
 MAX_SAMPLES = 1_000_000_000
 
 Digest = Annotated[str, Field(pattern=SHA256)]
@@ -66,6 +66,7 @@ class Hello(Control):
     tier: Literal["train", "head"]
     samples: int = Field(ge=0, le=MAX_SAMPLES, description="training samples at hand")
     fingerprint: str = Field("", max_length=64, description="running encoder, empty when none")
+    answers: str = Field("", max_length=32, description="the question of the `Who` that this answers")
     facts: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
 
@@ -104,12 +105,18 @@ class UpdateManifest(Control):
 
 
 class Report(Control):
-    """What a device got out of a run: accuracies on its own held-back data, and what it took."""
+    """What a device got out of a run: accuracies on its own held-back data, and what it took.
+
+    All figures are of one encoder: that of the run, also where the device went back to the one that it had before.
+    """
 
     type: Literal["report"] = "report"
     run: RunId
-    fingerprint: str = Field("", max_length=64)
+    about: str = Field("", max_length=64, description="the encoder that the figures are of; empty: one trained here")
+    fingerprint: str = Field("", max_length=64, description="the encoder that the device runs now")
+    rolled_back: str = Field("", max_length=1000, description="why it is not the run's encoder; empty: it is")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
+    one_class: bool = Field(False, description="its data hold a single class, so accuracies say nothing")
     head: str = Field("", max_length=64)
     acc_local: float | None = Field(None, ge=0, le=1)
     acc_global: float | None = Field(None, ge=0, le=1)
@@ -155,9 +162,10 @@ class Announce(Control):
 
 
 class Who(Control):
-    """A sign of life from an agent that is not on the roster: say hello."""
+    """Say hello: a sign of life came from an agent that is not on the roster, or two seem to have one id."""
 
     type: Literal["who"] = "who"
+    question: str = Field("", max_length=32, description="repeated in the answer, which is newer than the question")
 
 
 class Welcome(Control):
@@ -174,15 +182,25 @@ class Refused(Control):
     """The agent cannot take part; the reason says what to do."""
 
     type: Literal["refused"] = "refused"
+    whom: str = Field("", max_length=32, description="the start that is meant, where several have one id; empty: all")
     error: str = Field(max_length=64)
     message: str = Field(max_length=2000)
 
 
+Purpose = Literal["train", "finish", "pool", "join"]
+
+
 class Job(Control):
-    """Work for one round. ``purpose`` ``finish`` comes after the last round: personalize and report, send no update."""
+    """Work for one round.
+
+    ``train``: train and send an update. ``finish``, after the last round: personalize and report, send no update.
+    ``pool``: send the encoder's batch norm tensors that stay on devices otherwise; an encoder for others needs some.
+    Its round is ``rounds`` more than that of the state that it belongs to: never to be taken for a training round.
+    ``join``: a device without torch sends what it can compute on features of the encoder in ``bundle``.
+    """
 
     type: Literal["job"] = "job"
-    purpose: Literal["train", "finish"] = "train"
+    purpose: Purpose = "train"
     run: RunId
     round: RoundNumber
     rounds: RoundNumber
@@ -190,9 +208,15 @@ class Job(Control):
     method: Name
     params: dict[str, Any] = Field(default_factory=dict)
     task: Task
-    blobs: tuple[BlobRef, ...] = Field(max_length=4)
+    blobs: tuple[BlobRef, ...] = Field(max_length=4, description="tensors that the job starts from")
+    bundle: BlobRef | None = Field(None, description="encoder for those who do not train it")
     deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
     evaluate: bool = True
+
+    @property
+    def refs(self) -> tuple[BlobRef, ...]:
+        """Everything that the agent has to have before it can begin."""
+        return self.blobs if self.bundle is None else (*self.blobs, self.bundle)
 
 
 class Cancel(Control):
@@ -340,7 +364,7 @@ def _json_object(payload: bytes) -> dict[str, Any]:
         # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is no JSON either.
         raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"not JSON: {str(error)[:120]}") from error
+        raise MessageError(f"not JSON: {cause(error)[:120]}") from error
     if not isinstance(raw, dict):
         raise MessageError(f"JSON {type(raw).__name__}, expected an object")
     return raw

@@ -21,7 +21,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig
-from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError
+from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, cause
 from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
 
@@ -178,7 +178,7 @@ class MqttTransport:
         except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
-            reason = f"{type(error).__name__}: {error}"
+            reason = cause(error)
         was_up = self._up.is_set()
         self._up.clear()
         self._client = self._last_words = None  # its sockets close with it
@@ -280,5 +280,5 @@ def _tls_context(config: BrokerConfig) -> ssl.SSLContext:
         if tls and tls.cert:
             context.load_cert_chain(tls.cert, tls.key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError("broker.tls", [f"certificates cannot be loaded: {error}"]) from error
+        raise ConfigError("broker.tls", [f"certificates cannot be loaded: {cause(error)}"]) from error
     return context

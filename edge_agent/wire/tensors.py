@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TensorsError
+from ..errors import TensorsError, cause
 from ..task import Tensors
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _json(raw: bytes) -> dict[str, Any]:
         # As text: from bytes, json would guess UTF-16 and UTF-32, which no other reader of this format does.
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise TensorsError(f"header is not JSON: {error}") from error
+        raise TensorsError(f"header cannot be read: {cause(error)}") from error
     return dict(parsed)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -102,17 +103,18 @@ def test_import_waits_for_no_running_agent(place, capsys):
 
 
 ERRORS = {
-    "no bundle": (("fit", "--bundle", "gone.hwb", "--data", "digits", "--out", "h"), 4, "gone.hwb"),
-    "empty folder": (("fit", "--bundle", ".", "--data", "digits", "--out", "h"), 4, "no bundle"),
+    "no bundle": (("fit", "--bundle", "gone.hwb", "--data", "digits", "--out", "h"), 2, "gone.hwb"),
+    "empty folder": (("fit", "--bundle", ".", "--data", "digits", "--out", "h"), 2, "no bundle"),
     "unknown head": ((*FIT, "--head", "lrr"), 2, "'lr'"),
     "unknown parameter": ((*FIT, "--param", "cc=1"), 2, "cc"),
     "parameter without value": ((*FIT, "--param", "c"), 2, "NAME=VALUE"),
     "unknown source": ((*FIT[:4], "digitz", *FIT[5:]), 2, "digits"),
+    "folder without its kind": ((*FIT[:4], "cache/", *FIT[5:]), 2, "did you mean 'images:cache/'?"),
     "missing data": ((*FIT[:4], "images:nowhere", *FIT[5:]), 2, "nowhere"),
     "impossible share": ((*FIT, "--test-fraction", "1.5"), 2, "below 1"),
     "impossible seed and threads": ((*FIT, "--seed", "-1", "--threads", "-2"), 2, "--threads"),
     "missing picture": (("predict", "--bundle", "b.hwb", "--input", "gone.png"), 2, "gone.png"),
-    "missing head": (("predict", "--bundle", "b.hwb", "--head", "nowhere", "--data", "digits?n=1"), 1, "nowhere"),
+    "missing head": (("predict", "--bundle", "b.hwb", "--head", "nowhere", "--data", "digits?n=1"), 2, "nowhere"),
     "no such precision": ((*FIT, "--precision", "int8"), 1, "int8"),
     "not a broker": (("doctor", "--broker", "http://x"), 2, "mqtt://"),
 }
@@ -121,6 +123,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", sorted(ERRORS))
 def test_mistakes_end_with_their_exit_code_and_a_message(place, capsys, case):
     words, code, hint = ERRORS[case]
+    (place / "cache").mkdir()
     assert main(words) == code
     found = capsys.readouterr()
     assert found.out == ""
@@ -169,8 +172,37 @@ def test_doctor_shows_the_device_and_the_way_to_the_broker(capsys):
     assert [(step["step"], step["ok"]) for step in steps] == [("name", True), ("tcp", False)]
     steps = answer(capsys, "doctor", "--broker", "mqtt://no-such-host.invalid", code=75)["broker"]
     assert [(step["step"], step["ok"]) for step in steps] == [("name", False)]
-    main(["doctor"])
-    assert "suggested tier" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^processor +\d+ cores$", said, re.MULTILINE)
+    assert re.search(r"^memory +[\d.]+ [GM]iB, [\d.]+ [GM]iB available$", said, re.MULTILINE)
+    assert said.splitlines()[-1].startswith("verdict: ready as an agent of tier '")
+
+
+def test_doctor_ends_with_a_verdict(capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
+        assert answer(capsys, "doctor", "--broker", url)["verdict"].endswith(", and the broker answers")
+    said = answer(capsys, "doctor", "--broker", url, code=75)["verdict"]
+    assert said.endswith("but the broker cannot be reached (tcp: nobody listens on that port (connection refused))")
+    monkeypatch.setattr("edge_agent.capabilities.packages", dict)
+    assert answer(capsys, "doctor")["verdict"].startswith("not ready: no encoder can run here; no onnxruntime: pip")
+
+
+def test_scores_on_data_of_one_class_are_marked(place, capsys):
+    one = ["--data", "digits?n=100&classes=3"]
+    fit = ["fit", "--bundle", "b.hwb", *one, "--out", "head"]
+    assert answer(capsys, *fit)["one_class"] is True
+    assert answer(capsys, *FIT[:-1], "other")["one_class"] is False
+    for words in (
+        fit,
+        ["evaluate", "--bundle", "b.hwb", *one],
+        ["evaluate", "--bundle", "b.hwb", *one, "--head", "head"],
+    ):
+        assert main(words) == 0
+        assert "note: all samples are of one class" in capsys.readouterr().out
+    assert main(list(FIT)) == 0
+    assert "one class" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

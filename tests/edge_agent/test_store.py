@@ -206,3 +206,38 @@ def test_a_lock_is_given_back_when_the_work_ends_in_an_error(tmp_path):
             raise RuntimeError
     with store.folder_lock(tmp_path, "me again"):
         pass
+
+
+def test_sweeping_removes_what_writes_left_behind_and_nothing_else(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    left = [tmp_path / ".a.json.12ab.tmp", tmp_path / "deep" / "er" / ".b.77.tmp"]
+    kept = [tmp_path / "a.json", tmp_path / "deep" / "notes.tmp", tmp_path / ".hidden", tmp_path / "lock"]
+    for path in [*left, *kept]:
+        path.write_bytes(b"x")
+    (tmp_path / ".folder.tmp").mkdir()
+    (tmp_path / ".link.tmp").symlink_to(kept[0])
+    assert store.sweep(tmp_path) == 2
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+    assert store.sweep(tmp_path) == 0
+
+
+def test_what_a_killed_write_leaves_is_what_sweeping_removes(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        store.write_atomic(tmp_path / "a.json", b"x")
+    monkeypatch.undo()
+    assert store.sweep(tmp_path) == 1
+
+
+def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_of_its_file(tmp_path, monkeypatch):
+    """Between fork and exec every child has all open files; on a busy machine that moment is long."""
+    copies, lock = [], store._lock_soon
+    monkeypatch.setattr(store, "_lock_soon", lambda number: lock(number) or copies.append(os.dup(number)))
+    with store.folder_lock(tmp_path, "first"):
+        monkeypatch.undo()
+        with pytest.raises(StateError, match="in use by first"), store.folder_lock(tmp_path, "too early"):
+            pass
+    with store.folder_lock(tmp_path, "second"):
+        os.close(copies[0])

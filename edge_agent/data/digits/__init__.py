@@ -29,6 +29,8 @@ _HANDWRITTEN: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
     "striped": handwritten.striped,
 }
 
+DOMAINS = (*_HANDWRITTEN, "rendered")
+
 
 class Options(BaseOptions):
     """Which digits, and how many."""
@@ -58,7 +60,7 @@ def read(where: str, options: Options) -> Raw:
     elif domain in _HANDWRITTEN:
         images, labels = _handwritten(domain, options)
     else:
-        raise UnknownName("digits domain", domain, [*_HANDWRITTEN, "rendered"])
+        raise UnknownName("digits domain", domain, DOMAINS)
     return Raw("image", images, labels, tuple("0123456789"), natural=ImageInput(channels=3, height=32, width=32))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import DataError, MissingCapability
+from ...errors import DataError, MissingCapability, cause
 from ..preprocess import has_pillow, resize
 
 SIDE = 32
@@ -32,7 +32,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
             table = np.loadtxt(file, delimiter=",", dtype=np.float32)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"digits: scikit-learn's digits cannot be read ({error}); 'digits:rendered' needs none"
+            f"digits: scikit-learn's digits cannot be read: {cause(error)}; 'digits:rendered' needs none"
         ) from error
     return np.round(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8), table[:, 64].astype(np.int64)
 
@@ -97,7 +97,7 @@ def _photos() -> tuple[np.ndarray, ...]:
         return tuple(np.asarray(Image.open(name).convert("RGB")) for name in names)
     except OSError as error:
         raise DataError(
-            f"digits: scikit-learn's photos cannot be read ({error}); 'digits:rendered' needs none"
+            f"digits: scikit-learn's photos cannot be read: {cause(error)}; 'digits:rendered' needs none"
         ) from error
 
 

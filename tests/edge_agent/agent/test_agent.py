@@ -10,9 +10,11 @@ import os
 import pytest
 from federation_harness import WIDE_TASK, Federation, Stranger, lose, vanish
 
-from edge_agent.agent import HELLO_AGAIN_S
+from edge_agent.agent import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.agent.duties import Duties
+from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.topics import Topics
 
 TOPICS = Topics("home")
@@ -45,6 +47,90 @@ def test_an_agent_without_a_coordinator_keeps_saying_hello_at_its_pace(fed):
     assert 8 <= len(hellos(fed)) <= 20 / HELLO_AGAIN_S + 1
     fed.start_coordinator()
     assert fed.until(lambda: fed.agents["a0"].welcomed) <= HELLO_AGAIN_S + 0.5
+
+
+def unanswered(caplog):
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("unanswered")]
+
+
+def test_an_agent_that_nobody_answers_says_so_after_a_while_and_then_rarely(fed, caplog):
+    fed.kill_coordinator()
+    agent = fed.add("a0")
+    fed.wait(ALONE_S - 1)
+    assert unanswered(caplog) == []
+    fed.wait(2)
+    (said,) = unanswered(caplog)
+    assert "federation 'home' answers at mqtt://127.0.0.1:1883" in said
+    assert "until one does or the agent is stopped" in said
+    fed.wait(ALONE_AGAIN_S + 1)
+    assert len(unanswered(caplog)) == 2
+    agent.write_status()
+    assert "federation 'home'" in json.loads((agent.config.state / "status.json").read_bytes())["waits_for"]
+    fed.start_coordinator()
+    fed.wait(100)
+    assert len(unanswered(caplog)) == 2
+    agent.write_status()
+    assert json.loads((agent.config.state / "status.json").read_bytes())["waits_for"] is None
+
+
+def test_the_silence_is_counted_from_the_coordinator_that_was_there_last(fed, caplog):
+    """A new one announces itself after ten minutes and then does not answer: that is no silence of ten minutes."""
+
+    def mute(coordinator):
+        lose(coordinator.transport, lambda message: isinstance(message, wire.Welcome), times=1000)
+
+    fed.add("a0")
+    fed.wait(600)
+    fed.kill_coordinator()
+    fed.start_coordinator(mute)
+    fed.wait(ALONE_S - 1)
+    assert unanswered(caplog) == []
+    fed.wait(2)
+    (said,) = unanswered(caplog)
+    assert said.startswith(f"unanswered seconds={ALONE_S:.0f}")
+
+
+def small_cache(agent, limit_bytes):
+    agent.cache.limit_bytes = limit_bytes
+
+
+def test_a_job_that_can_never_fit_into_the_cache_is_refused_with_what_it_needs(tmp_path):
+    with Federation(tmp_path, agents=(), task=WIDE_TASK, cohort={"min_agents": 1}, capture=True) as fed:
+        small_cache(fed.add("a0"), 100_000)
+        fed.request(rounds=1)
+        fed.until(lambda: fed.messages(fed.topics.up("a0"), wire.Fault))
+        (job, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
+        (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        needed = sum(blob.size_bytes for blob in job.blobs)
+        assert (fault.error, fault.run, fault.round) == ("UsageError", fed.run, 1)
+        assert f"1 blobs of {needed} bytes together, this agent keeps at most cache_bytes = 100000" in fault.message
+        assert f"raise cache_bytes in its configuration to {needed} or more" in fault.message
+        assert fed.agents["a0"].jobs.job is None
+
+
+def test_a_job_that_just_fits_is_done(tmp_path):
+    with Federation(tmp_path, agents=(), task=WIDE_TASK, cohort={"min_agents": 1}, capture=True) as fed:
+        agent = fed.add("a0", seconds=1)
+        fed.request(rounds=2)
+        fed.until(lambda: agent.jobs.job is not None)
+        small_cache(agent, sum(blob.size_bytes for blob in agent.jobs.job.blobs))
+        fed.finish()
+        assert fed.record.status == "finished"
+
+
+def test_a_bundle_that_does_not_fit_beside_a_job_comes_after_it(tmp_path):
+    with Federation(tmp_path, agents=(), task=WIDE_TASK, cohort={"min_agents": 1}, capture=True) as fed:
+        agent = fed.add("a0", seconds=3)
+        fed.request(rounds=1)
+        fed.until(lambda: agent.jobs.job is not None)
+        small_cache(agent, 900_000)
+        blob = Outgoing.of(bytes(500_000))
+        fed.coordinator.distributor.offer(blob, ("a0",))
+        fed.coordinator.send("a0", wire.Install(run="run-0001", fingerprint="f" * 64, blob=blob.ref))
+        fed.finish()
+        assert trained(fed) == [1]
+        fed.until(lambda: fed.duties["a0"].installed)
+        assert fed.duties["a0"].installed == ["f" * 64]
 
 
 def test_heartbeats_come_at_their_pace_and_say_what_is_worked_on(fed):
@@ -191,15 +277,20 @@ def test_an_error_message_of_any_length_fits_into_a_fault(fed):
         pass
 
     def broken(job):
-        raise ANameThatIsLongerThanSixtyFourCharactersBecauseSomebodyLikesItThatWay("x" * 100_000)
+        raise ANameThatIsLongerThanSixtyFourCharactersBecauseSomebodyLikesItThatWay("x" * 100_000 + "\nmore")
+
+    def ours(job):
+        raise DataError("x" * 100_000)
 
     fed.add("a0")
-    fed.duties["a0"].before = broken
-    fed.request(rounds=1)
-    fed.wait(1)
-    (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
-    assert len(fault.error) == 64
-    assert len(fault.message) == 2000
+    for fails, longest in ((broken, 300), (ours, 2000)):
+        fed.duties["a0"].before = fails
+        fed.request(rounds=1)
+        fed.wait(1)
+        fault = fed.messages(fed.topics.up("a0"), wire.Fault)[-1]
+        assert len(fault.error) == (64 if fails is broken else len("DataError"))
+        assert fault.message == "x" * longest, "of a stranger's error its first line, of ours what fits"
+        fed.until(lambda: fed.record.is_over)
 
 
 def test_a_goodbye_is_said_and_nothing_is_lost_by_stopping(fed):

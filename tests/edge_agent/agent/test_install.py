@@ -75,7 +75,14 @@ def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle
     report = install_bundle(config, order(poor), poor.path)
     assert report.metrics["rolled_back"] == 1.0
     assert report.fingerprint == running(config) == good.manifest.fingerprint
-    assert report.acc_personal == pytest.approx(first.acc_personal), "what it runs, not what it refused"
+    elsewhere = config.model_copy(update={"state": config.state.parent / "other"})
+    alone = install_bundle(elsewhere, order(poor), poor.path)
+    assert report.acc_personal == alone.acc_personal < first.acc_personal, "the figures are of the new encoder"
+    kept = good.manifest.fingerprint[:12]
+    assert report.rolled_back == (
+        f"keeps bundle {kept} because acc.personal is {alone.acc_personal:.3f} with the new encoder, "
+        f"{first.acc_personal:.3f} with the old one (-0.02 allowed)"
+    )
     assert {path.name: path.read_bytes() for path in (config.state / "head").iterdir()} == before
     assert score_by_hand(config) == pytest.approx(first.acc_personal)
 
@@ -113,11 +120,28 @@ def test_a_damaged_bundle_keeps_the_old_pair_byte_for_byte(config, make_bundle, 
     assert files(config.state / "head") == before
 
 
-def test_a_bundle_that_computes_something_else_here_keeps_the_old_pair(config, make_bundle, installed):
+def test_a_bundle_that_computes_something_else_here_keeps_the_old_pair(config, make_bundle, installed, caplog):
     new = make_bundle("new.hwb", seed=5, golden_error=0.5)
-    with pytest.raises(BundleError):
+    report = install_bundle(config, order(new), new.path)
+    assert report.fingerprint == running(config) == installed.manifest.fingerprint
+    assert report.rolled_back.startswith(f"keeps bundle {running(config)[:12]} because self-test: fp32 features differ")
+    assert (report.acc_local, report.acc_global, report.acc_personal) == (None, None, None), "nothing was measured"
+    assert f"rolled_back tried={new.manifest.fingerprint[:12]}" in caplog.text
+
+
+def test_a_first_bundle_that_computes_something_else_here_is_a_fault(config, make_bundle):
+    """There is nothing to go back to."""
+    new = make_bundle("new.hwb", seed=5, golden_error=0.5)
+    with pytest.raises(BundleDamaged, match="self-test"):
         install_bundle(config, order(new), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) is None
+
+
+def test_data_of_one_class_are_marked(config, make_bundle):
+    made = make_bundle()
+    one = config.model_copy(update={"data": DataConfig(source="digits:optdigits?n=50&classes=3")})
+    assert install_bundle(one, order(made), made.path).one_class
+    assert not install_bundle(config, order(made), made.path).one_class
 
 
 def test_another_encoder_than_the_announced_one_is_refused(config, make_bundle, installed):

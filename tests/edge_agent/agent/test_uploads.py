@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,15 @@ def test_what_is_put_is_there_for_the_next_process(outbox):
     assert again.get() == manifest
     assert (manifest.run, manifest.round, manifest.samples) == ("run-0001", 1, 9)
     np.testing.assert_array_equal(decode(again.path_of(manifest.blob.digest).read_bytes())["encoder.weight"], 1.0)
+
+
+def test_an_update_is_on_disk_before_the_note_that_names_it(outbox, monkeypatch):
+    """Each file is synced before it takes its place, and that once: flash wears."""
+    steps, replace = [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda _: steps.append("sync"))
+    monkeypatch.setattr(Path, "replace", lambda path, to: steps.append(to.suffix) or replace(path, to))
+    put(outbox, size=100_000)
+    assert steps == ["sync", ".safetensors", "sync", "sync", ".json", "sync"], "file, its place, the folder; twice"
 
 
 def test_a_metric_that_is_no_number_is_told_as_unknown(outbox):
