@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from edge_agent.wire.messages import Report
 
@@ -22,9 +22,12 @@ class Answers:
         self.faults: dict[str, str] = {}
         self._ask: Callable[[str], None] | None = None
         self._asked: tuple[str, ...] = ()
+        self._about = ""
 
     def report(self, agent: str, message: Report) -> None:
-        """An agent tells what it got; a later report replaces an earlier one."""
+        """An agent tells what it got; a later report replaces an earlier one. One of an earlier release is too late."""
+        if message.about and message.about != self._about:
+            return
         self.reports[agent] = message
         self.faults.pop(agent, None)
 
@@ -32,13 +35,24 @@ class Answers:
         """An agent could not do what it was asked: it is not waited for."""
         self.faults[agent] = reason
 
+    def about(self, fingerprint: str) -> None:
+        """From now on, figures of this released encoder are wanted, and of no other."""
+        self._about = fingerprint
+
     def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
         """Until each of ``agents`` that is still there has answered, or the time is up. ``ask`` is for `ask_again`."""
         self._asked, self._ask = agents, ask
         until = self._clock() + limit_s
         while (owing := self.owing()) and self._clock() < until:
-            yield Waiting("devices evaluate what they got", owing, until)
+            yield Waiting("devices evaluate what they got", owing, until, about="reports")
         self._asked, self._ask = (), None
+
+    def take(self, agents: Iterable[str]) -> dict[str, Report]:
+        """What these agents have said so far, which is then forgotten, faults too: they are going to be asked anew."""
+        asked = set(agents)
+        for agent in asked:
+            self.faults.pop(agent, None)
+        return {agent: self.reports.pop(agent) for agent in sorted(asked & self.reports.keys())}
 
     def owing(self) -> tuple[str, ...]:
         """Those that were asked, are there, and have said nothing yet."""

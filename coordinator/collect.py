@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edge_agent.errors import ChunkError, TensorsError, UpdateRefused
+from edge_agent.errors import ChunkError, TensorsError, UpdateRefused, cause
+from edge_agent.methods import Update
 from edge_agent.store import sync_folder
-from edge_agent.wire.chunks import Frame, Incoming
+from edge_agent.task import Tensors
+from edge_agent.wire.chunks import Frame, Incoming, chunk_count
 from edge_agent.wire.flow import WINDOW_BYTES, Receiving
 from edge_agent.wire.messages import MAX_CREDITS, Ack, Control, Grant, Receipt, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from .journal import Accepted, Journal
+from .refusals import Refusals
 from .store import BlobStore
 
 log = logging.getLogger(__name__)
@@ -28,8 +31,8 @@ log = logging.getLogger(__name__)
 GRANT_APART_S = 1.0
 """An agent that repeats itself within this time has said the same twice: a second grant would bring all of it twice."""
 
-MAX_COUNTED = 1000
-"""Different refusals that are counted: a bound on what strangers can make us remember."""
+MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
+"""Smaller chunks than this are taken up to this number of them: else a peer could make us keep lists of millions."""
 
 Send = Callable[[str, Control], None]
 
@@ -44,6 +47,13 @@ class Collection:
     expected: Mapping[str, Spec]
     accepted: dict[str, Accepted] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    objection: Callable[[Tensors], str] = lambda _: ""
+    """Why tensors of the right form still cannot be honest; empty when they can."""
+
+    joining: tuple[str, ...] = ()
+    """Those of the cohort who do not train the encoder; they send ``extras`` alone."""
+
+    extras: Mapping[str, Spec] = field(default_factory=dict)
     late: list[tuple[str, int]] = field(default_factory=list)
     """Updates of rounds that are over: (agent, round that it was for)."""
 
@@ -51,6 +61,10 @@ class Collection:
     def outstanding(self) -> tuple[str, ...]:
         """Cohort members that have neither been accepted nor refused."""
         return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
+
+    def expects(self, agent: str) -> Mapping[str, Spec]:
+        """The tensors that an update of this agent holds, no more and no less."""
+        return self.extras if agent in self.joining else self.expected
 
     def takes(self, message: UpdateManifest) -> bool:
         """Whether the update was made for this round."""
@@ -73,8 +87,8 @@ class Collector:
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
         self.finished_uploads = 0
-        self.refusals: dict[str, int] = {}
-        """Refused updates since the start: ``agent: reason`` -> how often."""
+        self.refused = Refusals(clock)
+        """Refused updates since the start, by ``agent: reason``."""
 
     def open(self, collection: Collection) -> None:
         """Take updates for this round from now on."""
@@ -134,7 +148,7 @@ class Collector:
         """An agent could not make an update for the open round: it is not waited for."""
         collection = self.open_round
         if collection is not None and agent in collection.outstanding:
-            self._count(agent, reason)
+            self.refused.note(f"{agent}: {reason}")
             self._note_refusal(collection, agent, reason)
 
     def tick(self) -> None:
@@ -168,7 +182,12 @@ class Collector:
             raise UpdateRefused(f"already refused in round {message.round}: {collection.refused[agent]}")
         if message.samples < 1:
             raise UpdateRefused("trained on 0 samples; an update needs at least 1")
-        content = sum(spec.nbytes for spec in collection.expected.values())
+        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunk_count(message.blob) > MAX_SMALL_CHUNKS:
+            raise UpdateRefused(
+                f"{chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
+                f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
+            )
+        content = sum(spec.nbytes for spec in collection.expects(agent).values())
         if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
             raise UpdateRefused(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
 
@@ -209,7 +228,7 @@ class Collector:
         if collection is None:
             return
         try:
-            self._check_content(arrived, collection)
+            self._check_content(arrived, collection, agent)
         except (UpdateRefused, TensorsError) as refusal:
             arrived.unlink(missing_ok=True)
             self._refuse(agent, message, str(refusal))
@@ -221,14 +240,17 @@ class Collector:
     def _folder(self, agent: str) -> Path:
         return self._blobs.folder / "partial" / agent
 
-    def _check_content(self, arrived: Path, collection: Collection) -> None:
+    def _check_content(self, arrived: Path, collection: Collection, agent: str) -> None:
         with arrived.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         specs, _ = inspect(mapped)
-        check_specs(specs, collection.expected)
-        bad = first_non_finite(decode(mapped))
+        check_specs(specs, collection.expects(agent))
+        tensors = decode(mapped)
+        bad = first_non_finite(tensors)
         if bad is not None:
             raise UpdateRefused(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+        if objection := collection.objection(tensors):
+            raise UpdateRefused(objection)
 
     def _accept(self, collection: Collection, agent: str, message: UpdateManifest) -> None:
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
@@ -241,20 +263,15 @@ class Collector:
         self._send(agent, Receipt(digest=digest, accepted=True))
 
     def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
-        self._count(agent, reason)
-        log.warning("update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
+        times = self.refused.note(f"{agent}: {reason}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        log.log(level, "update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
         collection = self.open_round
         if collection is None or not collection.takes(message):
             self._note_late(agent, message, reason)
         elif agent in collection.outstanding:
             self._note_refusal(collection, agent, reason)
         self._send(agent, Receipt(digest=message.blob.digest, accepted=False, reason=reason[:1000]))
-
-    def _count(self, agent: str, reason: str) -> None:
-        if len(self.refusals) >= MAX_COUNTED:
-            self.refusals.clear()
-        key = f"{agent}: {reason}"
-        self.refusals[key] = self.refusals.get(key, 0) + 1
 
     def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Count an update of a round that is over: once, and only of those who were asked in it."""
@@ -276,4 +293,16 @@ class Collector:
 
 def reason_of(error: BaseException) -> str:
     """An error as one line for a journal entry or a table."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{cause(error)}"
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
+    """The accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
+    for agent in sorted(collection.accepted):
+        accepted = collection.accepted[agent]
+        with blobs.path(accepted.digest).open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        yield Update(agent, accepted.samples, decode(mapped))

@@ -31,12 +31,17 @@ class RunConfig(Frozen):
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
     rounds: int = Field(10, ge=1, le=1_000_000, description="rounds of one run")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the first weights, of cohorts and of the agents")
+    keep_every: int = Field(
+        0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the newest only"
+    )
 
 
 class CohortConfig(Frozen):
     """Who takes part in a round."""
 
-    tier: Literal["train", "any"] = Field("train", description="train: only agents that can train encoders")
+    tier: Literal["train", "any"] = Field(
+        "train", description="any: head-tier devices, too, where the method has something for them that is exact"
+    )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents that is asked")
     min_agents: int = Field(1, ge=1, le=1_000_000, description="a round opens when so many agents are available")
     max_agents: int | None = Field(None, ge=1, le=1_000_000, description="never ask more; None = no bound")
@@ -69,8 +74,20 @@ class ExportConfig(Frozen):
     exporter: Literal["auto", "dynamo", "legacy"] = Field(
         "auto", description="auto: torch's dynamo exporter where onnxscript is installed, else the older one"
     )
+    every: int = Field(
+        0, ge=0, le=1_000_000, description="also release each so many rounds, to head-tier devices; 0 = after the run"
+    )
+    patience: int = Field(
+        0, ge=0, le=1000, description="end the run when so many releases in a row gave devices no better acc.personal"
+    )
+    pool_norm: bool = Field(
+        True, description="ask devices once for batch norm that stays with them otherwise; false: then no export"
+    )
     calibration: str | None = Field(
         None, max_length=1000, description="data source of inputs that settle the int8 ranges; None = random inputs"
+    )
+    folder: Path = Field(
+        Path(), description="what a relative place in calibration counts from; default: this file's folder"
     )
 
 

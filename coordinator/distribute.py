@@ -74,6 +74,15 @@ class Distributor:
         offer.waiting[agent] = wanted
         return True
 
+    def take(self, agent: str, digest: str) -> Outgoing | None:
+        """The whole blob, for an agent in this very process, counted as if it had travelled; None: not on offer."""
+        offer = self._offers.get(digest)
+        if offer is None:
+            return None
+        self.have(agent, digest)
+        self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
+        return offer.blob
+
     def progress(self, agent: str, digest: str, seen: int) -> None:
         """An agent reports how many frames it has seen since it asked."""
         if offer := self._offers.get(digest):

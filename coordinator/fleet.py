@@ -23,6 +23,8 @@ class Waiting:
     what: str
     whom: tuple[str, ...] = ()
     until: float | None = None
+    about: str = ""
+    """Waits that are about the same thing get one line in the log; empty: whatever has other words is another wait."""
 
 
 Steps = Iterator[Waiting]
@@ -40,3 +42,5 @@ class Fleet:
     send: Callable[[str, Control], None]
     transport: Transport
     clock: Callable[[], float] = time.monotonic
+    stopwatch: Callable[[], float] = time.monotonic
+    """Times what is told of a run; in a simulation the clock of leases and deadlines stands still meanwhile."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from edge_agent.wire.messages import Hello
+from edge_agent.wire.messages import Hello, Report
+
+log = logging.getLogger(__name__)
 
 FactValue = Any
 
@@ -30,6 +33,8 @@ class Member:
     facts: dict[str, FactValue] = field(default_factory=dict)
     heard_at: float = 0.0
     gone_at: float | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    """What people should know of it, by what it is about."""
 
     @property
     def is_present(self) -> bool:
@@ -57,9 +62,25 @@ class Roster:
             message.fingerprint,
             dict(message.facts),
         )
+        before = self._members.get(agent)
+        if before is not None and before.boot == member.boot:
+            member.notes = before.notes
         member.heard_at = self._clock()
         self._members[agent] = member
         return member
+
+    def reported(self, agent: str, message: Report) -> bool:
+        """Note which encoder an agent runs now, and why if it is not the new one; False for one not on the roster."""
+        member = self._members.get(agent)
+        if member is None:
+            return False
+        if message.fingerprint:
+            member.fingerprint = message.fingerprint
+            member.notes.pop("rolled_back", None)
+        if message.rolled_back:
+            member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"
+            log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
+        return True
 
     def heard(self, agent: str, boot: str | None = None) -> bool:
         """Note a sign of life; False when the agent has to introduce itself first (unknown, gone, or rebooted)."""

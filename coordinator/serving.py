@@ -56,11 +56,22 @@ def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
         yield broker.config()
 
 
+class Stop(threading.Event):
+    """Set by a signal; ``signal`` is its number, 0 before one has come."""
+
+    signal = 0
+
+    def by_signal(self, number: int, _frame: object) -> None:
+        """The handler."""
+        self.signal = number
+        self.set()
+
+
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals() -> Iterator[Stop]:
     """An event that SIGTERM and Ctrl-C set, instead of tearing anything."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop = Stop()
+    before = {number: signal.signal(number, stop.by_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:

@@ -16,17 +16,22 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import StateError, UnknownName, UsageError
+from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.store import folder_lock, read_json, sha256_file, sha256_of, sync_folder, write_atomic, write_json
 
 from .journal import Journal
 
+_BEGAN_S = time.time()
+"""When this process began, in seconds since 1970: what was being written then, nobody writes any more."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.store.write_atomic` names them
 
 
 class BlobStore:
@@ -85,7 +90,7 @@ class BlobStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise StateError(f"{path}: cannot be read ({error}); put it back from a backup") from error
+            raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
         found = hashlib.sha256(data).hexdigest()
         if found != sha:
             raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
@@ -106,9 +111,8 @@ class BlobStore:
 
     def sweep(self) -> None:
         """Remove what interrupted writes left; only for the process that holds the folder's lock."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(".*.tmp"):
-                path.unlink()
+        for folder in (self.folder, *(self.folder / "partial").glob("*")):
+            sweep(folder)
 
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -221,6 +225,8 @@ class StateFolder:
             with self.journal:
                 self.journal.verify()
                 self.blobs.sweep()
+                for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
+                    sweep(folder, older_than_s=_BEGAN_S)
                 yield self
 
     @contextlib.contextmanager
@@ -249,16 +255,6 @@ class StateFolder:
         folders = [RunFolder(path) for path in (self.path / "runs").glob("*") if path.is_dir()]
         return sorted(folders, key=lambda folder: (folder.touched_ns(), folder.run))
 
-    def latest_run(self) -> RunFolder:
-        """The run folder that was written to last.
-
-        Raises:
-            UnknownName: no run has figures yet.
-        """
-        if folders := self.runs():
-            return folders[-1]
-        raise UnknownName("run", "latest", ())
-
     def _refuse_fresh_start(self) -> None:
         """A lost journal beside blobs is damage: starting at round 0 again would pass for normal work."""
         if self.journal.path.exists():
@@ -268,6 +264,19 @@ class StateFolder:
                 f"{self.path}: there are blobs or runs but no journal.db; put it back from a backup, "
                 "or choose a new state folder (a fresh start is never made silently)"
             )
+
+
+def sweep(folder: Path, older_than_s: float | None = None) -> None:
+    """Remove files of ours that interrupted writes left in ``folder``; only those last written before that moment.
+
+    Other processes may be writing a report or a status just now, so their files are left alone.
+    """
+    for path in folder.glob(".*.tmp"):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it was moved to its place, or swept by another
+            if older_than_s is None or path.stat().st_mtime < older_than_s:
+                path.unlink()
 
 
 def _cut_torn_line(file: Any) -> None:

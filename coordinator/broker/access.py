@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 
 from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import StateError, UsageError
+from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.store import write_atomic
 from edge_agent.wire.topics import Topics, matches
 
@@ -76,12 +76,21 @@ def set_password(path: Path, user: str, password: str, salt: bytes | None = None
         UsageError: the name cannot be a user's.
         StateError: the file is not a password file.
     """
-    if not re.fullmatch(NAME_PATTERN, user):
-        raise UsageError(f"user '{user[:80]}' does not match {NAME_PATTERN}; agents log in with their id")
+    check_user(user)
     users = read_passwords(path) if path.exists() else {}
     users[user] = hash_password(password, salt or secrets.token_bytes(12))
     write_atomic(path, "".join(f"{name}:{users[name]}\n" for name in sorted(users)).encode())
     path.chmod(0o600)
+
+
+def check_user(user: str) -> None:
+    """Return quietly when ``user`` can be the name of one.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not re.fullmatch(NAME_PATTERN, user):
+        raise UsageError(f"user '{user[:80]}' does not match {NAME_PATTERN}; agents log in with their id")
 
 
 def read_passwords(path: Path) -> dict[str, str]:
@@ -93,7 +102,9 @@ def read_passwords(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise StateError(f"{path}: no password file that can be read ({error}); enroll an agent to make one") from error
+        raise StateError(
+            f"{path}: no password file that can be read: {cause(error)}; enroll an agent to make one"
+        ) from error
     users = {}
     for number, line in enumerate(lines, 1):
         user, separator, hashed = line.partition(":")

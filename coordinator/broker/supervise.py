@@ -7,9 +7,11 @@ import ipaddress
 import logging
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway, UsageError
@@ -74,15 +76,15 @@ class SupervisedBroker:
             UsageError: the port is taken.
             BrokerAway: the process did not come up; the message holds its last words.
         """
-        self.port = claim_port(self.bind, self.port)
-        self._stopping.clear()
-        self._watcher = threading.Thread(target=self._watch, name="broker", daemon=True)
-        self._watcher.start()
-        try:
-            self._wait_until_ready(START_TIMEOUT_S)
-        except BaseException:
-            self.stop()
-            raise
+        with held_port(self.bind, self.port) as self.port:
+            self._stopping.clear()
+            self._watcher = threading.Thread(target=self._watch, name="broker", daemon=True)
+            self._watcher.start()
+            try:
+                self._wait_until_ready(START_TIMEOUT_S)
+            except BaseException:
+                self.stop()
+                raise
 
     def stop(self) -> None:
         """End the process; nothing happens where there is none."""
@@ -163,6 +165,19 @@ def claim_port(bind: str, port: int) -> int:
     Raises:
         UsageError: the port is taken, or the address is not one of this machine.
     """
+    with held_port(bind, port) as found:
+        return found
+
+
+@contextlib.contextmanager
+def held_port(bind: str, port: int) -> Iterator[int]:
+    """A free port as `claim_port` finds it, which the system gives to nobody else meanwhile.
+
+    A child may listen on it all the same: on Linux, sockets that allow it share a port until one of them listens.
+
+    Raises:
+        UsageError: the port is taken, or the address is not one of this machine.
+    """
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -173,7 +188,10 @@ def claim_port(bind: str, port: int) -> int:
                 f"cannot listen on {bind}:{port} ({error.strerror or error}); "
                 "stop what uses the port, or choose another"
             ) from error
-        return int(probe.getsockname()[1])
+        found = int(probe.getsockname()[1])
+        if sys.platform != "linux":
+            probe.close()
+        yield found
 
 
 def is_loopback(bind: str) -> bool:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from edge_agent.errors import HeadwaterError, MissingCapability
+from edge_agent.errors import HeadwaterError, MissingCapability, cause
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except HeadwaterError as error:
         sys.exit(_report(error, error.exit_code, as_json="--json" in given))
     except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
-        sys.exit(_report(error, HeadwaterError.exit_code, as_json="--json" in given))
+        sys.exit(_report(_in_words(error), HeadwaterError.exit_code, as_json="--json" in given))
 
 
 def _run(given: list[str]) -> None:
@@ -35,6 +35,11 @@ def _run(given: list[str]) -> None:
             raise  # not a package that is missing, but a mistake of ours
         raise MissingCapability.package(module, "coordinator", "this command") from error
     app(given, prog_name="headwater")
+
+
+def _in_words(error: OSError) -> HeadwaterError:
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return HeadwaterError(f"{where}{cause(error)}")
 
 
 def _report(error: Exception, code: int, *, as_json: bool) -> int:

@@ -11,8 +11,8 @@ import typer
 
 from edge_agent.store import write_atomic
 
-from ..broker.access import COORDINATOR_USER, set_password
-from .options import Json, print_json, show
+from ..broker.access import COORDINATOR_USER, check_user, set_password
+from .options import Json, print_json, ready_for, show
 
 Agent = Annotated[
     str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible, too.")
@@ -34,6 +34,9 @@ def enroll(agent: Agent, users: Users, out: Out = None, as_json: Json = False) -
     """
     password = secrets.token_urlsafe(PASSWORD_BYTES)
     path = out or Path(f"{agent}.password")
+    check_user(agent)
+    for place in (users, path):
+        ready_for(place)
     before = os.umask(0o077)  # nobody else may read the password, not even while it is being written
     try:
         set_password(users, agent, password)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,13 @@ from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 from edge_agent.wire.tensors import decode
 
+from ..encoders import NORM_NOTES
 from ..journal import RunRecord, utc_now
+from ..pooling import pooled_before
 from ..request import Request
 from ..serving import load_config
 from ..store import StateFolder
-from .options import Config, Json, State, console, print_json, set_up_logging, show, table, text
+from .options import Config, Json, State, console, print_json, ready_for, set_up_logging, show, table, text
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Bundle file to write.")]
@@ -45,18 +48,22 @@ def export(
 
     set_up_logging(quiet=True)
     settings = load_config(config, state)
+    ready_for(out)
     with StateFolder(settings.state).look() as folder:
         record = _record(folder, run)
         weights = decode(folder.blobs.read(record.checkpoint or ""))
+        pooled = pooled_before(folder, record.run, record.round)
     request = Request.from_body(record.request)
     method = registry.create(request.method, request.params)
     source = calibration or settings.export.calibration
-    task = request.task
-    inputs = data.load(source, task.input, task.class_names).inputs[:128] if source else synthetic_inputs(task)
+    task, folder_of = request.task, None if calibration else settings.export.folder  # as typed here, or in the file
+    inputs = synthetic_inputs(task)
+    if source:
+        inputs = data.load(source, task.input, task.class_names, folder=folder_of).inputs[:128]
     busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
     with busy:
         report = export_bundle(
-            model_from_state(method, task, weights),
+            model_from_state(method, task, {**weights, **pooled}),
             method,
             task,
             inputs,
@@ -65,6 +72,7 @@ def export(
             created=utc_now().isoformat(timespec="seconds"),
             global_head=method.global_head(weights),
             exporter=settings.export.exporter,
+            norm_note=NORM_NOTES[method.norm] if pooled else "",
             int8=settings.export.int8,
         )
     _tell(report, record, as_json=as_json)
@@ -99,7 +107,8 @@ def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    show(table("exported", ("what", "value"), [(name, _cell(value)) for name, value in found.items()], left=2))
+    shown = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in found.items()]
+    show(table("exported", ("what", "value"), shown, left=2))
 
 
 def _cell(value: object) -> str:
@@ -108,3 +117,10 @@ def _cell(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.3g}" if isinstance(value, float) else text(value)
+
+
+def near_one(value: float | None) -> str:
+    """A cosine with as many digits as it takes to tell it from 1, and one more."""
+    if value is None or not 0.999 <= value < 1:
+        return text(value)
+    return f"{value:.{min(16, 1 + math.ceil(-math.log10(1 - value)))}f}"

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from edge_agent.errors import RunFailed
 
-from ..journal import RunRecord
+from ..journal import RunRecord, utc_now
 from ..store import StateFolder
+from ..words import counted, listed
 from .options import console
 
 LOOK_EVERY_S = 0.2
+SILENT_S = 15.0
+"""A coordinator notes each second that it is there, unless it is deep in its work."""
 WAIT_IS_LONG_S = 5.0
 
 
@@ -31,8 +35,12 @@ def read_status(state: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def follow(state: StateFolder, run: str, step: Callable[[], object] | None = None) -> RunRecord:
-    """Show progress until the run is over. ``step`` makes it go on where this process is the coordinator itself.
+def follow(
+    state: StateFolder, run: str, step: Callable[[], object] | None = None, stop: threading.Event | None = None
+) -> RunRecord:
+    """Show progress until the run is over, or ``stop`` is set: then the record is of a run that is not over.
+
+    ``step`` makes it go on where this process is the coordinator itself.
 
     Raises:
         RunFailed: it failed or was cancelled.
@@ -45,6 +53,8 @@ def follow(state: StateFolder, run: str, step: Callable[[], object] | None = Non
                 step()
             else:
                 pause.wait(LOOK_EVERY_S)
+            if stop is not None and stop.is_set():
+                return state.journal.replay(run)
             newest = state.journal.last_id()
             waiting = _waiting(read_status(state.path), run)
             if newest != last_id:
@@ -71,7 +81,8 @@ class _Lines:
         rounds = record.request.get("rounds")
         if record.round != self._closed:
             self._closed = record.round
-            done = f"round {record.round} of {rounds} is closed" if record.round else f"{rounds} rounds are asked for"
+            asked = f"asked for {counted(int(rounds or 0), 'round')}"
+            done = f"round {record.round} of {rounds} is closed" if record.round else asked
             console.print(f"{self._run}: {done}", soft_wrap=True)
         self._said, self._since = said, time.monotonic()
 
@@ -113,8 +124,23 @@ def _shown(run: str) -> Iterator[_Lines | _Bar]:
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:
-    if (status.get("run") or {}).get("id") != run:
-        return "the coordinator has not begun with it"
-    waiting = status.get("waiting") or {}
-    whom = ", ".join(waiting.get("whom", ()))
-    return str(waiting.get("for", "")) + (f" (from {whom})" if whom else "")
+    now, waiting = status.get("run") or {}, status.get("waiting") or {}
+    whom = listed(waiting.get("whom", ()), "")
+    what = str(waiting.get("for", "")) + (f" (from {whom})" if whom else "")
+    if (silent := _silent_since(status)) is not None:
+        return f"nothing heard from the coordinator since {silent}; does 'headwater serve' still run?"
+    if now.get("id") == run or status.get("broker_away"):
+        return what
+    if now.get("id"):
+        return f"queued behind {now['id']}, which is in round {now.get('round')} of {now.get('rounds')}"
+    return "the coordinator has not begun with it"
+
+
+def _silent_since(status: dict[str, Any]) -> str | None:
+    """When the coordinator was heard last, if that is too long ago."""
+    try:
+        at = datetime.fromisoformat(str(status.get("at")))
+        silent_s = (utc_now() - at).total_seconds()
+    except (TypeError, ValueError):
+        return None
+    return at.isoformat(timespec="seconds") if silent_s > SILENT_S else None

@@ -28,6 +28,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stde
 console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 """Where people are told how it goes: stderr. Results go to stdout by `show` or `print_json`."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, and of a command that was told to end before it was done."""
+
 PIPE_WIDTH = 400
 """Columns of a table that no terminal shows: nothing is cut off, whatever reads it."""
 
@@ -57,6 +60,19 @@ def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
     level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
     for package in ("coordinator", "edge_agent", "export"):
         logging.getLogger(package).setLevel(level)
+
+
+def ready_for(path: Path) -> None:
+    """Make a place for a file that is about to be written; a folder that was not there is made, and said.
+
+    Raises:
+        UsageError: ``path`` is a folder.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file in it")
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        console.print(f"made the folder {path.parent}", soft_wrap=True)
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -10,28 +10,60 @@ import typer
 from edge_agent.errors import UsageError
 from edge_agent.store import write_atomic
 
+from ..journal import Journal, RunRecord
 from ..report import write_report
 from ..report.picture import picture
 from ..store import StateFolder
-from .options import Config, Json, State, print_json, show, state_path
+from .options import Config, Json, State, console, print_json, ready_for, show, state_path
+from .queueing import standing
 
-Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest.")]
+Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]
 
 
 def report(config: Config = None, state: State = None, run: Run = None, svg: Svg = None, as_json: Json = False) -> None:
     """Write a run's page with tables and plots, and say where it is.
 
+    Without --run it is the latest run that has finished, or else the latest that has figures. Of a run that has not
+    finished, the page and a line on stderr say how far it is.
+
     Example: headwater report --state headwater-demo/coordinator
     """
     folder = StateFolder(state_path(config, state))
-    if not folder.runs():
-        raise UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
-    chosen = folder.run(run) if run else folder.latest_run()
-    path = write_report(chosen)
+    if not folder.journal.path.exists():
+        raise _no_figures(folder)
+    with folder.look():
+        record = folder.journal.replay(run) if run else _latest(folder)
+    chosen = folder.run(record.run)
+    path = write_report(chosen, record)
+    if record.status != "finished":
+        console.print(f"{record.run} has not finished ({record.status}): it {standing(record)}", soft_wrap=True)
     if svg is not None:
+        ready_for(svg)
         write_atomic(svg, picture(chosen).encode())
     if as_json:
-        print_json({"run_id": chosen.run, "report": str(path), "summary": chosen.summary()})
+        status = {"status": record.status, "round": record.round}
+        print_json({"run_id": chosen.run, **status, "report": str(path), "summary": chosen.summary()})
     else:
         show(str(path))
+
+
+def _latest(folder: StateFolder) -> RunRecord:
+    """The latest run that has finished; where there is none, the latest with figures.
+
+    Raises:
+        UsageError: no run has figures.
+    """
+    with_figures = {found.run for found in folder.runs()}
+    records = [record for record in _records(folder.journal) if record.run in with_figures]
+    if not records:
+        raise _no_figures(folder)
+    return next((record for record in reversed(records) if record.status == "finished"), records[-1])
+
+
+def _no_figures(folder: StateFolder) -> UsageError:
+    return UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
+
+
+def _records(journal: Journal) -> list[RunRecord]:
+    return [journal.replay(run) for run in journal.runs()]

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from edge_agent import methods
-from edge_agent.errors import StateError
+from edge_agent.errors import UsageError
 
+from ..checks import checked_method
 from ..config import CoordinatorConfig
+from ..journal import RunRecord
+from ..report.figures import notes_of
 from ..request import Request
-from ..serving import coordinator, load_config
+from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
+from ..words import counted
 from .follow import follow
-from .options import Config, Json, State, Verbose, console, parameters, print_json, set_up_logging, show, table
+from .options import (
+    INTERRUPTED,
+    Config,
+    Json,
+    State,
+    Verbose,
+    console,
+    parameters,
+    print_json,
+    set_up_logging,
+    show,
+    table,
+)
+from .queueing import Place, ahead_of, behind, is_serving, standing
 
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: run.method of the file.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", min=1, help="Rounds; default: run.rounds.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
 Param = Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value of the method; may be repeated.")]
-INTERRUPTED = 130
-WAITS = "stands where it is, and 'headwater serve' goes on with it"
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Only ask for the run; do not follow it.")]
+KeepEvery = Annotated[
+    int | None,
+    typer.Option("--keep-every", min=0, help="Keep the states of every so many rounds for 'headwater analyze'."),
+]
+Resume = Annotated[
+    str | None, typer.Option("--resume", metavar="RUN", help="Ask for no new run: follow, or go on with, this one.")
+]
+NoWait = Annotated[
+    bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
+]
 
 
 def run(
@@ -36,6 +58,8 @@ def run(
     rounds: Rounds = None,
     seed: Seed = None,
     param: Param = None,
+    keep_every: KeepEvery = None,
+    resume: Resume = None,
     no_wait: NoWait = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -43,56 +67,114 @@ def run(
     """Start a run and follow it to its end.
 
     With 'headwater serve' at work on the same state folder it is asked to do the run; else this command serves the
-    federation itself until the run is over. Ctrl-C stops following, never the run of a serving coordinator.
+    federation itself until the run is over. Runs are done in the order in which they were asked for: one that was left
+    unfinished goes first, and this command says so. Ctrl-C stops following, never the run of a serving coordinator; a
+    run that this command did itself then waits for 'headwater run --resume RUN' or 'headwater serve', unless
+    'headwater cancel RUN' ends it.
 
     Example: headwater run -c coordinator.toml --method repper --rounds 5
     """
     settings = load_config(config, state)
-    request = request_for(settings, method, rounds, seed, parameters(param or []))
-    folder = StateFolder(settings.state)
-    serving = is_serving(settings.state)
     set_up_logging(verbose=verbose, quiet=True)
-    with contextlib.ExitStack() as stack:
-        step = None
-        if serving:
-            stack.enter_context(folder.look())
-        else:
-            service = stack.enter_context(coordinator(settings))
-            folder, step = service.state, lambda: service.step(service.idle_s())
-        run_id = folder.journal.request_run(request.body())
-        if no_wait and serving:
-            print_json({"run_id": run_id}) if as_json else show(f"asked for {run_id}")
-            return
-        try:
-            follow(folder, run_id, step)
-        except KeyboardInterrupt:
-            console.print(
-                f"{run_id} {'goes on without you' if serving else WAITS}; 'headwater status' tells how it stands",
-                soft_wrap=True,
-            )
-            raise typer.Exit(INTERRUPTED) from None
-        tell(folder.run(run_id).summary() or {}, as_json=as_json)
+    wishes = {"--method": method, "--rounds": rounds, "--seed": seed, "--param": param, "--no-wait": no_wait or None}
+    wishes["--keep-every"] = keep_every
+    if resume is not None:
+        _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
+        request = None
+    else:
+        request = request_for(settings, method, rounds, seed, parameters(param or []), keep_every)
+    if request is not None and no_wait:
+        _put_into_queue(settings, request, Place(config, state), as_json=as_json)
+        return
+    record = _follow(settings, request, resume, Place(config, state))
+    tell(StateFolder(settings.state).run(record.run).summary() or {}, as_json=as_json)
+
+
+def _check_resumed(settings: CoordinatorConfig, run: str, wishes: list[str]) -> None:
+    if wishes:
+        raise UsageError(f"--resume {run} goes on with a run as it was asked for; leave out {', '.join(wishes)}")
+    with StateFolder(settings.state).look() as folder:
+        record = folder.journal.replay(run)
+    if record.is_over:
+        raise UsageError(f"{run} is {record.status} already; ask for another run without --resume")
+
+
+def _put_into_queue(settings: CoordinatorConfig, request: Request, place: Place, *, as_json: bool) -> None:
+    """Ask for the run in the journal, which lasts, and say who will do it."""
+    serving = is_serving(settings.state)
+    with StateFolder(settings.state).look(create=True) as folder:
+        run = folder.journal.request_run(request.body())
+        ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, place)
+    if as_json:
+        print_json({"run_id": run, "serving": serving, "queued_behind": ahead})
+        return
+    takers = f"{place.command('serve')} or {place.command(f'run --resume {run}')}"
+    taker = "the coordinator at work here does it" if serving else f"no coordinator is serving; {takers} does it"
+    show(f"{run} is in the queue: {taker}", *([first] if first else []))
+
+
+def _follow(settings: CoordinatorConfig, request: Request | None, resume: str | None, place: Place) -> RunRecord:
+    """The run's end; leaves the command with `INTERRUPTED` when a signal comes first."""
+    serving = is_serving(settings.state)
+    with stop_on_signals() as stop, _at_work(settings, serving=serving) as (folder, step):
+        if stop.is_set():
+            raise typer.Exit(INTERRUPTED)
+        run = resume if request is None else folder.journal.request_run(request.body())
+        if first := behind(folder.journal, run or "", place):
+            console.print(first, soft_wrap=True)
+        record = follow(folder, run or "", step, stop)
+    if record.is_over:
+        return record
+    console.print(_interrupted(record, place, serving=serving), soft_wrap=True)
+    raise typer.Exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _at_work(
+    settings: CoordinatorConfig, *, serving: bool
+) -> Iterator[tuple[StateFolder, Callable[[], object] | None]]:
+    """The state folder, and what makes the run go on where this process is the coordinator itself."""
+    if serving:
+        with StateFolder(settings.state).look() as folder:
+            yield folder, None
+    else:
+        with coordinator(settings) as service:
+            yield service.state, lambda: service.step(service.idle_s())
+
+
+def _interrupted(record: RunRecord, place: Place, *, serving: bool) -> str:
+    run, cancels = record.run, place.command(f"cancel {record.run}")
+    if serving:
+        return f"{run} goes on without you; {place.command('status')} tells how it stands, {cancels} ends it"
+    resumes = f"{place.command(f'run --resume {run}')} or {place.command('serve')}"
+    return f"{run} {standing(record)} and stays in the queue; {resumes} goes on with it, {cancels} drops it"
 
 
 def request_for(
-    settings: CoordinatorConfig, method: str | None, rounds: int | None, seed: int | None, params: dict[str, Any]
+    settings: CoordinatorConfig,
+    method: str | None,
+    rounds: int | None,
+    seed: int | None,
+    params: dict[str, Any],
+    keep_every: int | None = None,
 ) -> Request:
     """What is asked for: the file's defaults, with the command line's wishes on top; checked before anybody works.
 
     Raises:
-        UnknownName: no such method.
-        ConfigError: parameters that the method does not have, or that are out of bounds.
+        UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
+            mistakes are told at once.
     """
     defaults = settings.run
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
-    made = methods.create(name, {**base, **params})
+    made = checked_method(settings, name, {**base, **params})
     return Request(
         method=name,
         params=made.params.model_dump(mode="json"),
         rounds=rounds if rounds is not None else defaults.rounds,
         seed=seed if seed is not None else defaults.seed,
         task=settings.task,
+        keep_every=defaults.keep_every if keep_every is None else keep_every,
     )
 
 
@@ -122,28 +204,19 @@ def agents_table(summary: dict[str, Any]) -> Table:
     )
     rows = [
         (
-            *(a[key] for key in ("id", "tier", "head", "samples")),
+            f"{a['id']} *" if notes_of(a) else a["id"],
+            *(a[key] for key in ("tier", "head", "samples")),
             *(a["acc"][scope] for scope in scopes),
             f"{a['rss_mb']:.0f}",
             *(f"{a[key] / 1e6:.1f}" for key in ("bytes_up", "bytes_down")),
         )
         for a in summary.get("agents", [])
     ]
-    title = f"{summary.get('run_id')}: {summary.get('method')}, {summary.get('rounds')} rounds"
+    title = f"{summary.get('run_id')}: {summary.get('method')}, {counted(summary.get('rounds', 0), 'round')}"
     return table(title, columns, rows, left=3)
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
-    """What went wrong on devices, one line each."""
+    """What has to be known about devices, and what went wrong on them, one line each."""
+    yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
-
-
-def is_serving(state: Path) -> bool:
-    """Whether a coordinator holds the state folder now."""
-    from edge_agent.store import folder_lock
-
-    try:
-        with folder_lock(state, "headwater run"):
-            return False
-    except StateError:
-        return True

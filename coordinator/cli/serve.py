@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
+import typer
+
+from ..checks import check_defaults
+from ..journal import Journal
 from ..serving import coordinator, load_config, stop_on_signals
-from .options import Config, State, Verbose, console, set_up_logging
+from .options import INTERRUPTED, Config, State, Verbose, console, set_up_logging
+from .queueing import Place, standing
 
 
 def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:
     """Serve a federation until told to stop: agents may come and go, runs are started with 'headwater run'.
 
-    A run that was under way when the coordinator stopped, or was killed, goes on in the round it was in.
+    A run that was under way when the coordinator stopped, or was killed, goes on in the round it was in. Exit code 0
+    after SIGTERM, 130 after Ctrl-C.
 
     Example: headwater serve --config configs/coordinator.toml
     """
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
+    check_defaults(settings, config)
     with stop_on_signals() as stop, coordinator(settings) as service:
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
         )
+        for line in _left_over(service.state.journal, Place(config, state)):
+            console.print(line, soft_wrap=True)
         service.serve(stop)
     console.print("stopped; the next start goes on from here")
+    if stop.signal == signal.SIGINT:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _left_over(journal: Journal, place: Place) -> Iterator[str]:
+    """The runs that are waiting already, one line each."""
+    for run in journal.unfinished():
+        how = place.command(f"cancel {run}")
+        yield f"{run} {standing(journal.replay(run))} and is done first; {how} drops it"

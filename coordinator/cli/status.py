@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
+from ..journal import RunRecord
 from ..store import StateFolder
+from ..words import counted
 from .follow import read_status
 from .options import Config, Json, State, print_json, show, state_path, table
-from .run import is_serving
+from .queueing import is_serving
 
 
 def status(config: Config = None, state: State = None, as_json: Json = False) -> None:
@@ -21,7 +23,12 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
     """
     path = state_path(config, state)
     with StateFolder(path).look() as folder:
-        runs = [_run(folder, run) for run in folder.journal.runs()]
+        ahead: str | None = None
+        runs = []
+        for run in folder.journal.runs():
+            record = folder.journal.replay(run)
+            runs.append(_run(record, ahead))
+            ahead = ahead if record.is_over else run
     said = read_status(path)
     found = {"serving": is_serving(path), "state": str(path), "runs": runs, **said}
     if as_json:
@@ -30,12 +37,12 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
         show(*_lines(found))
 
 
-def _run(folder: StateFolder, run: str) -> dict[str, Any]:
-    record = folder.journal.replay(run)
+def _run(record: RunRecord, ahead: str | None) -> dict[str, Any]:
     asked = record.request
     return {
-        "id": run, "method": asked.get("method"), "status": record.status, "round": record.round,
+        "id": record.run, "method": asked.get("method"), "status": record.status, "round": record.round,
         "rounds": asked.get("rounds"), "reason": record.outcome.get("reason"),
+        "queued_behind": None if record.is_over else ahead,
     }  # fmt: skip
 
 
@@ -50,21 +57,40 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
         whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
+    yield from _refused(found)
     yield ""
     yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"
     yield ""
     agents = found.get("agents", [])
     yield _agents(agents) if agents else "no agents have been heard; 'edge-agent run' starts one"
+    yield from (f"{agent['id']} *: {note}" for agent in agents for note in agent.get("notes", ()))
 
 
 def _runs(runs: list[dict[str, Any]]) -> Table:
-    rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}", r["reason"] or "") for r in runs]
-    return table("runs", ("run", "method", "status", "round", "reason"), rows, left=5)
+    rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}", _note(r)) for r in runs]
+    return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
+
+
+def _note(run: dict[str, Any]) -> str:
+    return f"queued behind {run['queued_behind']}" if run["queued_behind"] else run["reason"] or ""
+
+
+def _refused(found: dict[str, Any]) -> Iterator[str]:
+    """What was not believed since the coordinator's start, with the most frequent causes."""
+    for what in ("messages", "updates"):
+        if number := found.get(f"refused_{what}", 0):
+            most = (found.get("refused_most") or {}).get(what, {})
+            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
+            yield f"refused: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
 
 
 def _agents(agents: list[dict[str, Any]]) -> Table:
     rows = [
-        (a["id"], a["tier"], "here" if a["present"] else "gone", a["fingerprint"][:12], f"{a['silent_s']:.0f} s")
+        (_marked(a), a["tier"], "here" if a["present"] else "gone", a["fingerprint"][:12], f"{a['silent_s']:.0f} s")
         for a in agents
     ]
     return table("agents", ("agent", "tier", "is", "encoder", "silent"), rows, left=4)
+
+
+def _marked(agent: dict[str, Any]) -> str:
+    return f"{agent['id']} *" if agent.get("notes") else str(agent["id"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from edge_agent.errors import StateError
 from edge_agent.store import write_atomic
 
+from ..journal import RunRecord
 from ..store import RunFolder
 from .figures import read_run
 from .page import render
@@ -14,8 +16,10 @@ from .page import render
 __all__ = ["write_report"]
 
 
-def write_report(folder: RunFolder) -> Path:
+def write_report(folder: RunFolder, record: RunRecord | None = None) -> Path:
     """Where the page was written; it may be written again at any time, also while the run goes on.
+
+    ``record`` is where the run stands in the journal: what the page says of a run that has no summary yet.
 
     Raises:
         StateError: there are no figures yet, or they are damaged.
@@ -23,6 +27,15 @@ def write_report(folder: RunFolder) -> Path:
     summary, metrics = folder.summary(), folder.metrics()
     if summary is None and not metrics:
         raise StateError(f"{folder.folder}: no figures yet; a report can be made after the first round")
-    page = render(read_run(folder.run, summary or {}, metrics))
+    page = render(read_run(folder.run, summary or _so_far(record), metrics))
     write_atomic(folder.report_path, page.encode(errors="replace"))
     return folder.report_path
+
+
+def _so_far(record: RunRecord | None) -> dict[str, Any]:
+    """A summary of a run that has none."""
+    if record is None:
+        return {}
+    asked = {key: record.request.get(key) for key in ("method", "params", "rounds", "seed")}
+    status = "unfinished" if record.status in {"requested", "running"} else record.status
+    return {**asked, "status": status, "round": record.round, "reason": record.outcome.get("reason")}

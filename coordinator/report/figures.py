@@ -57,6 +57,7 @@ class AgentFigures:
     torch_loaded: bool | None
     bytes_up: float | None
     bytes_down: float | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,20 @@ def _agent(record: Mapping[str, Any]) -> AgentFigures:
         torch_loaded=torch_loaded if isinstance(torch_loaded, bool) else None,
         bytes_up=as_number(record.get("bytes_up")),
         bytes_down=as_number(record.get("bytes_down")),
+        notes=notes_of(record),
     )
+
+
+def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a reader has to know about the figures of one agent, each in half a sentence."""
+    found = []
+    if record.get("rolled_back"):
+        found.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
+    if record.get("one_class") is True:
+        found.append("its data hold one class only, so its accuracies say nothing")
+    if record.get("samples") == 0:
+        found.append("has no samples")
+    return tuple(found)
 
 
 def _of(value: object, key: str) -> Any:

@@ -45,8 +45,19 @@ def _head(run: RunFigures) -> str:
     listed = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return (
         f'<header><p class="over">Headwater run</p><h1>{escape(run.run)} '
-        f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1><dl>{listed}</dl></header>'
+        f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1>{_unfinished(run, asked)}'
+        f"<dl>{listed}</dl></header>"
     )
+
+
+def _unfinished(run: RunFigures, asked: float | None) -> str:
+    """A line for a run that has no result: how far it is, and why it ended there if it has ended."""
+    if run.summary.get("status", "running") == "finished":
+        return ""
+    closed = as_number(run.summary.get("round"))
+    done = f"{len(run.rounds) if closed is None else closed:g}" + (f" of {asked:g}" if asked is not None else "")
+    reason = f" Why it ended there: {_text(run.summary['reason'])}." if run.summary.get("reason") else ""
+    return f'<p class="caption">This run has not finished: round {done} is closed.{escape(reason)}</p>'
 
 
 def _cards(run: RunFigures) -> str:
@@ -103,7 +114,8 @@ def _scope_lines(rounds: Sequence[RoundFigures], scope: Scope) -> list[Series]:
 
 
 def _spread(agents: Sequence[AgentFigures]) -> str:
-    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in agents if agent.acc][:60]
+    known = [agent for agent in agents if agent.acc][:60]
+    rows = [(_marked(agent), {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in known]
     shown = [scope for scope in SCOPES if any(scope in values for _, values in rows)]
     if not shown:
         return ""
@@ -111,7 +123,12 @@ def _spread(agents: Sequence[AgentFigures]) -> str:
     text = "Accuracy of each agent; the numbers are in the table of agents."
     chart = dot_chart(text, rows, x_label="accuracy", low=_floor(lowest), high=1.0)
     keys = legend([(f"acc.{scope}", scope, MARKERS[scope]) for scope in shown])
-    return _figure("Accuracy of each agent", chart, keys, "Share of held-back samples told right, 0 to 1.")
+    more = " *: see the note in the table of agents." if any(agent.notes for agent in known) else ""
+    return _figure("Accuracy of each agent", chart, keys, f"Share of held-back samples told right, 0 to 1.{more}")
+
+
+def _marked(agent: AgentFigures) -> str:
+    return f"{agent.id} *" if agent.notes else agent.id
 
 
 def _seconds(rounds: Sequence[RoundFigures]) -> str:
@@ -159,6 +176,7 @@ def _agents(agents: Sequence[AgentFigures]) -> str:
         ("torch", ""),
         ("sent", "n"),
         ("received", "n"),
+        ("note", ""),
     )
     rows = [
         (
@@ -171,9 +189,12 @@ def _agents(agents: Sequence[AgentFigures]) -> str:
             {True: "loaded", False: "no", None: "–"}[agent.torch_loaded],
             megabytes(agent.bytes_up),
             megabytes(agent.bytes_down),
+            "; ".join(agent.notes),
         )
         for agent in agents
     ]
+    if not any(agent.notes for agent in agents):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
     caption = "At the end of the run. Memory is the resident set of the agent's process; sent and received are payload."
     return _table("Agents", caption, heads, rows)
 

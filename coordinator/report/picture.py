@@ -9,8 +9,9 @@ from importlib.resources import files
 from edge_agent.errors import StateError
 
 from ..store import RunFolder
+from ..words import counted
 from .charts import MARKERS, WIDTH, _mark, dot_chart
-from .figures import SCOPES, RunFigures, read_run
+from .figures import SCOPES, RunFigures, as_number, read_run
 
 _HEADER = 62
 _LEGEND_LEFT, _LEGEND_STEP = 130, 105
@@ -38,7 +39,8 @@ def picture(folder: RunFolder) -> str:
 
 
 def _title(run: RunFigures) -> str:
-    what = f"{run.summary.get('method', run.run)}, {run.summary.get('rounds', '?')} rounds"
+    rounds = as_number(run.summary.get("rounds"))
+    what = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"
     return f'<text class="label" x="14" y="24" font-weight="600">{escape(what)}</text>'
 
 

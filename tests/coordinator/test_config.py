@@ -99,7 +99,7 @@ def test_every_number_has_a_bound():
 def test_example_file_is_valid_and_says_the_defaults():
     """What configs/coordinator.toml shows as default is the default, so that its comments can be believed."""
     config = load(CoordinatorConfig, CONFIGS / "coordinator.toml")
-    default = parse(CoordinatorConfig, {"task": config.task.model_dump()}, where="defaults")
+    default = parse(CoordinatorConfig, {"task": config.task.model_dump()}, where="defaults", base=CONFIGS)
     for name in ("embedded", "run", "cohort", "round", "export", "evaluate_every", "federation"):
         shown, meant = getattr(config, name), getattr(default, name)
         assert shown == meant, name

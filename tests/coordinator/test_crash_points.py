@@ -283,3 +283,26 @@ def test_an_update_of_a_round_that_closed_without_it_is_dropped_after_the_restar
         assert fed.metrics()[-1]["agents"] == ["a0", "a1", "a2"]
         late = [item for line in fed.metrics() for item in line["late"]]
         assert late == [{"agent": "a2", "round": 1}]
+
+
+def test_figures_of_a_round_are_one_line_wherever_the_coordinator_died(tmp_path):
+    """A line that was lost between journal and figures comes back from the journal, as it would have been."""
+    lines = {}
+    for name, number, before in (("undisturbed", 99, False), ("between", 5, False), ("earlier", 5, True)):
+        with Federation(tmp_path / name) as fed:
+            fed.request(rounds=ROUNDS)
+            with killed_at_append(fed, number, before=before):
+                fed.until(lambda fed=fed: fed.coordinator is None or fed.record.is_over)
+            if number != 99:
+                assert fed.metrics() == [], "dead before the figures"
+                fed.start_coordinator()
+            fed.finish()
+            lines[name] = fed.metrics()
+            assert [line["round"] for line in lines[name]] == list(range(1, ROUNDS + 1))
+    timed = {"seconds", "waiting_s", "bytes_up", "bytes_down"}
+    for name in ("between", "earlier"):
+        for line, expected in zip(lines[name], lines["undisturbed"], strict=True):
+            assert {k: v for k, v in line.items() if k not in timed} == {
+                k: v for k, v in expected.items() if k not in timed
+            }
+    assert all(line[key] is not None for line in lines["between"] for key in timed)

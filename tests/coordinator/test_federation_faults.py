@@ -68,8 +68,8 @@ def test_flipped_control_messages_are_noticed(tmp_path):
     ) as fed:
         fed.request(rounds=ROUNDS)
         fed.finish(3600)
-        assert fed.coordinator.refusals > 5
-        assert {key.rpartition(" ")[2] for key in fed.coordinator.ignored} == {"MessageError"}
+        assert fed.coordinator.refused.total > 5
+        assert {key.rpartition(" ")[2] for key in fed.coordinator.refused.counts} == {"MessageError"}
         accepted = fed.entries("update_accepted")
         assert {entry.body["samples"] for entry in accepted} == {10}
 

@@ -202,7 +202,7 @@ def test_without_a_broker_an_agent_waits_and_says_so_or_gives_up_with_75(tmp_pat
     )
     out, err = hasty.communicate(timeout=30)
     assert hasty.returncode == 75, out + err
-    assert "Connection refused" in err
+    assert "connection refused" in err
     assert "is it running" in err
     assert "Traceback" not in err
     patient = subprocess.Popen(base, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

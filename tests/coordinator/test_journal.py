@@ -101,7 +101,7 @@ def test_verify_counts_entries_of_a_sound_journal(journal):
     assert journal.verify() == 0
     for kind in KINDS:
         journal.append(kind)
-    assert journal.verify() == len(KINDS) == 12
+    assert journal.verify() == len(KINDS)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,10 @@ def test_unfinished_runs_in_the_order_of_their_requests(journal):
     assert journal.unfinished() == ["run-0001", "run-0004"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(KINDS[3:7]), st.integers(1, 3), st.sampled_from("abc")), max_size=30))
+IN_A_ROUND = st.sampled_from(("round_opened", "update_accepted", "update_refused", "round_closed"))
+
+
+@given(st.lists(st.tuples(IN_A_ROUND, st.integers(1, 3), st.sampled_from("abc")), max_size=30))
 def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
     """A twin that keeps sets: whatever the order of entries, each digest is in at most one place."""
     record, open_round, updates, closed = RunRecord("run-0001", {}), None, set(), 0

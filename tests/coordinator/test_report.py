@@ -74,6 +74,17 @@ SUMMARY = {
 }
 
 
+def test_notes_are_shown_only_where_there_are_any():
+    plain = page_of(SUMMARY, [agent_record("a")])
+    assert "note" not in plain.text.lower()
+    marked = page_of(
+        SUMMARY, [agent_record("a", rolled_back="keeps bundle <b>12</b>"), agent_record("c", one_class=True)]
+    )
+    assert "rolled back, keeps bundle <b>12</b>" in marked.text, "as text, not as markup"
+    assert "its data hold one class only" in marked.text
+    assert "a *" in marked.text
+
+
 def page_of(summary, metrics):
     return Page(render(read_run("run-0001", summary, metrics)))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.store import BlobStore, RunFolder, StateFolder
-from edge_agent.errors import StateError, UnknownName, UsageError
+from edge_agent.errors import StateError, UsageError
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 """SHA-256 of 'abc', from FIPS 180-2."""
@@ -155,7 +155,7 @@ def test_state_folder_holds_journal_blobs_and_runs_for_one_owner(tmp_path):
             pass
     with StateFolder(tmp_path / "state").open("again") as state:
         assert state.journal.runs() == ["run-0001"]
-        assert state.latest_run().run == "run-0001"
+        assert [folder.run for folder in state.runs()] == ["run-0001"]
         assert state.blobs.read(ABC) == b"abc"
 
 
@@ -206,22 +206,39 @@ def test_open_sweeps_what_interrupted_writes_left(tmp_path):
         assert [path.name for path in state.blobs.folder.iterdir()] == [ABC]
 
 
+def test_open_sweeps_old_temporary_files_of_ours_and_nothing_else(tmp_path):
+    import os
+
+    with StateFolder(tmp_path).open("me") as state:
+        state.run("run-0001").append_metrics({"round": 1})
+    old = [tmp_path / ".status.json.0123abcd.tmp", tmp_path / "runs/run-0001/.report.html.0123abcd.tmp"]
+    partial = tmp_path / "blobs/partial/a0/.x.chunks.0123abcd.tmp"
+    partial.parent.mkdir(parents=True)
+    kept = [tmp_path / ".mine.tmp", tmp_path / "runs/run-0001/notes.tmp"]
+    for path in (*old, partial, *kept):
+        path.touch()
+        os.utime(path, (1000, 1000))
+    being_written = tmp_path / "runs/run-0001/.report.html.deadbeef.tmp"
+    being_written.touch()
+    with StateFolder(tmp_path).open("me"):
+        assert [path for path in (*old, partial) if path.exists()] == []
+        assert [path for path in (*kept, being_written) if not path.exists()] == []
+
+
 @pytest.mark.parametrize("name", ["../blobs", "a/b", "", ".", "Run", "run 1", "x" * 64])
 def test_run_name_cannot_leave_its_folder(tmp_path, name):
     with pytest.raises(UsageError, match="cannot be a run"):
         StateFolder(tmp_path).run(name)
 
 
-def test_latest_run_is_the_one_written_to_last(tmp_path):
+def test_the_run_written_to_last_is_the_last(tmp_path):
     import os
 
     state = StateFolder(tmp_path)
-    with pytest.raises(UnknownName):
-        state.latest_run()
+    assert state.runs() == []
     for name, second in (("run-0002", 300), ("run-0001", 200)):
         folder = state.run(name)
         folder.append_metrics({"round": 1})
         for path in (folder.metrics_path, folder.folder):
             os.utime(path, (second, second))
     assert [folder.run for folder in state.runs()] == ["run-0001", "run-0002"]
-    assert state.latest_run().run == "run-0002"

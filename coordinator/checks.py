@@ -1,0 +1,61 @@
+"""What of a configuration can be found wrong before anything is done: all of it is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from edge_agent import data, methods, models
+from edge_agent.errors import ConfigError, UsageError
+from edge_agent.methods import Method
+
+from .config import CoordinatorConfig
+
+
+def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "") -> Method:
+    """The method that a run would use, after a look at everything else that it would need.
+
+    Raises:
+        UsageError: the one mistake there is: an unknown method or encoder (the nearest name is suggested), parameters
+            that they do not have, data for calibration that are not there.
+        ConfigError: several of them, all listed.
+        MissingCapability: a package that the method or the encoder needs is not installed.
+    """
+    made: list[Method] = []
+    looks: tuple[Callable[[], object], ...] = (
+        lambda: made.append(methods.create(name, params)),
+        lambda: models.check(config.task),
+        lambda: data.check(config.export.calibration, config.export.folder) if config.export.calibration else None,
+    )
+    mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise ConfigError(where or "this run", [line for mistake in mistakes for line in _lines(mistake)])
+    return made[0]
+
+
+def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
+    """Return quietly when a run with the defaults of ``[run]`` could begin.
+
+    Raises:
+        UsageError: as `checked_method`.
+        MissingCapability: as `checked_method`.
+    """
+    checked_method(config, config.run.method, config.run.params, str(where or "coordinator.toml"))
+
+
+def _mistake(look: Callable[[], object]) -> UsageError | None:
+    try:
+        look()
+    except UsageError as error:
+        return error
+    return None
+
+
+def _lines(mistake: UsageError) -> Iterator[str]:
+    if isinstance(mistake, ConfigError):
+        yield from (f"{mistake.where}: {line}" for line in mistake.mistakes)
+    else:
+        yield str(mistake)

@@ -1,0 +1,45 @@
+"""The released encoder: which one it is, and how head-tier devices that come later get it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.messages import Control, Install, Who
+
+from .distribute import Distributor
+from .journal import Entry
+from .store import StateFolder
+
+
+class Releases:
+    """Offers the release to agents that lack it."""
+
+    def __init__(self, state: StateFolder, distributor: Distributor, send: Callable[[str, Control], None]) -> None:
+        self._state, self._distributor, self._send = state, distributor, send
+
+    def current(self) -> Entry | None:
+        """The journal's entry of the newest release; None before the first."""
+        releases = self._state.journal.entries(kinds=("release_made",))
+        return releases[-1] if releases else None
+
+    def offer(self, agent: str, running: str) -> None:
+        """A head-tier device that runs another encoder than the released one gets the released one."""
+        release = self.current()
+        if release is None or release.digest is None or release.body.get("fingerprint") == running:
+            return
+        if release.digest in self._state.blobs:
+            blob = self._put_on_offer(release.digest, agent)
+            self._send(agent, Install(run=release.run or "", fingerprint=release.body["fingerprint"], blob=blob.ref))
+
+    def offer_again(self, agent: str, digest: str) -> None:
+        """An agent asks for something that is not on offer (any more): after a restart, offer a release again."""
+        release = self.current()
+        if release is not None and release.digest == digest and digest in self._state.blobs:
+            self._put_on_offer(digest, agent)
+            self._send(agent, Who())
+
+    def _put_on_offer(self, digest: str, agent: str) -> Outgoing:
+        blob = Outgoing.open(self._state.blobs.path(digest), digest)
+        self._distributor.offer(blob, (agent,))
+        return blob

@@ -1,0 +1,84 @@
+"""What the coordinator says of itself: log lines when a wait begins, and ``status.json`` for those who ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from edge_agent.errors import cause
+from edge_agent.store import write_atomic
+
+from .fleet import Waiting
+from .journal import utc_now
+from .words import listed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .service import Coordinator
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 1.0
+
+
+class Voice:
+    """Says what is waited for: a line at INFO for each wait, what changes within it at DEBUG."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path, self._clock = path, clock
+        self._said: Waiting | None = None
+        self._written_at = float("-inf")
+
+    def say(self, waiting: Waiting, status: Callable[[], dict[str, Any]]) -> None:
+        """Log what is waited for when it changes, and keep the status file fresh."""
+        before, self._said = self._said, waiting
+        changed = before is None or (waiting.what, waiting.whom) != (before.what, before.whom)
+        if changed:
+            same_wait = before is not None and waiting.about and waiting.about == before.about
+            level = logging.DEBUG if same_wait else logging.INFO
+            log.log(level, "waiting for=%s whom=%s", waiting.what, listed(waiting.whom, "-"))
+        if changed or self._clock() - self._written_at >= STATUS_EVERY_S:
+            self._written_at = self._clock()
+            try:
+                write_atomic(self._path, json.dumps(status()).encode(), durable=False)
+            except OSError as error:
+                log.warning("status_not_written path=%s reason=%s", self._path, cause(error))
+
+
+def status_of(c: Coordinator) -> dict[str, Any]:
+    """What goes on, as JSON."""
+    loop, waits = c.loop, c.waits
+    return {
+        "federation": c.config.federation,
+        "broker": c.broker_url,
+        "epoch": c.epoch,
+        "at": utc_now().isoformat(timespec="milliseconds"),
+        "run": None if loop is None else loop.status(),
+        "waiting": {
+            "for": waits.what,
+            "whom": list(waits.whom),
+            "seconds_left": None if waits.until is None else round(max(0.0, waits.until - c.clock()), 1),
+        },
+        "agents": [
+            {
+                "id": m.id,
+                "tier": m.tier,
+                "present": m.is_present,
+                "samples": m.samples or None,
+                "fingerprint": m.fingerprint,
+                "software": m.software,
+                "notes": list(m.notes.values()),
+                "silent_s": round(c.clock() - m.heard_at, 1),
+                "bytes_up": c.collector.bytes_from.get(m.id, 0),
+                "bytes_down": c.distributor.bytes_to.get(m.id, 0),
+            }
+            for m in c.roster.members()
+        ],
+        "broker_away": c.is_without_broker,
+        "refused_messages": c.refused.total,
+        "refused_updates": c.collector.refused.total,
+        "refused_most": {"messages": c.refused.top(), "updates": c.collector.refused.top()},
+    }

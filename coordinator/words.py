@@ -1,0 +1,21 @@
+"""Numbers and lists as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SHOWN = 10
+"""Names in one message; of a hundred agents the rest is a number."""
+
+
+def counted(number: int, what: str) -> str:
+    """``1 round``, ``2 rounds``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str], nobody: str = "nobody") -> str:
+    """Names with commas between them, and how many more there are beyond the first ten."""
+    if not names:
+        return nobody
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

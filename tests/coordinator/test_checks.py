@@ -1,0 +1,57 @@
+"""What ``serve`` and ``run`` refuse before they begin: every mistake at once, with the nearest name."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.checks import check_defaults, checked_method
+from coordinator.config import CoordinatorConfig
+from edge_agent.errors import ConfigError, UnknownName, UsageError
+
+
+def config(*, encoder="linear", encoder_params=None, **sections):
+    task = {
+        "class_names": ["up", "down"],
+        "encoder": encoder,
+        "encoder_params": {"feature_dim": 4} if encoder_params is None else encoder_params,
+        "input": {"kind": "image", "channels": 1, "height": 4, "width": 4},
+    }
+    return CoordinatorConfig.model_validate({"task": task, **sections})
+
+
+def test_a_sound_configuration_is_taken():
+    check_defaults(config(run={"method": "fedavg", "params": {"lr": 0.1}}), None)
+
+
+def test_an_unknown_method_is_told_with_the_nearest():
+    with pytest.raises(UnknownName, match="did you mean 'fedavg'"):
+        check_defaults(config(run={"method": "fedavgg"}), None)
+
+
+def test_wrong_parameters_of_the_method_are_listed(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check_defaults(config(run={"method": "fedavg", "params": {"lr": -1, "local_epoch": 2}}), tmp_path)
+    assert len(caught.value.mistakes) == 2
+    assert "did you mean 'local_epochs'" in str(caught.value)
+
+
+def test_mistakes_of_method_encoder_and_data_are_told_at_once(tmp_path):
+    wrong = config(encoder="linaer", run={"method": "fedavgg"}, export={"calibration": "imags:x"})
+    with pytest.raises(ConfigError) as caught:
+        check_defaults(wrong, tmp_path / "c.toml")
+    said = str(caught.value)
+    assert all(f"did you mean '{name}'" in said for name in ("fedavg", "linear", "images"))
+    assert (caught.value.where, len(caught.value.mistakes)) == (str(tmp_path / "c.toml"), 3)
+
+
+@pytest.mark.parametrize(
+    "params, hint", [({"feature_dims": 4}, "did you mean 'feature_dim'"), ({"feature_dim": 0}, "feature_dim = 0")]
+)
+def test_wrong_parameters_of_the_encoder_are_told(params, hint):
+    with pytest.raises(ConfigError, match=hint):
+        checked_method(config(encoder_params=params), "fedavg", {})
+
+
+def test_data_for_calibration_that_are_not_there_are_told(tmp_path):
+    with pytest.raises(UsageError, match="gone"):
+        checked_method(config(export={"calibration": f"images:{tmp_path / 'gone'}"}), "fedavg", {})

@@ -1,0 +1,292 @@
+"""``headwater run``, ``cancel``, ``report`` and ``serve`` as people type them: queue, codes, what is said to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.cli.export import near_one
+from coordinator.cli.follow import _waiting
+from coordinator.store import StateFolder
+
+TASK = """
+[task]
+class_names = ["up", "down"]
+encoder = "linear"
+encoder_params = { feature_dim = 4 }
+input = { kind = "image", channels = 1, height = 4, width = 4 }
+"""
+AWAY = '[broker]\nurl = "mqtt://127.0.0.1:1"\n'
+RUN = {"method": "fedavg", "params": {}, "rounds": 3, "seed": 0, "task": {}}
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    """The commands set up logging for a process of their own; the test run keeps its own."""
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
+    yield
+    root.handlers[:] = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def called(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+@pytest.fixture
+def away(tmp_path) -> Path:
+    """A configuration whose broker does not answer."""
+    path = tmp_path / "away.toml"
+    path.write_text(f'state = "state"\n{AWAY}{TASK}[run]\nmethod = "fedavg"\n')
+    return path
+
+
+def states(folder: Path) -> list[tuple[str, str]]:
+    with StateFolder(folder).look() as state:
+        return [(run, state.journal.replay(run).status) for run in state.journal.runs()]
+
+
+def add_run(state: StateFolder, *, closed: int = 0, end: str | None = None) -> str:
+    """A run as a coordinator leaves it: so many rounds are closed, and it has ended or not."""
+    run = state.journal.request_run(RUN)
+    state.journal.append("run_started", run=run, digest="0" * 64)
+    for number in range(1, closed + 1):
+        state.journal.append("round_opened", run=run, round=number, body={"cohort": ["a"]})
+        state.journal.append("round_closed", run=run, round=number, digest="0" * 64)
+        state.run(run).append_metrics({"kind": "round", "round": number, "agents": ["a"]})
+    if end is not None:
+        state.run(run).write_summary({"run_id": run, "method": "fedavg", "status": "finished", "agents": []})
+        state.journal.append(end, run=run)
+    return run
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_not_waited_for_is_queued_without_a_broker_or_a_coordinator(call, away, tmp_path):
+    code, out, err = call("run", "--config", away, "--no-wait")
+    assert (code, err) == (0, "")
+    assert out.startswith("run-0001 is in the queue: no coordinator is serving; 'headwater serve --config")
+    assert "'headwater run --resume run-0001 --config" in out
+    assert states(tmp_path / "state") == [("run-0001", "requested")]
+
+
+def test_the_second_queued_run_says_which_one_is_ahead_and_how_to_get_rid_of_it(call, away):
+    call("run", "--config", away, "--no-wait")
+    out = call("run", "--config", away, "--no-wait")[1]
+    assert "run-0002 is queued behind run-0001, which has not begun with its 10 rounds" in out
+    assert f"'headwater cancel run-0001 --config {away}' takes it out of the queue" in out
+    found = json.loads(call("run", "--config", away, "--no-wait", "--json")[1])
+    assert found == {"run_id": "run-0003", "serving": False, "queued_behind": ["run-0001", "run-0002"]}
+
+
+def test_a_run_beside_a_coordinator_at_work_is_its_to_do(call, away, tmp_path):
+    with StateFolder(tmp_path / "state").open("headwater serve"):
+        code, out, _ = call("run", "--config", away, "--no-wait")
+    assert (code, out) == (0, "run-0001 is in the queue: the coordinator at work here does it\n")
+
+
+def test_status_tells_what_a_run_is_queued_behind(call, away):
+    for _ in range(2):
+        call("run", "--config", away, "--no-wait")
+    out = call("status", "--config", away)[1]
+    assert "queued behind run-0001" in next(line for line in out.splitlines() if line.startswith("run-0002"))
+
+
+@pytest.mark.parametrize("command", [["serve"], ["run"]])
+def test_a_run_without_a_broker_that_is_to_be_there_exits_with_75(call, away, command, tmp_path):
+    away.write_text(away.read_text().replace(':1"\n', ':1"\nwait = false\n'))
+    code, out, err = call(*command, "--config", away)
+    assert (code, out) == (75, "")
+    assert "mqtt://127.0.0.1:1" in err
+    assert "Errno" not in err
+
+
+def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
+    waiting = {"for": "the broker at mqtt://hub cannot be reached (x); trying again until it can", "whom": []}
+    assert _waiting({"broker_away": True, "waiting": waiting}, "run-0001") == waiting["for"]
+    now = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
+    assert _waiting(now, "run-0002") == "queued behind run-0001, which is in round 2 of 9"
+    assert _waiting(now, "run-0001") == "w (from a)"
+    silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
+    assert silent.startswith("nothing heard from the coordinator since 2020-01-01T00:00:00+00:00")
+    assert _waiting({**now, "at": "soon"}, "run-0001") == "w (from a)"
+
+
+def test_resuming_takes_only_an_unfinished_run_and_no_other_wishes(call, away, tmp_path):
+    with StateFolder(tmp_path / "state").open("test") as state:
+        add_run(state, closed=3, end="run_finished")
+    code, _, err = call("run", "--config", away, "--resume", "run-0001")
+    assert code == 2
+    assert "run-0001 is finished already" in err
+    code, _, err = call("run", "--config", away, "--resume", "run-0009")
+    assert code == 2
+    assert "did you mean 'run-0001'" in err
+    code, _, err = call("run", "--config", away, "--resume", "run-0001", "--seed", "0", "--no-wait")
+    assert code == 2
+    assert "leave out --seed, --no-wait" in err
+
+
+def test_all_mistakes_of_a_run_are_told_at_once(call, away):
+    away.write_text(away.read_text().replace('"linear"', '"linaer"'))
+    code, _, err = call("run", "--config", away, "--method", "fedavgg")
+    assert code == 2
+    assert "did you mean 'fedavg'" in err
+    assert "did you mean 'linear'" in err
+
+
+# --- cancel ----------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_ends_a_queued_run_and_says_so(call, away, tmp_path):
+    call("run", "--config", away, "--no-wait")
+    code, out, err = call("cancel", "run-0001", "--config", away)
+    assert (code, out, err) == (0, "run-0001 is cancelled after round 0 of 10\n", "")
+    assert states(tmp_path / "state") == [("run-0001", "cancelled")]
+    assert json.loads((tmp_path / "state/runs/run-0001/summary.json").read_text())["status"] == "cancelled"
+    assert re_line(call("status", "--config", away)[1], "run-0001").split()[:3] == ["run-0001", "fedavg", "cancelled"]
+
+
+def re_line(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(start))
+
+
+def test_cancel_as_json_is_one_object(call, away):
+    call("run", "--config", away, "--no-wait")
+    found = json.loads(call("cancel", "run-0001", "--config", away, "--json")[1])
+    assert found == {"run_id": "run-0001", "status": "cancelled", "round": 0, "cancelled": True}
+
+
+@pytest.mark.parametrize("run, hint", [("run-0001", "run-0001 is cancelled already"), ("run-0002", "unknown run")])
+def test_what_is_over_or_unknown_cannot_be_cancelled(call, away, run, hint):
+    call("run", "--config", away, "--no-wait")
+    call("cancel", "run-0001", "--config", away)
+    code, out, err = call("cancel", run, "--config", away)
+    assert (code, out) == (2, "")
+    assert hint in err
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_takes_the_latest_finished_run_and_not_one_under_way(call, tmp_path):
+    with StateFolder(tmp_path).open("test") as state:
+        add_run(state, closed=3, end="run_finished")
+        add_run(state, closed=1)
+    code, out, err = call("report", "--state", tmp_path)
+    assert (code, out.strip(), err) == (0, str(tmp_path / "runs/run-0001/report.html"), "")
+
+
+def test_report_of_an_unfinished_run_says_so_in_the_page_and_on_stderr(call, tmp_path):
+    with StateFolder(tmp_path).open("test") as state:
+        add_run(state, closed=2)
+    code, out, err = call("report", "--state", tmp_path)
+    assert (code, err) == (0, "run-0001 has not finished (running): it stands at round 2 of 3\n")
+    assert "This run has not finished: round 2 of 3 is closed." in Path(out.strip()).read_text()
+
+
+def test_report_of_an_unknown_run_is_a_mistake_of_the_caller(call, tmp_path):
+    with StateFolder(tmp_path).open("test") as state:
+        add_run(state, closed=1)
+    code, out, err = call("report", "--state", tmp_path, "--run", "run-0007")
+    assert (code, out) == (2, "")
+    assert "unknown run 'run-0007': did you mean 'run-0001'?" in err
+    assert not (tmp_path / "runs/run-0007").exists()
+
+
+def test_a_folder_that_is_made_for_a_file_is_said(call, tmp_path):
+    users = tmp_path / "new" / "users"
+    code, _, err = call("enroll", "porch", "--users", users, "--out", tmp_path / "p")
+    assert (code, err) == (0, f"made the folder {users.parent}\n")
+    code, _, err = call("enroll", "porch", "--users", users, "--out", tmp_path)
+    assert code == 2
+    assert "is a folder; name a file in it" in err
+
+
+@pytest.mark.parametrize(
+    "cosine, shown",
+    [(0.98765, "0.988"), (0.9999873, "0.999987"), (1 - 2.3e-8, "0.999999977"), (1.0, "1.000"), (None, "–")],
+)
+def test_a_cosine_near_one_is_told_from_one(cosine, shown):
+    assert near_one(cosine) == shown
+
+
+# --- serve -----------------------------------------------------------------------------------------------------------
+
+
+def test_serve_refuses_wrong_defaults_of_runs_before_it_starts(call, away, tmp_path):
+    away.write_text(f"{away.read_text()}params = {{ lr = -1, local_epoch = 2 }}\n")
+    code, out, err = call("serve", "--config", away)
+    assert (code, out) == (2, "")
+    assert "lr = -1" in err
+    assert "did you mean 'local_epochs'?" in err
+    assert not (tmp_path / "state").exists()
+
+
+def started(folder: Path, *words: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "coordinator", *map(str, words)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
+    )
+
+
+def told(process: subprocess.Popen[str], number: int, ready: str) -> tuple[int, str]:
+    """Send a signal once the process has said ``ready``; its exit code, and all that it said on stderr."""
+    said = []
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    with contextlib.closing(process.stderr):
+        for line in process.stderr:
+            said.append(line)
+            if ready in line:
+                process.send_signal(number)
+                break
+        said.append(process.stderr.read())
+    code = process.wait(60)
+    watchdog.cancel()
+    process.stdout.close()
+    return code, "".join(said)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["int", "term"])
+def test_serve_stopped_by_ctrl_c_says_130_and_by_systemd_0(away, tmp_path, number, code):
+    with StateFolder(tmp_path / "state").open("test") as state:
+        add_run(state, closed=1)
+    found, said = told(started(tmp_path, "serve", "--config", away), number, "broker_away")
+    assert (found, said.splitlines()[-1]) == (code, "stopped; the next start goes on from here"), said
+    assert "run-0001 stands at round 1 of 3 and is done first; 'headwater cancel run-0001 --config" in said
+    assert "Errno" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(away, tmp_path, number):
+    code, said = told(started(tmp_path, "run", "--config", away), number, "asked for 10 rounds")
+    assert code == 130, said
+    last = said.splitlines()[-1]
+    stands = ("run-0001 has not begun with its 10 rounds", "run-0001 stands at round 0 of 10")
+    assert last.startswith(tuple(f"{words} and stays in the queue; " for words in stands))
+    assert all(f"headwater {words} " in last for words in ("run --resume run-0001", "serve", "cancel run-0001"))
+    assert "the broker" in said or "broker_away" in said
+    assert states(tmp_path / "state")[0][1] in {"requested", "running"}
