@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
-from ..task import Task
+from ..task import Frozen, Task
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["create", "names", "registry"]
+__all__ = ["NoParams", "check", "create", "names", "registry"]
 
 registry = Registry("encoder", __name__, entry_points="headwater.encoders")
+
+
+class NoParams(Frozen):
+    """An encoder without parameters: what holds for one that states no ``Params``."""
 
 
 def names() -> tuple[str, ...]:
@@ -36,18 +40,28 @@ def create(task: Task) -> nn.Module:
         ConfigError: parameters that it does not have, or inputs that it cannot take; all mistakes are listed.
         MissingCapability: torch or torchvision is not installed.
     """
+    encoder: nn.Module = check(task).build(task, **task.encoder_params)
+    return encoder
+
+
+def check(task: Task) -> Any:
+    """The module of the task's encoder, which can be built with the task's parameters; nothing is built.
+
+    Raises:
+        UnknownName: as `create`.
+        ConfigError: as `create`.
+        MissingCapability: as `create`.
+    """
     module = registry.load(task.encoder)
-    where = f"encoder '{task.encoder}'"
-    params = getattr(module, "Params", BaseModel)
+    params = getattr(module, "Params", NoParams)
     mistakes = _unfit_inputs(module, task)
     try:
         params.model_validate(task.encoder_params)
     except ValidationError as error:
         mistakes += mistakes_of(error, params)
     if mistakes:
-        raise ConfigError(where, mistakes)
-    encoder: nn.Module = module.build(task, **task.encoder_params)
-    return encoder
+        raise ConfigError(f"encoder '{task.encoder}'", mistakes)
+    return module
 
 
 def _unfit_inputs(module: Any, task: Task) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..task import Frozen, Task
+from ..task import Task
 
 Stem = Literal["imagenet", "small"]
 """``imagenet``: torchvision's own first layers, which shrink early. ``small``: stride 1, for up to some 64 pixels."""
@@ -33,10 +33,6 @@ class Layers(Encoder):
         """Features (n, feature_dim) of ``inputs`` (n, ...)."""
         features: torch.Tensor = self.layers(inputs)
         return features
-
-
-class NoParams(Frozen):
-    """An encoder without parameters."""
 
 
 def with_channels(conv: nn.Conv2d, task: Task, *, stride: int | None = None, kernel: int | None = None) -> nn.Conv2d:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..task import Task
-from .base import Layers, NoParams
+from . import NoParams
+from .base import Layers
 
 ACCEPTS = ("image",)
 SMALLEST = 16
