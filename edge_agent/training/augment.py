@@ -51,6 +51,29 @@ def grey_views(pixels: torch.Tensor, generator: torch.Generator, *, shift: float
     return _erase(_warp(pixels, torch.cat([rotation, moves[:, :, None]], dim=2)), generator, probability=0.5)
 
 
+def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
+    """Left-right flips of half the images, and rotations of all by up to ``degrees``; windows come as they are.
+
+    30 degrees are what FedBN's code takes for the same photographs and drawings; DualFed's paper names no angle.
+    """
+    spec = task.input
+    if not isinstance(spec, ImageInput):
+        return lambda inputs, _: inputs
+    mean, std = _per_channel(spec.mean, spec.channels), _per_channel(spec.std, spec.channels)
+
+    def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        n, (height, width) = len(inputs), inputs.shape[-2:]
+        angle = _uniform(n, generator, -1.0, 1.0) * math.radians(degrees)
+        flip, stretch = _signs(n, generator), height / width
+        turns = [angle.cos() * flip, -angle.sin() * stretch, angle.sin() * flip / stretch, angle.cos()]
+        rotation = torch.stack(turns, dim=1).view(n, 2, 2)
+        offset, scale = mean.to(inputs), std.to(inputs)
+        still = torch.zeros(n, 2, 1, device=generator.device)
+        return (_warp(inputs * scale + offset, torch.cat([rotation, still], dim=2)) - offset) / scale
+
+    return augment
+
+
 def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Views of standardised sensor windows (n, channels, length)."""
     n, channels, _ = windows.shape

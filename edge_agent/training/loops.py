@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,13 +21,17 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""
 
 
-def batches(samples: int, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
+def batches(samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False) -> list[np.ndarray]:
     """Index arrays (b,) int64 of one epoch in random order; together every sample once.
 
     A last batch of a single sample joins the one before it: batch norm cannot learn from one sample, and dropping it
-    would make the same sample count less than others.
+    would make the same sample count less than others. With ``drop_last`` the samples behind the last whole batch sit
+    out this epoch; fewer samples than one batch still make a short one.
     """
     order = rng.permutation(samples)
+    if drop_last and samples > batch_size:
+        order = order[: samples - samples % batch_size]
+        samples = len(order)
     cuts = list(range(batch_size, samples, batch_size))
     if cuts and samples - cuts[-1] == 1 and batch_size > 1:
         cuts.pop()
@@ -79,12 +84,18 @@ def train_epochs(
     epochs: int,
     batch_size: int,
     frozen: Sequence[str] = (),
+    frozen_norm: Literal["eval", "train"] = "eval",
     before_step: Callable[[], None] | None = None,
+    drop_last: bool = False,
+    weights: Mapping[str, float] | None = None,
     log: str = "loss",
 ) -> float:
     """Train ``client.model`` in place; returns the mean loss of the last epoch, and logs it (NaN for zero epochs).
 
-    The parts called ``frozen`` get no gradient and run in eval mode. ``before_step`` may change gradients.
+    The parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
+    mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
+    ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is no finite number.
+    ``drop_last`` is that of `batches`.
 
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
@@ -92,14 +103,16 @@ def train_epochs(
     if not client.samples:
         raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
     mean_loss = math.nan
-    with _training_mode(client.model, frozen):
+    with _training_mode(client.model, frozen, frozen_norm):
         for epoch in range(1, epochs + 1):
-            mean_loss = _epoch(client, loss, optimizer, batch_size, before_step)
+            split = batches(client.samples, batch_size, client.rng, drop_last=drop_last)
+            mean_loss = _epoch(client, loss, optimizer, split, before_step)
             if not math.isfinite(mean_loss):
-                lr = optimizer.param_groups[0]["lr"]
+                suspects = {"lr": optimizer.param_groups[0]["lr"], **(weights or {})}
                 raise TrainingFailed(
-                    f"client '{client.id}': loss became {mean_loss} in epoch {epoch} of {epochs} at lr {lr:g}; "
-                    "expected a finite number; lower lr, or look for extreme values in the data"
+                    f"client '{client.id}': loss became {mean_loss} in epoch {epoch} of {epochs} at "
+                    f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
+                    f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
                 )
             client.log[log] = mean_loss
     return mean_loss
@@ -109,11 +122,11 @@ def _epoch(
     client: Client,
     loss: Loss,
     optimizer: torch.optim.Optimizer,
-    batch_size: int,
+    split: Sequence[np.ndarray],
     before_step: Callable[[], None] | None,
 ) -> float:
     total = torch.zeros((), device=client.device)
-    for indices in batches(client.samples, batch_size, client.rng):
+    for indices in split:
         chosen = torch.from_numpy(indices).to(client.device)
         optimizer.zero_grad(set_to_none=True)
         value = _value(client, loss, chosen)
@@ -122,7 +135,7 @@ def _epoch(
             before_step()
         optimizer.step()
         total += value.detach() * len(indices)  # stays on the device: no wait for the GPU in each step
-    return float(total) / client.samples
+    return float(total) / sum(map(len, split))
 
 
 def _value(client: Client, loss: Loss, chosen: torch.Tensor) -> torch.Tensor:
@@ -137,12 +150,12 @@ def _value(client: Client, loss: Loss, chosen: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _training_mode(model: Parts, frozen: Sequence[str]) -> Iterator[None]:
+def _training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eval", "train"]) -> Iterator[None]:
     still = [model.part(name) for name in frozen]
     held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
     model.train()
     for part in still:
-        part.eval()
+        part.train(frozen_norm == "train")
     for weight in held:
         weight.requires_grad_(False)
     try:

@@ -58,3 +58,20 @@ def balanced_softmax(
     Classes of count 0 get probability 0; they must not occur among the labels.
     """
     return F.cross_entropy(logits + gamma * counts.to(logits.dtype).log(), labels)
+
+
+def negative_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Batch mean of sum_c q_c log q_c for q = softmax(logits): between -log K (uniform) and 0 (certain)."""
+    log_q = F.log_softmax(logits, dim=1)
+    return (log_q.exp() * log_q).sum(dim=1).mean()
+
+
+def symmetric_divergence(first: torch.Tensor, second: torch.Tensor, *, detach_first: bool = False) -> torch.Tensor:
+    """Batch mean of KL(p || q) + KL(q || p) for the softmaxes p, q of two logits (n, K); 0 only where they are equal.
+
+    ``detach_first``: the first side of each term is a target that gets no gradient from it.
+    """
+    log_p, log_q = F.log_softmax(first, dim=1), F.log_softmax(second, dim=1)
+    target_p, target_q = (log_p.detach(), log_q.detach()) if detach_first else (log_p, log_q)
+    forth = F.kl_div(log_q, target_p, reduction="batchmean", log_target=True)
+    return forth + F.kl_div(log_p, target_q, reduction="batchmean", log_target=True)

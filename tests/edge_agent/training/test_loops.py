@@ -52,6 +52,21 @@ def test_one_epoch_visits_every_sample_once_and_ends_with_no_single_one(n, size,
         assert all(len(batch) > 1 for batch in found)
 
 
+@given(st.integers(0, 70), st.integers(1, 20), st.integers(0, 9))
+def test_dropping_the_last_batch_leaves_whole_ones_or_a_lone_short_one(n, size, seed):
+    found = loops.batches(n, size, np.random.default_rng(seed), drop_last=True)
+    assert [len(batch) for batch in found] == ([size] * (n // size) if n >= size else [n] * (n > 0))
+    flat = np.concatenate([*found, np.empty(0, np.int64)]).tolist()
+    assert len(set(flat)) == len(flat)
+    assert set(flat) <= set(range(n))
+
+
+def test_the_samples_left_out_differ_between_epochs():
+    rng = np.random.default_rng(0)
+    left = {frozenset(range(7)) - set(np.concatenate(loops.batches(7, 3, rng, drop_last=True))) for _ in range(9)}
+    assert len(left) > 1
+
+
 def test_a_last_single_sample_joins_the_batch_before():
     assert [len(b) for b in loops.batches(7, 3, np.random.default_rng(0))] == [3, 4]
     assert [len(b) for b in loops.batches(8, 3, np.random.default_rng(0))] == [3, 3, 2]

@@ -1,0 +1,230 @@
+"""Linear layers, rectified units and batch norm in numpy, trained by hand-written gradients as torch trains them.
+
+Layers allocate their buffers once, for the largest batch, and write into them: what ``forward`` and ``backward`` give
+is overwritten by the next batch, and ``backward`` may work in the array that it is given. All is in the dtype of the
+weights, which is float32 outside of tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from ..task import Tensors
+
+EPSILON = 1e-5
+MOMENTUM = 0.1
+"""Of batch norm, as torch's defaults."""
+
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+"""Weights, each with the array that holds its gradient."""
+
+
+class Linear:
+    """``inputs @ weight.T + bias`` with ``weight`` (outputs, inputs); works on the very arrays that it is given."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray, rows: int) -> None:
+        self.weight, self.bias = weight, bias
+        self._gradients = np.empty_like(weight), np.empty_like(bias)
+        self._out = np.empty((rows, weight.shape[0]), weight.dtype)
+        self._back = np.empty((rows, weight.shape[1]), weight.dtype)
+        self._inputs = self._back[:0]
+
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:  # noqa: ARG002 - as batch norm's
+        """Outputs (n, outputs)."""
+        self._inputs = inputs
+        out = np.matmul(inputs, self.weight.T, out=self._out[: len(inputs)])
+        out += self.bias
+        return out
+
+    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
+        """The error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
+        np.matmul(error.T, self._inputs, out=self._gradients[0])
+        np.sum(error, axis=0, out=self._gradients[1])
+        return np.matmul(error, self.weight, out=self._back[: len(error)]) if to_inputs else self._back[:0]
+
+    def pairs(self) -> Pairs:
+        """Weights and their gradients."""
+        return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
+
+
+class Rectify:
+    """max(0, x), in place."""
+
+    def __init__(self) -> None:
+        self._out = np.empty((0, 0), np.float32)  # until the first batch
+
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:  # noqa: ARG002 - as batch norm's
+        """The same array, without its negative values."""
+        self._out = np.maximum(inputs, 0, out=inputs)
+        return self._out
+
+    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:  # noqa: ARG002 - costs nothing
+        """The same array, 0 where the output was."""
+        error *= self._out > 0
+        return error
+
+    def pairs(self) -> Pairs:
+        """Nothing to train."""
+        return []
+
+
+class BatchNorm:
+    """Batch norm: in training biased variances of the batch normalise and unbiased ones enter the running variance."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray, mean: np.ndarray, variance: np.ndarray, rows: int) -> None:
+        self.weight, self.bias, self.mean, self.variance = weight, bias, mean, variance
+        self._gradients = np.empty_like(weight), np.empty_like(bias)
+        self._normal, self._out = np.empty((2, rows, len(weight)), weight.dtype)
+        self._scale = np.ones_like(weight)
+
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
+        """Normalised inputs (n, size), n >= 2 in training."""
+        n = len(inputs)
+        normal, out = self._normal[:n], self._out[:n]
+        mean = inputs.mean(axis=0) if train else self.mean
+        np.subtract(inputs, mean, out=normal)
+        if train:
+            variance = np.einsum("ij,ij->j", normal, normal) / n
+            self._move(self.mean, mean)
+            self._move(self.variance, variance * (n / (n - 1)))
+        else:
+            variance = self.variance
+        self._scale = 1 / np.sqrt(variance + EPSILON)
+        normal *= self._scale
+        np.multiply(normal, self.weight, out=out)
+        out += self.bias
+        return np.asarray(out)
+
+    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:  # noqa: ARG002 - a layer lies below
+        """The error of the inputs of the last batch, in the place of ``error``."""
+        normal = self._normal[: len(error)]
+        slopes, sums = self._gradients
+        np.einsum("ij,ij->j", error, normal, out=slopes)
+        np.sum(error, axis=0, out=sums)
+        share = 1 / len(error)
+        normal *= slopes * share  # not needed any more
+        error -= normal
+        error -= sums * share
+        error *= self.weight * self._scale
+        return error
+
+    def pairs(self) -> Pairs:
+        """Gamma and beta and their gradients."""
+        return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
+
+    @staticmethod
+    def _move(running: np.ndarray, batch: np.ndarray) -> None:
+        running *= 1 - MOMENTUM
+        running += MOMENTUM * batch
+
+
+Layer = Linear | Rectify | BatchNorm
+
+
+class Chain:
+    """Layers one after another."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        self.layers = tuple(layers)
+
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
+        """Outputs of the last layer."""
+        for layer in self.layers:
+            inputs = layer.forward(inputs, train=train)
+        return inputs
+
+    def backward(self, error: np.ndarray, *, to_inputs: bool = False) -> np.ndarray:
+        """The error of the chain's inputs, where asked for; all gradients are there afterwards."""
+        for place in reversed(range(len(self.layers))):
+            error = self.layers[place].backward(error, to_inputs=to_inputs or place > 0)
+        return error
+
+    def pairs(self) -> Pairs:
+        """All weights and their gradients."""
+        return [pair for layer in self.layers for pair in layer.pairs()]
+
+
+def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
+    """The layers whose arrays are called as torch calls them in an ``nn.Sequential``: ``<part>.0.weight`` and so on.
+
+    A two-dimensional weight is a linear layer's, a one-dimensional one batch norm's; a number left out is a rectified
+    layer. The chain works on these very arrays.
+    """
+    layers: list[Layer] = []
+    before = -1
+    for place in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
+        layers += [Rectify()] if place - before > 1 else []
+        layers.append(_layer(tensors, f"{part}.{place}.", rows))
+        before = place
+    return Chain(layers)
+
+
+def _layer(tensors: Mapping[str, np.ndarray], prefix: str, rows: int) -> Layer:
+    weight = tensors[f"{prefix}weight"]
+    if weight.ndim == 2:
+        return Linear(weight, tensors[f"{prefix}bias"], rows)
+    mean, variance = tensors[f"{prefix}running_mean"], tensors[f"{prefix}running_var"]
+    return BatchNorm(weight, tensors[f"{prefix}bias"], mean, variance, rows)
+
+
+def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator) -> Tensors:
+    """Arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
+    bound = 1.0 / np.sqrt(inputs)
+    weight, bias = rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
+    return {f"{name}.weight": weight.astype(np.float32), f"{name}.bias": bias.astype(np.float32)}
+
+
+def fresh_norm(name: str, size: int) -> Tensors:
+    """Arrays of a batch norm layer called ``name``."""
+    starts = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
+    return {f"{name}.{key}": np.full(size, start, np.float32) for key, start in starts.items()}
+
+
+class Sgd:
+    """SGD with momentum and weight decay on weights in place, as torch's; the gradients are used up."""
+
+    def __init__(self, pairs: Pairs, *, lr: float, momentum: float, weight_decay: float) -> None:
+        self._pairs = [(weight, gradient, np.zeros_like(weight)) for weight, gradient in pairs]
+        self._lr, self._momentum, self._decay = lr, momentum, weight_decay
+
+    def step(self) -> None:
+        """One step along the present gradients."""
+        for weight, gradient, speed in self._pairs:
+            if self._decay:
+                np.add(gradient, self._decay * weight, out=gradient)
+            np.multiply(speed, self._momentum, out=speed)
+            np.add(speed, gradient, out=speed)
+            np.subtract(weight, np.multiply(speed, self._lr, out=gradient), out=weight)
+
+
+def batches(samples: int, batch_size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Rows of one epoch's batches in random order; a last batch of one sample joins the one before it."""
+    order = rng.permutation(samples)
+    cuts = list(range(batch_size, samples, batch_size))
+    if cuts and samples - cuts[-1] == 1 and batch_size > 1:
+        cuts.pop()
+    yield from np.split(order, cuts)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Row-wise logarithm of softmax, in the dtype of ``logits`` (n, k)."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return np.asarray(shifted)
+
+
+def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
+    """Mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
+    log_q, rows = log_softmax(logits), np.arange(len(labels))
+    loss = -float(log_q[rows, labels].mean())
+    error = np.exp(log_q)
+    error[rows, labels] -= 1
+    error /= len(labels)
+    return loss, error
+
+
+def squares(arrays: Iterable[np.ndarray]) -> float:
+    """Sum of squares; infinite or NaN where training has diverged, even if each number is still finite by itself."""
+    return sum(float(np.vdot(array, array)) for array in arrays)

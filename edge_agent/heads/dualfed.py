@@ -1,0 +1,155 @@
+"""DualFed at home: projector and personal classifier trained on cached features, answering with the shared classifier.
+
+Stage one of the method with the encoder frozen: cross entropy plus lambda times the supervised contrastive loss, SGD
+with momentum. Without a shared classifier in the bundle the personal one answers alone.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import TrainingFailed
+from ..task import Tensors
+from . import _layers as layers
+from ._ensemble import shared_logits, shared_rows, together
+from .base import FitData, HeadParams
+from .base import Head as BaseHead
+
+_ROWS = 512
+"""Rows that are predicted at once."""
+
+
+class Params(HeadParams):
+    """As the method's; ``epochs`` is ours."""
+
+    epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features")
+    lr: float = Field(0.01, gt=0, description="step size of SGD")
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    batch_size: int = Field(256, ge=2, description="batch norm needs two")
+    contrastive_weight: float = Field(40.0, ge=0, description="lambda in DualFed's Eq. 8")
+    temperature: float = Field(0.2, gt=0, description="tau in DualFed's Eq. 7")
+    ensemble: Literal["probs", "logits"] = Field("probs", description="what is added: probabilities (Eq. 5) or logits")
+    projector_depth: int = Field(2, ge=1, le=8, description="linear layers of the projector")
+    projector_width: int = Field(256, ge=1, le=8192, description="units of its hidden layers")
+    projector_norm: bool = Field(True, description="batch norm behind each layer of the projector")
+
+
+class Head(BaseHead):
+    """Linear, ReLU, batch norm, linear, batch norm; then one linear layer."""
+
+    Params = Params
+    source = "Zhu et al., DualFed, ACM Multimedia 2024, Eqs. 5-8"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        inputs = np.ascontiguousarray(data.features, np.float32)
+        trainer = Trainer(tensors, self.params, min(len(inputs), self.params.batch_size + 1))
+        labels = np.searchsorted(classes, data.labels)
+        with np.errstate(all="ignore"):  # numbers that are not finite show in the loss
+            for epoch in range(1, self.params.epochs + 1):
+                _check(trainer.epoch(inputs, labels, rng), epoch, self.params)
+            _check(layers.squares(tensors.values()), self.params.epochs, self.params)
+        return {**tensors, **shared_rows(data, classes)}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        rows = np.ascontiguousarray(features, np.float32)
+        return together(answers(self.arrays, rows), shared_logits(self.arrays, rows), self.params.ensemble)
+
+
+def answers(arrays: Tensors, rows: np.ndarray) -> np.ndarray:
+    """Logits (n, k) of the personal classifier behind the projector, for ``rows`` (n, d) float32."""
+    projector = layers.chain_of(arrays, "projector", min(len(rows), _ROWS))
+    weight, bias = arrays["personal_head.weight"], arrays["personal_head.bias"]
+    pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
+    return np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
+
+
+class Trainer:
+    """Trains the arrays ``projector.*`` and ``personal_head.*`` in place; ``rows``: the largest batch."""
+
+    def __init__(self, tensors: Tensors, params: Params, rows: int) -> None:
+        self._params = params
+        self._projector = layers.chain_of(tensors, "projector", rows)
+        self._head = layers.Linear(tensors["personal_head.weight"], tensors["personal_head.bias"], rows)
+        self._sgd = layers.Sgd(
+            [*self._projector.pairs(), *self._head.pairs()],
+            lr=params.lr,
+            momentum=params.momentum,
+            weight_decay=params.weight_decay,
+        )
+
+    def epoch(self, inputs: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> float:
+        """One pass over all samples; returns the mean loss."""
+        split = layers.batches(len(labels), self._params.batch_size, rng)
+        return sum(len(rows) * self.step(inputs[rows], labels[rows]) for rows in split) / len(labels)
+
+    def step(self, inputs: np.ndarray, labels: np.ndarray) -> float:
+        """One step on a batch of inputs (n, d) float32 and labels (n,) below k; returns the loss before it."""
+        projected = self._projector.forward(inputs)
+        loss, error = layers.cross_entropy(self._head.forward(projected), labels)
+        back = self._head.backward(error)
+        if self._params.contrastive_weight:
+            contrast, pull = contrastive(projected, labels, self._params.temperature)
+            pull *= self._params.contrastive_weight
+            back += pull
+            loss += self._params.contrastive_weight * contrast
+        self._projector.backward(back)
+        self._sgd.step()
+        return loss
+
+
+def start(size: int, classes: int, params: Params, rng: np.random.Generator) -> Tensors:
+    """Fresh arrays of the projector (``size`` in and out) and the personal classifier, with the method's names."""
+    sizes = [size, *[params.projector_width] * (params.projector_depth - 1), size]
+    tensors: Tensors = {}
+    for number, (before, outputs) in enumerate(pairwise(sizes)):
+        place = number * (3 if params.projector_norm else 2)
+        tensors |= layers.fresh_linear(f"projector.{place}", before, outputs, rng)
+        if params.projector_norm:  # behind the rectified layer, which the last linear one lacks
+            last = number == params.projector_depth - 1
+            tensors |= layers.fresh_norm(f"projector.{place + (1 if last else 2)}", outputs)
+    return {**tensors, **layers.fresh_linear("personal_head", size, classes, rng)}
+
+
+def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
+    """Mean supervised contrastive loss, logarithm inside the mean over positives, and its gradient by ``features``.
+
+    For unit vectors z and S = z z' / temperature: logsumexp over all others of S, minus the mean of S over the others
+    of the same label. Samples without such contribute 0 and count.
+    """
+    lengths = np.maximum(np.sqrt(np.einsum("ij,ij->i", features, features)), 1e-12)[:, None]
+    unit = features / lengths
+    similarity = unit @ unit.T
+    similarity /= temperature
+    alike = (labels[:, None] == labels[None, :]).astype(features.dtype)
+    np.fill_diagonal(alike, 0)
+    count = alike.sum(axis=1, keepdims=True)
+    alike /= np.maximum(count, 1)
+    same = np.einsum("ij,ij->i", similarity, alike)
+    np.fill_diagonal(similarity, -np.inf)
+    log_odds = layers.log_softmax(similarity)
+    # log_odds is S minus logsumexp, so the loss of an anchor is the mean of -log_odds over its positives.
+    everyone = similarity.max(axis=1) - log_odds.max(axis=1)
+    counts = (count[:, 0] > 0).astype(features.dtype)
+    share = 1 / len(labels)
+    slope = np.exp(log_odds, out=log_odds)
+    slope -= alike
+    slope *= counts[:, None] * (share / temperature)
+    pull = (slope + slope.T) @ unit
+    pull -= unit * np.einsum("ij,ij->i", unit, pull)[:, None]
+    pull /= lengths
+    return float(((everyone - same) * counts).sum() * share), pull
+
+
+def _check(loss: float, epoch: int, params: Params) -> None:
+    if not np.isfinite(loss):
+        raise TrainingFailed(
+            f"head 'dualfed': loss or weights became {loss} in epoch {epoch} of {params.epochs} at "
+            f"contrastive_weight (lambda) {params.contrastive_weight:g} and lr {params.lr:g}; expected a finite "
+            "number; lower one of them"
+        )

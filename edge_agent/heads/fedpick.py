@@ -1,0 +1,275 @@
+"""FedPick at home: which cached features matter here is learned together with two local classifiers.
+
+The method's losses with encoder and global classifier frozen; the global classifier, where the bundle has one, is the
+other side of the distillation and of the answer. ``selector = "fisher"`` trains no mask: it keeps the features of
+highest Fisher score and fits a logistic regression on them, the paper's motivating experiment.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import TrainingFailed
+from ..task import Tensors
+from . import _layers as layers
+from ._ensemble import shared_logits, shared_rows, together
+from ._features import fit_norm, normalise, one_hot
+from ._selection import fisher_score, keep_top, mistake_of_share
+from .base import FitData, HeadParams
+from .base import Head as BaseHead
+from .lr import Params as LogisticParams
+from .lr import fit_logistic
+
+_log = logging.getLogger(__name__)
+_ROWS = 512
+"""Rows that are predicted at once."""
+
+
+class Params(HeadParams):
+    """As the method's; ``epochs`` and ``c`` are ours."""
+
+    epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features; selector learned")
+    lr: float = Field(0.01, gt=0, description="step size of SGD")
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    batch_size: int = Field(32, ge=1)
+    mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones, or weights 0..1")
+    selector: Literal["learned", "fisher"] = Field("learned", description="mask network, or the highest Fisher scores")
+    keep_ratio: float = Field(0.5, gt=0, le=1, description="share of features that selector fisher keeps")
+    c: float = Field(1.0, gt=0, le=1e6, description="inverse strength of the L2 penalty; selector fisher")
+    ensemble: Literal["probs", "logits", "none"] = Field(
+        "probs", description="what is added; none: the global classifier alone"
+    )
+    relevant_weight: float = Field(1.0, ge=0, description="weight r in FedPick's Eq. 15")
+    irrelevant_weight: float = Field(0.001, ge=0, description="weight u in FedPick's Eq. 15")
+    distillation_weight: float = Field(1.0, ge=0, description="weight d in FedPick's Eq. 15")
+    detach_targets: bool = Field(False, description="each Kullback-Leibler term trains its second side only")
+    temperature: float = Field(1.0, gt=0, description="T in FedPick's Eq. 9")
+    threshold: float = Field(0.5, gt=0, lt=1, description="above it a feature is picked")
+    mask_width: int = Field(0, ge=0, le=8192, description="hidden units of the mask network; 0: d / 2, at least 16")
+
+    @property
+    def cut(self) -> float:
+        """The logit of the mask above which a feature is picked."""
+        return self.temperature * math.log(self.threshold / (1.0 - self.threshold))
+
+
+class Head(BaseHead):
+    """Mask, classifier of what it picks, and the global classifier of everything."""
+
+    Params = Params
+    source = "Zhu et al., Take Your Pick (FedPick), arXiv 2307.13995, Eqs. 5-15"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        shared = shared_rows(data, classes)
+        fit = _fit_fisher if self.params.selector == "fisher" else _fit_learned
+        return {**fit(data, classes, shared, self.params, rng), **shared}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        rows = np.ascontiguousarray(features, np.float32)
+        logits, _ = answers(self.arrays, rows, self.params)
+        return together(logits, shared_logits(self.arrays, rows), self.params.ensemble)
+
+
+def answers(arrays: Tensors, rows: np.ndarray, params: Params) -> tuple[np.ndarray, float]:
+    """Logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
+    logits, share = [], 0.0
+    for begin in range(0, len(rows), _ROWS):
+        piece = rows[begin : begin + _ROWS]
+        mask = picked(arrays, piece, params)
+        logits.append((piece * mask) @ arrays["relevant_head.weight"].T + arrays["relevant_head.bias"])
+        share += float(mask.sum())
+    return np.concatenate(logits), share / rows.size
+
+
+def picked(arrays: Tensors, features: np.ndarray, params: Params) -> np.ndarray:
+    """The mask without noise, like ``features`` (n, d) float32: zeros and ones, or weights 0..1 where it is soft."""
+    if "mask.kept" in arrays:
+        return np.broadcast_to(arrays["mask.kept"], features.shape)
+    scores = layers.chain_of(arrays, "mask", len(features)).forward(features, train=False)
+    if params.mask == "soft":
+        return _sigmoid(scores / params.temperature)
+    return (scores > params.cut).astype(np.float32)
+
+
+def _fit_fisher(
+    data: FitData,
+    classes: np.ndarray,
+    shared: Tensors,  # noqa: ARG001 - nothing is distilled
+    params: Params,
+    rng: np.random.Generator,  # noqa: ARG001 - convex
+) -> Tensors:
+    kept = keep_top(fisher_score(data.features, data.labels), params.keep_ratio)
+    chosen = data.features[:, kept]
+    norm = fit_norm(chosen, "standard")
+    fitted, bias = fit_logistic(
+        normalise(chosen, "standard", norm), one_hot(data.labels, classes), LogisticParams(c=params.c)
+    )
+    # The classifier is kept for raw features: what standardising did goes into its weights.
+    fitted = fitted / norm["feature_scale"]
+    weight = np.zeros((len(classes), len(kept)), np.float32)
+    weight[:, kept] = fitted
+    raw_bias = bias - fitted @ norm["feature_mean"]
+    return {
+        "mask.kept": kept.astype(np.float32),
+        "relevant_head.weight": weight,
+        "relevant_head.bias": raw_bias.astype(np.float32),
+    }
+
+
+def _fit_learned(
+    data: FitData, classes: np.ndarray, shared: Tensors, params: Params, rng: np.random.Generator
+) -> Tensors:
+    tensors = start(data.features.shape[1], len(classes), params, rng)
+    inputs = np.ascontiguousarray(data.features, np.float32)
+    labels = np.searchsorted(classes, data.labels)
+    known = shared_logits(shared, inputs)
+    known = layers.log_softmax(known) if known is not None else None
+    trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
+    with np.errstate(all="ignore"):  # numbers that are not finite show in the loss
+        for epoch in range(1, params.epochs + 1):
+            _check(trainer.epoch(inputs, labels, known, rng), epoch, params)
+        _check(layers.squares(tensors.values()), params.epochs, params)
+    _, share = answers(tensors, inputs, params)
+    if params.mask == "hard" and (mistake := mistake_of_share(share)):
+        _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
+    return tensors
+
+
+class Trainer:
+    """Trains the arrays ``mask.*``, ``relevant_head.*`` and ``irrelevant_head.*`` in place; ``rows``: largest batch."""
+
+    def __init__(self, tensors: Tensors, params: Params, rows: int) -> None:
+        self._params = params
+        self._mask = layers.chain_of(tensors, "mask", rows)
+        self._relevant, self._irrelevant = (
+            layers.Linear(tensors[f"{name}.weight"], tensors[f"{name}.bias"], rows)
+            for name in ("relevant_head", "irrelevant_head")
+        )
+        weight = tensors["relevant_head.weight"]
+        self._soft, self._picked, self._rest = np.empty((3, rows, weight.shape[1]), weight.dtype)
+        self._noise = np.empty((rows, weight.shape[1]), np.float32)
+        self._sgd = layers.Sgd(
+            [*self._mask.pairs(), *self._relevant.pairs(), *self._irrelevant.pairs()],
+            lr=params.lr,
+            momentum=params.momentum,
+            weight_decay=params.weight_decay,
+        )
+
+    def epoch(
+        self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, rng: np.random.Generator
+    ) -> float:
+        """One pass over all samples; returns the mean loss. ``known`` (n, k): the global classifier's log-softmax."""
+        total = 0.0
+        for rows in layers.batches(len(labels), self._params.batch_size, rng):
+            noise = logistic_noise(self._noise[: len(rows)], rng)
+            total += len(rows) * self.step(inputs[rows], labels[rows], None if known is None else known[rows], noise)
+        return total / len(labels)
+
+    def step(self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, noise: np.ndarray) -> float:
+        """One step on a batch of inputs (n, d) float32 with mask noise of the same shape; returns the loss before it.
+
+        The part of the loss that only the frozen global classifier sees is left out.
+        """
+        params, n = self._params, len(labels)
+        soft, relevant, rest = self._soft[:n], self._picked[:n], self._rest[:n]
+        noisy = np.add(self._mask.forward(inputs), noise, out=soft)
+        if params.mask == "hard":
+            np.multiply(inputs, noisy > params.cut, out=relevant)
+        _sigmoid(noisy / params.temperature, out=soft)
+        if params.mask == "soft":
+            np.multiply(inputs, soft, out=relevant)
+        np.subtract(inputs, relevant, out=rest)
+        loss, error = self._relevant_loss(self._relevant.forward(relevant), labels, known)
+        entropy, error_rest = negative_entropy(self._irrelevant.forward(rest))
+        error_rest *= params.irrelevant_weight
+        slope = self._relevant.backward(error)
+        slope -= self._irrelevant.backward(error_rest)
+        slope *= inputs
+        slope *= soft
+        slope *= np.subtract(1, soft, out=soft)  # straight through: the gradient of the smooth mask, m (1 - m) / T
+        slope /= params.temperature
+        self._mask.backward(slope)
+        self._sgd.step()
+        return loss + params.irrelevant_weight * entropy
+
+    def _relevant_loss(
+        self, logits: np.ndarray, labels: np.ndarray, known: np.ndarray | None
+    ) -> tuple[float, np.ndarray]:
+        params = self._params
+        loss, error = layers.cross_entropy(logits, labels)
+        loss *= params.relevant_weight
+        error *= params.relevant_weight
+        if known is not None and params.distillation_weight:
+            distance, pull = divergence(logits, known, both=not params.detach_targets)
+            pull *= params.distillation_weight
+            error += pull
+            loss += params.distillation_weight * distance
+        return loss, error
+
+
+def start(size: int, classes: int, params: Params, rng: np.random.Generator) -> Tensors:
+    """Fresh arrays of mask network and local classifiers, with the method's names."""
+    width = params.mask_width or max(16, size // 2)
+    return {
+        **layers.fresh_linear("mask.0", size, width, rng),
+        **layers.fresh_linear("mask.2", width, size, rng),
+        **layers.fresh_linear("relevant_head", size, classes, rng),
+        **layers.fresh_linear("irrelevant_head", size, classes, rng),
+    }
+
+
+def logistic_noise(out: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Fill ``out`` with standard logistic noise, which is what the difference of two independent Gumbels is."""
+    rng.random(out=out, dtype=np.float32)
+    np.clip(out, 1e-9, 1 - 2.0**-24, out=out)
+    other = np.log1p(-out)
+    np.log(out, out=out)
+    out -= other
+    return out
+
+
+def negative_entropy(logits: np.ndarray) -> tuple[float, np.ndarray]:
+    """Batch mean of sum_c q_c log q_c for q = softmax(logits), and its gradient (n, k) by ``logits``."""
+    log_q = layers.log_softmax(logits)
+    q = np.exp(log_q)
+    values = (q * log_q).sum(axis=1, keepdims=True)
+    return float(values.mean()), q * (log_q - values) / len(logits)
+
+
+def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[float, np.ndarray]:
+    """Batch mean of KL(p || q) + KL(q || p) for q = softmax(logits), p = exp(known), and its gradient by ``logits``.
+
+    Without ``both`` the second term counts in the value and has no gradient.
+    """
+    log_q = layers.log_softmax(logits)
+    q, p = np.exp(log_q), np.exp(known)
+    apart = log_q - known
+    backward = (q * apart).sum(axis=1, keepdims=True)
+    value = float((backward[:, 0] - (p * apart).sum(axis=1)).mean())
+    error = q - p
+    if both:
+        error += q * (apart - backward)
+    error /= len(logits)
+    return value, error
+
+
+def _sigmoid(logits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """1 / (1 + exp(-logits)) by way of tanh, which cannot overflow."""
+    half = np.tanh(logits * 0.5, out=out)
+    half += 1
+    half *= 0.5
+    return np.asarray(half)
+
+
+def _check(loss: float, epoch: int, params: Params) -> None:
+    if not np.isfinite(loss):
+        raise TrainingFailed(
+            f"head 'fedpick': loss or weights became {loss} in epoch {epoch} of {params.epochs} at lr {params.lr:g} "
+            f"and irrelevant_weight {params.irrelevant_weight:g}; expected a finite number; lower one of them"
+        )
