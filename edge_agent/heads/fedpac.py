@@ -1,0 +1,161 @@
+"""FedPAC's steps on cached features: the statistics, the epoch of the linear classifier, the class means; no torch.
+
+As a personal head: the classifier that came with the bundle, trained on for one epoch. In a round of FedPAC,
+`contribute` gives what an update carries beside the encoder, so that a device which cannot train an encoder takes part
+in the combination of classifiers all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from ..errors import TrainingFailed
+from ..task import Tensors
+from . import _layers as layers
+from .base import FitData, HeadParams, softmax
+from .base import Head as BaseHead
+
+SETTINGS = {
+    "head_epochs": "epochs",
+    "head_lr": "lr",
+    "momentum": "momentum",
+    "weight_decay": "weight_decay",
+    "batch_size": "batch_size",
+}
+"""Parameters of the method -> those of the head that mean the same."""
+
+
+class Params(HeadParams):
+    """Those of the paper's code for the classifier's own epoch."""
+
+    epochs: int = Field(1, ge=0, le=10_000, description="passes over the local features")
+    lr: float = Field(0.1, gt=0, description="eta_g in Eq. 6")
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(5e-4, ge=0)
+    batch_size: int = Field(50, ge=1)
+
+
+class Head(BaseHead):
+    """One linear layer, trained on from the shared one; from zeros where the bundle has none."""
+
+    Params = Params
+    source = "Xu, Tong, Huang, FedPAC, ICLR 2023: step 1 of local training (Eq. 6)"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - all rows
+        return train(_start(data, {}), data.features, data.labels, self.params, rng)
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        logits = features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"]
+        return softmax(logits[:, self.arrays["classes"]])
+
+
+def contribute(data: FitData, received: Tensors, rng: np.random.Generator) -> Tensors:
+    """The ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
+
+    ``data.method_params`` holds the method's parameters. The classifier starts from ``head.weight`` and ``head.bias``
+    in ``received``, else from ``data.global_head``, else from zeros. The encoder stays as it is, so class means are
+    those of ``data.features``.
+
+    Raises:
+        TrainingFailed: the classifier diverged.
+    """
+    given = data.method_params
+    head = train(_start(data, received), data.features, data.labels, settings(given), rng)
+    return told(
+        {f"head.{name}": array for name, array in head.items()},
+        (data.features, data.features),
+        data.labels,
+        with_statistics=given.get("weights", "qp") == "qp",
+        least=int(given.get("min_class_count", 2)),
+    )
+
+
+def settings(method_params: Mapping[str, Any]) -> Params:
+    """This head's parameters out of the method's."""
+    return Params.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
+
+
+def told(
+    head: Tensors,
+    features: tuple[np.ndarray, np.ndarray],
+    labels: np.ndarray,
+    *,
+    with_statistics: bool,
+    least: int,
+) -> Tensors:
+    """The arrays that an update carries beside the encoder.
+
+    ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,), ``features`` those before and after local training,
+    (n, d) each. Classes of fewer than ``least`` samples appear nowhere: they have count 0.
+    """
+    before, after = features
+    num_classes = len(head["head.bias"])
+    means, counts = class_means(after, labels, num_classes, least)
+    arrays = {"centroids": means.astype(np.float32), "counts": counts, **head}
+    if with_statistics:
+        variance, weighted = statistics(before, labels, num_classes, least)
+        arrays |= {"variance": np.array([variance]), "weighted_means": weighted.astype(np.float32)}
+    return {f"extra.{name}": array for name, array in arrays.items()}
+
+
+def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1) -> tuple[float, np.ndarray]:
+    """V_i and h_i (K, d) float64 of ``features`` (n, d) and ``labels`` (n,), n >= 1.
+
+    With the class shares p_k = n_k / n and class means mu_k: h[k] = p_k mu_k, and V = (1 / n) sum_k (p_k mean_k |z|^2 -
+    p_k^2 |mu_k|^2) >= 0. n V is the trace of the covariance of onehot(y) (x) z, of which h is the mean. Classes of
+    fewer than ``least`` samples are left out of both sums.
+    """
+    means, counts = class_means(features, labels, num_classes, least)
+    shares = counts / len(labels)
+    squares = np.einsum("ij,ij->i", features, features, dtype=np.float64)
+    lengths = np.bincount(labels, weights=squares, minlength=num_classes) / np.maximum(counts, 1)
+    spread = shares * np.where(counts > 0, lengths, 0.0) - shares**2 * np.einsum("ij,ij->i", means, means)
+    return max(0.0, float(spread.sum())) / len(labels), shares[:, None] * means
+
+
+def class_means(
+    features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means (K, d) float64 of each class and its sample count (K,) int64; 0 for classes of fewer than ``least``."""
+    counts = np.bincount(labels, minlength=num_classes).astype(np.int64)
+    counts[counts < least] = 0
+    means = np.zeros((num_classes, features.shape[1]))
+    for label in np.flatnonzero(counts):
+        means[label] = features[labels == label].mean(axis=0, dtype=np.float64)
+    return means, counts
+
+
+def train(head: Tensors, features: np.ndarray, labels: np.ndarray, params: Params, rng: np.random.Generator) -> Tensors:
+    """``weight`` (K, d) and ``bias`` (K,) float32 after SGD on the cross entropy; the arrays given stay as they are.
+
+    Raises:
+        TrainingFailed: the weights are not finite any more.
+    """
+    weight, bias = (np.array(head[name], np.float32) for name in ("weight", "bias"))
+    inputs = np.ascontiguousarray(features, np.float32)
+    layer = layers.Linear(weight, bias, min(len(inputs), params.batch_size + 1))
+    optimizer = layers.Sgd(layer.pairs(), lr=params.lr, momentum=params.momentum, weight_decay=params.weight_decay)
+    with np.errstate(all="ignore"):
+        for _ in range(params.epochs):
+            for rows in layers.batches(len(labels), params.batch_size, rng):
+                _, error = layers.cross_entropy(layer.forward(inputs[rows]), labels[rows])
+                layer.backward(error, to_inputs=False)
+                optimizer.step()
+    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise TrainingFailed(
+            f"head 'fedpac': weights became infinite at lr {params.lr:g}; expected finite ones; choose a smaller lr"
+        )
+    return {"weight": weight, "bias": bias}
+
+
+def _start(data: FitData, received: Tensors) -> Tensors:
+    if "head.weight" in received:
+        return {name: received[f"head.{name}"] for name in ("weight", "bias")}
+    if data.global_head is not None:
+        return data.global_head
+    size = data.features.shape[1]
+    return {"weight": np.zeros((data.num_classes, size), np.float32), "bias": np.zeros(data.num_classes, np.float32)}

@@ -1,0 +1,123 @@
+"""kNN-Per: what the nearest of the device's own samples say, mixed with what the shared classifier says.
+
+p = lambda p_knn + (1 - lambda) p_shared. A neighbour at squared distance D weighs exp(-D / (d scale)) for d features.
+Probabilities are over the classes that the device has; without a shared classifier in the bundle lambda is 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from ..task import Tensors
+from ._ensemble import shared_logits, shared_rows
+from ._features import FeatureNorm, NormedParams, fit_norm, normalise
+from .base import FitData, softmax
+from .base import Head as BaseHead
+
+_CELLS = 2_000_000
+"""Distances that are held at once, 16 MB."""
+
+_GRID = np.linspace(0.0, 1.0, 11)
+
+
+class Params(NormedParams):
+    """Defaults of the authors' code; the paper picks lambda (and sometimes scale) on held-back data."""
+
+    feature_norm: FeatureNorm = Field("none", description="none (the paper), l2 or standard, for the distances only")
+    neighbours: int = Field(10, ge=1, le=10_000, description="k; all samples where there are fewer")
+    scale: float = Field(1.0, gt=0, description="width of the weights: squared distances are divided by d times this")
+    mix: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="lambda, share of the neighbours; none: the best of 0, 0.1 ... 1 on held-back data",
+    )
+    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples on which lambda is picked")
+
+
+class Head(BaseHead):
+    """All training features, and a choice of lambda; nothing is iterated."""
+
+    Params = Params
+    source = "Marfoq, Neglia, Kameni, Vidal, kNN-Per, ICML 2022"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        norm = fit_norm(data.features, self.params.feature_norm)
+        arrays: Tensors = {**norm, **shared_rows(data, classes), "members": np.searchsorted(classes, data.labels)}
+        arrays["stored"] = normalise(data.features, self.params.feature_norm, norm).astype(np.float32)
+        share = self._mix(arrays, data.features, len(classes), rng)
+        return {**arrays, "mix": np.array([share])}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        near, shared = self._both(self.arrays, features, len(self.arrays["classes"]))
+        share = float(self.arrays["mix"][0])
+        return near if shared is None else share * near + (1 - share) * shared
+
+    def _mix(self, arrays: Tensors, features: np.ndarray, count: int, rng: np.random.Generator) -> float:
+        """Lambda: the one given, else the one of most correct answers on a part that the neighbours do not hold.
+
+        Of equally good ones that with the smallest mean log loss; 0.5 where there is nothing to hold back.
+        """
+        if "shared.weight" not in arrays:
+            return 1.0
+        if self.params.mix is not None:
+            return float(self.params.mix)
+        total = len(features)
+        order, held = rng.permutation(total), round(self.params.held_back * total)
+        if not 0 < held < total:
+            return 0.5
+        rest = {**arrays, **{name: arrays[name][order[held:]] for name in ("stored", "members")}}
+        near, shared = self._both(rest, features[order[:held]], count)
+        return best_mix(near, near if shared is None else shared, arrays["members"][order[:held]])
+
+    def _both(self, arrays: Tensors, features: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Probabilities (n, count) of the neighbours and of the shared classifier."""
+        queries = normalise(features, self.params.feature_norm, arrays)
+        near = votes(queries, arrays["stored"], arrays["members"], count, self.params.neighbours, self.params.scale)
+        logits = shared_logits(arrays, features.astype(np.float64))
+        return near, None if logits is None else softmax(logits)
+
+
+def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
+    """The lambda of 0, 0.1 ... 1 with most correct answers, then with the smallest mean log loss, then the smallest."""
+    rows = np.arange(len(labels))
+
+    def quality(share: float) -> tuple[int, float]:
+        mixed = share * near + (1 - share) * shared
+        right = int((mixed.argmax(axis=1) == labels).sum())
+        # Rounded: shares of one and the same probability differ in their last digits.
+        return right, round(float(np.log(np.maximum(mixed[rows, labels], 1e-12)).mean()), 9)
+
+    return float(max(_GRID, key=quality))
+
+
+def votes(
+    queries: np.ndarray, stored: np.ndarray, members: np.ndarray, count: int, neighbours: int, scale: float
+) -> np.ndarray:
+    """Weighted shares of the classes (n, count) float64 among the nearest stored rows, a block of queries at a time.
+
+    ``queries`` (n, d) float64, ``stored`` (s, d) float32 with s >= 1, ``members`` (s,) class positions.
+    """
+    found = np.zeros((len(queries), count))
+    step = max(1, _CELLS // len(stored))
+    for begin in range(0, len(queries), step):
+        block = queries[begin : begin + step]
+        nearest, squares = _nearest(block, stored, min(neighbours, len(stored)))
+        # The smallest distance is taken off first: the shares stay, and at least one weight does not underflow.
+        weights = np.exp(-(squares - squares.min(axis=1, keepdims=True)) / (stored.shape[1] * scale))
+        np.add.at(found, (np.arange(begin, begin + len(block))[:, None], members[nearest]), weights)
+    return np.asarray(found / found.sum(axis=1, keepdims=True))
+
+
+def _nearest(queries: np.ndarray, stored: np.ndarray, neighbours: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
+    squares = np.empty((len(queries), len(stored)))
+    step = max(1, _CELLS // stored.shape[1])
+    for begin in range(0, len(stored), step):
+        piece = stored[begin : begin + step].astype(np.float64)
+        products = queries @ piece.T
+        squares[:, begin : begin + step] = np.einsum("ij,ij->i", piece, piece) - 2 * products
+    nearest = np.argpartition(squares, neighbours - 1, axis=1)[:, :neighbours]
+    lengths = np.einsum("ij,ij->i", queries, queries)[:, None]
+    return nearest, np.maximum(np.take_along_axis(squares, nearest, axis=1) + lengths, 0.0)
