@@ -34,6 +34,8 @@ EVALUATE_EVERY = 5
 
 METHOD_PARAMS: dict[str, dict[str, Any]] = {
     "repper": {"local_epochs": 1, "batch_size": 128, "lr": 3e-3, "augment": False, "global_head": True},
+    "dualfed": {"local_epochs": 1, "batch_size": 32, "lr": 0.05, "contrastive_weight": 1.0},
+    "fedrir": {"local_epochs": 1, "batch_size": 32, "lr": 1e-3},
 }
 """Little local work and many rounds: with 225 images a client, representations that drift apart average to nothing.
 The usual views flip and crop, which turns digits into other digits, so they are off."""

@@ -17,6 +17,8 @@ class Request:
     rounds: int
     seed: int
     task: Task
+    keep_every: int = 0
+    """The states after every so many rounds stay on disk when the run goes on; 0 = the newest only."""
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
@@ -31,4 +33,4 @@ class Request:
             ValueError: the task is not one.
         """
         fields = {key: body[key] for key in ("method", "params", "rounds", "seed")}
-        return cls(**fields, task=Task.model_validate(body["task"]))
+        return cls(**fields, task=Task.model_validate(body["task"]), keep_every=int(body.get("keep_every", 0)))

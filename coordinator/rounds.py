@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from edge_agent import heads
 from edge_agent.errors import RunFailed, TrainingFailed
-from edge_agent.methods import Method, Update
+from edge_agent.methods import Method
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import BlobRef, Cancel, Fault, Heartbeat, Job
+from edge_agent.wire.messages import Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from . import cohort as cohorts
 from .answers import REPORT_DEADLINE_S, Answers
-from .collect import Collection
+from .assignment import Assignment
+from .collect import Collection, updates_of
+from .encoders import Encoders
 from .fleet import Fleet, Steps, Waiting
 from .journal import Accepted, OpenRound
+from .keeping import blobs_in_use, keep
+from .pooling import pool
 from .request import Request
-from .tally import Tally
+from .steering import why_stop
+from .tally import Tally, line, restore
+from .words import counted, listed
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +46,25 @@ class RunLoop:
     request: Request
     method: Method
     fleet: Fleet
+    encoders: Encoders | None = None
     finish: Callable[[RunLoop], Steps] | None = None
     state: State = field(default_factory=dict)
-    job: Job | None = None
+    pooled: Tensors = field(default_factory=dict)
+    """Batch norm tensors of the encoder that are not in ``state``, once they have been asked for."""
+
+    asked: Assignment | None = None
     answers: Answers = field(init=False)
     started_at: float = 0.0
+    stopped: str = ""
+    """Why the run ended before its last round; empty when it did not."""
+
+    norm: dict[str, Spec] = field(default_factory=dict)
+    """Batch norm tensors of the encoder that stay on devices."""
+
     _expected: dict[str, Spec] = field(default_factory=dict)
+    _extras: dict[str, Spec] = field(default_factory=dict)
+    _frozen: Outgoing | None = None
     _checkpoint: str = ""
-    _until: float = 0.0
-    _personal: dict[str, Outgoing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.answers = Answers(self.fleet.roster, self.fleet.clock)
@@ -57,22 +72,26 @@ class RunLoop:
     def steps(self) -> Steps:
         """The whole run, from wherever the journal says it is."""
         record = self.fleet.state.journal.replay(self.run)
-        self.started_at = self.fleet.clock()
+        self.started_at = self.fleet.stopwatch()
         self._begin(record.checkpoint)
+        last = record.round
         for number in range(record.round + 1, self.request.rounds + 1):
+            if self._is_to_stop():
+                break
             resumed = record.open_round if number == record.round + 1 else None
             yield from self._round(number, resumed)
+            yield from self._after(number)
+            last = number
         yield from self._ask_for_reports()
+        if self.fleet.config.export.after_run:
+            self.pooled = yield from pool(self, last)
         if self.finish is not None:
             yield from self.finish(self)
 
     def invite(self, agent: str) -> None:
         """Tell one agent (again) what it is expected to do now, if anything."""
-        if self.job is None or not self._concerns(agent):
-            return
-        refs = (*self.job.blobs, *self._personal_blob(agent))
-        left = max(1.0, self._until - self.fleet.clock())
-        self.fleet.send(agent, self.job.model_copy(update={"blobs": refs, "deadline_s": left}))
+        if self.asked is not None and self._concerns(agent):
+            self.asked.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent could not do what it was asked: nobody waits for it any more."""
@@ -85,9 +104,9 @@ class RunLoop:
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
         """An agent that does not work on what it was asked to do has not heard of it: ask again."""
-        if self.job is None:
+        if self.asked is None:
             self.answers.ask_again(agent)
-        elif (message.run, message.round) != (self.run, self.job.round):
+        elif (message.run, message.round) != (self.run, self.asked.round):
             self.invite(agent)
 
     def abandon(self) -> None:
@@ -103,7 +122,7 @@ class RunLoop:
         return {
             "id": self.run,
             "method": self.request.method,
-            "round": collection.round if collection else (self.job.round if self.job else 0),
+            "round": collection.round if collection else (self.asked.round if self.asked else 0),
             "rounds": self.request.rounds,
             "cohort": list(collection.cohort) if collection else [],
             "accepted": sorted(collection.accepted) if collection else [],
@@ -116,20 +135,24 @@ class RunLoop:
         """The state to go on from: a checkpoint, or a fresh model from the run's seed."""
         import torch
 
-        from edge_agent.training.parts import to_arrays
+        from edge_agent.training.parts import norm_names, to_arrays
 
         journal, blobs = self.fleet.state.journal, self.fleet.state.blobs
         torch.manual_seed(self.request.seed)
         model = self.method.build(self.request.task)
         fresh = to_arrays(model, self.method.shared_names(model))
-        self._expected = specs_of(fresh)
+        self._extras = specs_of(self.method.sends(model, self.request.task))
+        self._expected = {**specs_of(fresh), **self._extras}
+        self.norm = specs_of(to_arrays(model, norm_names(model, fresh)) if "encoder" in self.method.shared else {})
         if checkpoint is None:
             self.state = self.method.start(fresh)
             checkpoint = blobs.put(*pieces(self.state))
+            keep(journal, self.run, self.request, 0, checkpoint)
             journal.append("run_started", run=self.run, digest=checkpoint)
             log.info("run_started run=%s method=%s rounds=%d", self.run, self.method.name, self.request.rounds)
         else:
             self.state = decode(blobs.read(checkpoint))
+            restore(self.fleet.state, self.run)
             log.info("run_resumed run=%s checkpoint=%s", self.run, checkpoint[:12])
         self._checkpoint = checkpoint
 
@@ -137,11 +160,16 @@ class RunLoop:
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         attempt, config = (resumed.attempt if resumed else 1), self.fleet.config.round
+        tally, clock = Tally.begin(self.fleet), self.fleet.stopwatch
         while True:
-            tally = Tally.begin(self.fleet)
+            waits_since = clock()
             cohort = resumed.cohort if resumed else (yield from self._gather(number))
-            collection = self._open(number, attempt, cohort, resumed)
-            self._offer(number, cohort)
+            joining = tuple(resumed.body.get("joining", ())) if resumed else self._joining()
+            if joining and self.encoders is not None:
+                self._frozen = yield from self.encoders.freeze(self)
+            tally.waiting_s += clock() - waits_since
+            collection = self._open(number, attempt, (cohort, joining), resumed)
+            self._ask(number, collection.outstanding, joining=joining)
             yield from self._collect(collection)
             self._call_off(collection)
             if self._has_quorum(collection):
@@ -156,40 +184,71 @@ class RunLoop:
     def _gather(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are there; returns the cohort (as the generator's value)."""
         config = self.fleet.config.cohort
-        tier = None if config.tier == "any" else "train"
         while True:
-            present = self.fleet.roster.present(tier)
+            present = self.fleet.roster.present("train")
             chosen = cohorts.choose(present, config, seed=self.request.seed, round_number=number)
             if chosen:
                 return chosen
             lacking = config.min_agents - len(present)
-            here = ", ".join(present) or "nobody"
-            what = f"round {number} needs {config.min_agents} train agents, {lacking} more must come; here: {here}"
+            needed = counted(config.min_agents, "train agent")
+            what = f"round {number} needs {needed}, {lacking} more must come; here: {listed(present)}"
             yield Waiting(what)
 
-    def _open(self, number: int, attempt: int, cohort: tuple[str, ...], resumed: OpenRound | None) -> Collection:
+    def _joining(self) -> tuple[str, ...]:
+        """Head-tier devices that are there, where the method has something for them to do in a round."""
+        if self.fleet.config.cohort.tier == "train" or heads.contribution(self.method.name) is None:
+            return ()
+        return tuple(self.fleet.roster.present("head"))
+
+    def _open(
+        self, number: int, attempt: int, parties: tuple[tuple[str, ...], tuple[str, ...]], resumed: OpenRound | None
+    ) -> Collection:
+        """Take updates of a round: ``parties`` are those who train, and those who take part without."""
+        training, joining = parties
         accepted, refused = dict[str, Accepted](), dict[str, str]()
         if resumed is not None:
-            accepted, refused = dict(resumed.updates), dict(resumed.refused)
+            accepted, refused, cohort = dict(resumed.updates), dict(resumed.refused), resumed.cohort
         else:
-            body = {"attempt": attempt, "cohort": list(cohort)}
+            cohort = (*training, *joining)
+            body = {"attempt": attempt, "cohort": list(cohort), "joining": list(joining)}
             self.fleet.state.journal.append("round_opened", run=self.run, round=number, body=body)
-        collection = Collection(self.run, number, cohort, self._expected, accepted, refused)
+        collection = Collection(
+            self.run, number, cohort, self._expected, accepted, refused, self.method.objection, joining, self._extras
+        )
         self.fleet.collector.open(collection)
-        log.info("round_opened run=%s round=%d attempt=%d cohort=%s", self.run, number, attempt, ",".join(cohort))
+        log.info("round_opened run=%s round=%d attempt=%d cohort=%s", self.run, number, attempt, listed(cohort))
         return collection
 
-    def _offer(self, number: int, cohort: tuple[str, ...], purpose: str = "train") -> None:
+    def _ask(
+        self, number: int, agents: tuple[str, ...], purpose: Purpose = "train", *, joining: tuple[str, ...] = ()
+    ) -> None:
         """Say to everybody concerned what there is to do, and put the blobs on offer."""
-        fleet, every = self.fleet, self.fleet.config.evaluate_every
-        limit = fleet.config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
-        self._until = fleet.clock() + limit
-        broadcast = self._blob(self.method.broadcast(self.state))
-        self._personal = {agent: self._blob(extra) for agent in cohort if (extra := self._downlink(agent))}
-        fleet.distributor.offer(broadcast, cohort)
-        for agent, blob in self._personal.items():
-            fleet.distributor.offer(blob, (agent,))
-        self.job = Job(
+        limit = self.fleet.config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
+        job, common = self._job(number, purpose, limit), self._common_blobs(purpose)
+
+        def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
+            if agent in joining:
+                return self._join_job(job, agent)
+            own = self.method.downlink(self.state, agent) if common else {}
+            blobs = (*common, Outgoing.of(encode(own))) if own else common
+            return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
+
+        self.asked = Assignment(self.fleet, self.fleet.clock() + limit, make, purpose, number)
+        self.asked.ask(agents)
+
+    def _join_job(self, job: Job, agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
+        """What a device without torch is asked: the round's encoder is frozen, of the tensors it gets its own."""
+        shared = {n: array for n, array in self.method.broadcast(self.state).items() if n.startswith("extra.")}
+        blobs = (Outgoing.of(encode({**shared, **self.method.downlink(self.state, agent)})),)
+        if self._frozen is None:
+            raise RunFailed(f"round {job.round}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
+        update = {"purpose": "join", "blobs": (blobs[0].ref,), "bundle": self._frozen.ref}
+        return job.model_copy(update=update), (*blobs, self._frozen)
+
+    def _job(self, number: int, purpose: Purpose, limit_s: float) -> Job:
+        """What all agents of a round are asked alike; blobs are added for each of them."""
+        every = self.fleet.config.evaluate_every
+        return Job(
             purpose=purpose,
             run=self.run,
             round=number,
@@ -198,27 +257,31 @@ class RunLoop:
             method=self.method.name,
             params=self.method.params.model_dump(mode="json"),
             task=self.request.task,
-            blobs=(broadcast.ref,),
-            deadline_s=limit,
+            blobs=(),
+            deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == self.request.rounds),
         )
-        for agent in cohort:
-            self.invite(agent)
+
+    def _common_blobs(self, purpose: Purpose) -> tuple[Outgoing, ...]:
+        """What all agents of a round receive alike."""
+        return () if purpose == "pool" else (self._blob(self.method.broadcast(self.state)),)
 
     def _collect(self, collection: Collection) -> Steps:
         """Until everybody has answered, or quorum and grace, or the deadline."""
         config, clock = self.fleet.config.round, self.fleet.clock
+        deadline = self.asked.until if self.asked is not None else clock()
         quorum_at: float | None = None
         while collection.outstanding:
             now = clock()
             if self._has_quorum(collection):
                 quorum_at = now if quorum_at is None else quorum_at
             patience = self._patience(collection)
-            if now >= self._until or (quorum_at is not None and (now >= quorum_at + config.grace_s or patience <= 0)):
+            limit = deadline if quorum_at is None else min(deadline, quorum_at + config.grace_s, now + patience)
+            if now >= limit:
                 return
-            limit = self._until if quorum_at is None else min(self._until, quorum_at + config.grace_s, now + patience)
             got, size = len(collection.accepted), len(collection.cohort)
-            yield Waiting(f"round {collection.round}: {got} of {size} updates are here", collection.outstanding, limit)
+            what, about = f"round {collection.round}: {got} of {size} updates are here", f"round {collection.round}"
+            yield Waiting(what, collection.outstanding, limit, about)
 
     def _patience(self, collection: Collection) -> float:
         """Seconds that the outstanding agents are still waited for, if all of them have vanished; else infinite."""
@@ -239,45 +302,71 @@ class RunLoop:
         refused = "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items())) or "none"
         got, size, times = len(collection.accepted), len(collection.cohort), self.fleet.config.round.max_attempts
         return (
-            f"round {number} missed its quorum {times} times: {got} of {size} updates; missing: {missing}; "
+            f"round {number} missed its quorum {counted(times, 'time')}: {got} of {size} updates; missing: {missing}; "
             f"refused: {refused}; mend those agents or lower round.quorum"
         )
 
     def _close(self, number: int, collection: Collection, tally: Tally) -> None:
         """Aggregate in the order of agent ids, keep the new state, and only then say that the round is over."""
         try:
-            self.state = self.method.aggregate(self.state, self._updates(collection))
+            self.state = self.method.aggregate(self.state, updates_of(self.fleet.state.blobs, collection))
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
         blobs, journal = self.fleet.state.blobs, self.fleet.state.journal
         digest = blobs.put(*pieces(self.state))
         clients = len(collection.accepted)
-        journal.append("round_closed", run=self.run, round=number, digest=digest, body={"clients": clients})
+        figures = tally.figures(self.fleet, collection)
+        body = {"clients": clients, **figures}
+        keep(journal, self.run, self.request, number, digest)
+        journal.append("round_closed", run=self.run, round=number, digest=digest, body=body)
         self._checkpoint = digest
-        blobs.prune({digest, *self._kept_blobs()})
-        record = tally.record(self.fleet, collection)
+        self.forget_blobs()
+        record = line(number, figures, collection.accepted, collection.refused, collection.outstanding)
         self.fleet.state.run(self.run).append_metrics(record)
-        log.info("round_closed run=%s round=%d seconds=%.3f clients=%d", self.run, number, record["seconds"], clients)
+        took = (figures["seconds"], figures["waiting_s"])
+        log.info(
+            "round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", self.run, number, *took, clients
+        )
 
-    def _updates(self, collection: Collection) -> Iterator[Update]:
-        for agent in sorted(collection.accepted):
-            accepted = collection.accepted[agent]
-            yield Update(agent, accepted.samples, decode(_mapped(self.fleet.state.blobs.path(accepted.digest))))
+    def _after(self, number: int) -> Steps:
+        """Each so many rounds: what head-tier devices get from the encoder as it stands."""
+        every = self.fleet.config.export.every
+        if self.encoders is None or not every or number % every or number == self.request.rounds:
+            return
+        self.pooled = yield from pool(self, number)
+        yield from self.encoders.interim(self, number)
+        self.pooled = {}
+
+    def _is_to_stop(self) -> bool:
+        """Whether head-tier devices have had nothing from the run for as long as the configuration bears."""
+        patience = self.fleet.config.export.patience
+        self.stopped = why_stop(self.fleet.state.run(self.run).metrics(), patience) if patience else ""
+        if self.stopped:
+            log.info("run_stopped run=%s reason=%s", self.run, self.stopped)
+        return bool(self.stopped)
+
+    def collect_aside(self, collection: Collection, purpose: Purpose) -> Steps:
+        """One question to the agents of ``collection`` outside the rounds."""
+        self.fleet.collector.open(collection)
+        self._ask(collection.round, collection.cohort, purpose)
+        yield from self._collect(collection)
+        self._call_off(collection)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _ask_for_reports(self) -> Steps:
         """Train agents personalize to the final state and tell what they got."""
         opened = self.fleet.state.journal.entries(self.run, kinds=("round_opened",))
-        last = opened[-1].body["cohort"] if opened else ()  # after a restart they have yet to say that they are there
+        # Those of the last round, too: after a restart they have yet to say that they are there.
+        last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         agents = tuple(sorted({*last, *self.fleet.roster.present("train")}))
-        self._offer(self.request.rounds, agents, purpose="finish")
+        self._ask(self.request.rounds, agents, "finish")
         yield from self.answers.collect(agents, self.invite)
         self._withdraw()
 
     def encoder_sha256(self) -> str:
         """Hash of the shared encoder's tensors, the same on every machine for the same bits."""
-        encoder = {name: array for name, array in self.state.items() if name.startswith("encoder.")}
+        encoder = {n: array for n, array in {**self.state, **self.pooled}.items() if n.startswith("encoder.")}
         return hashlib.sha256(encode(encoder)).hexdigest()
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -287,34 +376,19 @@ class RunLoop:
             return Outgoing.open(self.fleet.state.blobs.path(self._checkpoint), self._checkpoint)
         return Outgoing.of(encode(tensors))
 
-    def _downlink(self, agent: str) -> Tensors:
-        return self.method.downlink(self.state, agent)
-
-    def _personal_blob(self, agent: str) -> tuple[BlobRef, ...]:
-        blob = self._personal.get(agent)
-        return (blob.ref,) if blob is not None else ()
-
     def _withdraw(self) -> None:
-        if self.job is not None:
-            self.fleet.distributor.withdraw({ref.digest for ref in self.job.blobs})
-            self.fleet.distributor.withdraw({blob.ref.digest for blob in self._personal.values()})
-        self.job = None
+        if self.asked is not None:
+            self.asked.withdraw()
+        self.asked = None
 
     def _concerns(self, agent: str) -> bool:
         """Whether the job on offer is for this agent, and not done by it."""
-        if self.job is None or self.job.purpose == "train":
+        if self.asked is None or self.asked.purpose != "finish":
             collection = self.fleet.collector.open_round
             return collection is not None and agent in collection.outstanding
         member = self.fleet.roster.get(agent)
         return member is not None and member.tier == "train" and agent not in self.answers.reports
 
-    def _kept_blobs(self) -> set[str]:
-        """Blobs that other entries of the journal still need: releases, and checkpoints of all runs."""
-        journal = self.fleet.state.journal
-        releases = {entry.digest for entry in journal.entries(kinds=("release_made",)) if entry.digest}
-        return releases | set(journal.checkpoints().values())
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    def forget_blobs(self) -> None:
+        """Remove blobs that nothing needs any more: updates of closed rounds, older checkpoints."""
+        self.fleet.state.blobs.prune({self._checkpoint, *blobs_in_use(self.fleet.state.journal)})

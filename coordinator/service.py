@@ -6,7 +6,6 @@ in a worker thread so that agents are heard meanwhile.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
@@ -16,22 +15,27 @@ from typing import Any
 
 from edge_agent import __version__, methods
 from edge_agent.errors import HeadwaterError, MessageError, ProtocolMismatch
-from edge_agent.store import write_atomic
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import Connected, Message, Transport
+from edge_agent.wire.transport import Connected, Disconnected, Message, Transport
 from edge_agent.work import InlineWorker, Worker
 
 from .collect import Collector, reason_of
 from .config import CoordinatorConfig
 from .distribute import Distributor
+from .doubles import Doubles
+from .encoders import Encoders
+from .ending import end_run, requested_cancels
 from .finish import Finisher
 from .fleet import Fleet, Steps, Waiting
-from .journal import Entry, utc_now
+from .journal import utc_now
+from .refusals import Refusals
+from .releases import Releases
 from .request import Request
 from .roster import Roster
 from .rounds import RunLoop
+from .saying import Voice, status_of
 from .store import StateFolder
 
 log = logging.getLogger(__name__)
@@ -39,7 +43,6 @@ log = logging.getLogger(__name__)
 LOOK_FOR_REQUESTS_S = 0.2
 TICK_S = 0.5
 """Longest time between two looks at leases and acknowledgements while a run is under way."""
-STATUS_EVERY_S = 1.0
 CHUNKS_AT_ONCE = 16
 """Chunks of updates that are taken in between two looks at everything else: some milliseconds."""
 
@@ -54,33 +57,38 @@ class Coordinator:
         transport: Transport,
         *,
         clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] | None = None,
         worker: Worker | None = None,
         boot: str | None = None,
         broker_url: str = "",
     ) -> None:
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
+        self.stopwatch = stopwatch or clock
         self.worker = worker or InlineWorker()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self.roster = Roster(clock, config.round.lease_s)
+        self.doubles = Doubles(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish_chunk, clock)
         self.collector = Collector(state.blobs, state.journal, self.send, clock)
         self.loop: RunLoop | None = None
         self.waiting = Waiting("a run is requested ('headwater run')")
-        self.refusals = 0
-        self.ignored: dict[str, int] = {}
+        self.refused = Refusals(clock)
+        self.releases = Releases(state, self.distributor, self.send)
+        self.epoch = 0
+        self._voice = Voice(state.path / "status.json", clock)
         self._boot, self._seq = boot or secrets.token_hex(8), 0
         self._steps: Steps | None = None
-        self._epoch = self._chunks = self._finished_uploads = 0
-        self._looked_at = self._status_at = float("-inf")
-        self._said: Waiting | None = None
+        self._chunks = self._finished_uploads = 0
+        self._away: Waiting | None = None
+        self._looked_at, self._cancels_seen = float("-inf"), 0
 
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Note the start, listen, and announce ourselves once connected."""
         self.state.journal.append("coordinator_started", body={"version": __version__, "boot": self._boot})
-        self._epoch = len(self.state.journal.entries(kinds=("coordinator_started",)))
+        self.epoch = len(self.state.journal.entries(kinds=("coordinator_started",)))
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
@@ -103,8 +111,11 @@ class Coordinator:
             if self._is_mid_upload(event):
                 return True
         elif isinstance(event, Connected):
+            self._away = None
             self.roster.connected()
             self._announce()
+        elif isinstance(event, Disconnected):
+            self._away = self._without_broker(event.reason)
         self.worker.collect()
         self._advance()
         return event is not None
@@ -116,6 +127,20 @@ class Coordinator:
             return False
         self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE
         return self._chunks != 0
+
+    @property
+    def is_without_broker(self) -> bool:
+        """Whether the broker was not to be reached when it was last tried."""
+        return self._away is not None
+
+    @property
+    def waits(self) -> Waiting:
+        """What is waited for now: the broker where it is away, else what the run needs, else a run."""
+        return self._away or self.waiting
+
+    def _without_broker(self, reason: str) -> Waiting:
+        what = f"the broker at {self.broker_url} cannot be reached ({reason}); trying again until it can"
+        return Waiting(what, about="broker")
 
     def idle_s(self) -> float:
         """How long `step` may wait for an event before something else is due."""
@@ -142,18 +167,29 @@ class Coordinator:
             self.distributor.forget(agent)
         self.collector.tick()
         self.distributor.pump()
-        if self._steps is None:
-            self._look_for_request()
+        self._look_into_journal()
         if self._steps is not None:
             self._go_on()
-        self._say()
+        self._voice.say(self.waits, self.status)
 
-    def _look_for_request(self) -> None:
+    def _look_into_journal(self) -> None:
+        """What commands beside us have asked for: runs to be cancelled, and the next one to do."""
         if self.clock() - self._looked_at < LOOK_FOR_REQUESTS_S:
             return
         self._looked_at = self.clock()
-        for run in self.state.journal.unfinished()[:1]:
-            self._begin(run)
+        cancels, self._cancels_seen = requested_cancels(self.state, self._cancels_seen)
+        for run, reason in cancels.items():
+            self._cancel(run, reason)
+        if self._steps is None:
+            for run in self.state.journal.unfinished()[:1]:
+                self._begin(run)
+
+    def _cancel(self, run: str, reason: str) -> None:
+        log.warning("run_cancelled run=%s reason=%s", run, reason)
+        if self.loop is not None and self.loop.run == run:
+            self.loop.abandon()
+            self._end()
+        end_run(self.state, run, "run_cancelled", reason)
 
     def _begin(self, run: str) -> None:
         record = self.state.journal.replay(run)
@@ -163,7 +199,8 @@ class Coordinator:
         except (HeadwaterError, KeyError, ValueError) as error:
             self._fail(run, error)
             return
-        self.loop = RunLoop(run, request, method, self._fleet(), Finisher(self.worker))
+        encoders = Encoders(self.worker)
+        self.loop = RunLoop(run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders))
         self._steps = self.loop.steps()
 
     def _fleet(self) -> Fleet:
@@ -176,6 +213,7 @@ class Coordinator:
             send=self.send,
             transport=self.transport,
             clock=self.clock,
+            stopwatch=self.stopwatch,
         )
 
     def _go_on(self) -> None:
@@ -197,7 +235,7 @@ class Coordinator:
         log.error("run_failed run=%s reason=%s", run, reason)
         if self.loop is not None:
             self.loop.abandon()
-        self.state.journal.append("run_failed", run=run, body={"reason": reason})
+        end_run(self.state, run, "run_failed", reason)
         self._end()
 
     def _end(self) -> None:
@@ -245,21 +283,28 @@ class Coordinator:
         if isinstance(message, wire.Hello):
             self._on_hello(agent, message)
             return
-        if not self.roster.heard(agent, message.boot):
+        if self.doubles.is_claiming(agent, message.boot):
+            return
+        is_known = self.roster.heard(agent, message.boot)
+        if not is_known and not isinstance(message, wire.Bye):
             self.send(agent, wire.Who())
-        if isinstance(message, wire.Have):
-            self.distributor.have(agent, message.digest)
-        elif isinstance(message, wire.Want):
-            if not self.distributor.want(agent, message.digest, message.ranges):
-                self._no_such_blob(agent, message.digest)
-        elif isinstance(message, wire.Progress):
-            self.distributor.progress(agent, message.digest, message.seen)
+        if isinstance(message, wire.Bye):
+            if is_known:  # else it is of another start of that id
+                self._lose(agent)
         elif isinstance(message, wire.UpdateManifest):
             self.collector.manifest(agent, message)
-        elif isinstance(message, wire.Bye):
-            self._lose(agent)
+        elif isinstance(message, wire.Have | wire.Want | wire.Progress):
+            self._on_download(agent, message)
         else:
             self._on_run_message(agent, message)
+
+    def _on_download(self, agent: str, message: wire.Have | wire.Want | wire.Progress) -> None:
+        if isinstance(message, wire.Have):
+            self.distributor.have(agent, message.digest)
+        elif isinstance(message, wire.Progress):
+            self.distributor.progress(agent, message.digest, message.seen)
+        elif not self.distributor.want(agent, message.digest, message.ranges):
+            self.releases.offer_again(agent, message.digest)
 
     def _on_run_message(self, agent: str, message: wire.Control) -> None:
         loop = self.loop
@@ -274,50 +319,26 @@ class Coordinator:
 
     def _on_report(self, agent: str, message: wire.Report) -> None:
         """What an agent of the roster got. Anybody else's word comes again after their hello if it was asked for."""
-        member, loop = self.roster.get(agent), self.loop
-        if member is None:
-            return
-        if loop is not None and loop.run == message.run:
-            loop.answers.report(agent, message)
-        if message.fingerprint:
-            member.fingerprint = message.fingerprint
+        if self.roster.reported(agent, message) and self.loop is not None and self.loop.run == message.run:
+            self.loop.answers.report(agent, message)
 
     def _on_hello(self, agent: str, message: wire.Hello) -> None:
+        if not self.doubles.admits(agent, message):
+            return
         before = self.roster.get(agent)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
-        if before is None or before.boot != message.boot:
+        if before is None or before.boot != message.boot or not before.is_present:
             self.distributor.forget(agent)
-            log.info("agent_joined agent=%s tier=%s samples=%d", agent, message.tier, message.samples)
+            event = "agent_joined" if before is None else "agent_back"
+            log.info("%s agent=%s tier=%s samples=%d", event, agent, message.tier, message.samples)
         now = utc_now().isoformat(timespec="seconds")
-        welcome = wire.Welcome(epoch=self._epoch, software=__version__, lease_s=self.roster.lease_s, time=now)
+        welcome = wire.Welcome(epoch=self.epoch, software=__version__, lease_s=self.roster.lease_s, time=now)
         self.send(agent, welcome)
         if self.loop is not None:
             self.loop.invite(agent)
         if message.tier == "head":
-            self._offer_release(agent, message.fingerprint)
-
-    def _no_such_blob(self, agent: str, digest: str) -> None:
-        """An agent asks for something that is not on offer (any more): after a restart, offer a release again."""
-        release = self._current_release()
-        if release is not None and release.digest == digest and digest in self.state.blobs:
-            self.distributor.offer(Outgoing.open(self.state.blobs.path(digest), digest), (agent,))
-            self.send(agent, wire.Who())
-
-    def _offer_release(self, agent: str, running: str) -> None:
-        """A head-tier device that runs another encoder than the released one gets the released one."""
-        release = self._current_release()
-        if release is None or release.digest is None or release.body.get("fingerprint") == running:
-            return
-        if release.digest in self.state.blobs:
-            blob = Outgoing.open(self.state.blobs.path(release.digest), release.digest)
-            self.distributor.offer(blob, (agent,))
-            install = wire.Install(run=release.run or "", fingerprint=release.body["fingerprint"], blob=blob.ref)
-            self.send(agent, install)
-
-    def _current_release(self) -> Entry | None:
-        releases = self.state.journal.entries(kinds=("release_made",))
-        return releases[-1] if releases else None
+            self.releases.offer(agent, message.fingerprint)
 
     def _lose(self, agent: str) -> None:
         self.roster.gone(agent)
@@ -326,67 +347,22 @@ class Coordinator:
     # --- saying ----------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        log.info("connected federation=%s epoch=%d", self.config.federation, self._epoch)
-        message = wire.Announce(epoch=self._epoch, software=__version__, boot=self._boot)
+        log.info("connected federation=%s epoch=%d", self.config.federation, self.epoch)
+        message = wire.Announce(epoch=self.epoch, software=__version__, boot=self._boot)
         self.transport.publish(self.topics.announce, wire.encode(message))
 
     def _publish_chunk(self, topic: str, frame: bytes) -> None:
         self.transport.publish(topic, frame)
 
     def _ignore(self, who: str, error: Exception) -> None:
-        """Count a message that was not believed; told once for each sender and kind of error."""
-        key = f"{who}: {type(error).__name__}"
-        self.refusals += 1
-        self.ignored[key] = self.ignored.get(key, 0) + 1
-        if self.ignored[key] == 1:
-            log.warning("message_refused from=%s reason=%s", who, reason_of(error))
-        if len(self.ignored) > 1000:
-            self.ignored.clear()
-
-    def _say(self) -> None:
-        """Log what is waited for when it changes, and keep status.json fresh."""
-        changed = self._said is None or (self.waiting.what, self.waiting.whom) != (self._said.what, self._said.whom)
-        if changed:
-            log.info("waiting for=%s whom=%s", self.waiting.what, ",".join(self.waiting.whom) or "-")
-            self._said = self.waiting
-        if changed or self.clock() - self._status_at >= STATUS_EVERY_S:
-            self._status_at = self.clock()
-            try:
-                write_atomic(self.state.path / "status.json", json.dumps(self.status()).encode(), durable=False)
-            except OSError as error:
-                log.warning("status_not_written reason=%s", error)
+        """Count a message that was not believed, and say so now and then."""
+        times = self.refused.note(f"{who}: {type(error).__name__}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        log.log(level, "message_refused from=%s times=%d reason=%s", who, times or 0, reason_of(error))
 
     def status(self) -> dict[str, Any]:
         """What goes on, as JSON."""
-        loop, until = self.loop, self.waiting.until
-        return {
-            "federation": self.config.federation,
-            "broker": self.broker_url,
-            "epoch": self._epoch,
-            "at": utc_now().isoformat(timespec="milliseconds"),
-            "run": None if loop is None else loop.status(),
-            "waiting": {
-                "for": self.waiting.what,
-                "whom": list(self.waiting.whom),
-                "seconds_left": None if until is None else round(max(0.0, until - self.clock()), 1),
-            },
-            "agents": [
-                {
-                    "id": m.id,
-                    "tier": m.tier,
-                    "present": m.is_present,
-                    "samples": m.samples,
-                    "fingerprint": m.fingerprint,
-                    "software": m.software,
-                    "silent_s": round(self.clock() - m.heard_at, 1),
-                    "bytes_up": self.collector.bytes_from.get(m.id, 0),
-                    "bytes_down": self.distributor.bytes_to.get(m.id, 0),
-                }
-                for m in self.roster.members()
-            ],
-            "refused_messages": self.refusals,
-            "refused_updates": sum(self.collector.refusals.values()),
-        }
+        return status_of(self)
 
 
 def _for_peer(error: ProtocolMismatch) -> str:

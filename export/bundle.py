@@ -114,7 +114,7 @@ def model_from_state(method: Method, task: Task, state: State) -> Parts:
     if missing := sorted(needed - state.keys()):
         raise ExportRejected(
             f"{len(missing)} tensors of the encoder are not in the state, '{missing[0]}' for one (method "
-            f"'{method.name}', norm {method.norm}); add pooled batch norm tensors or use a method with norm 'global'"
+            f"'{method.name}', norm {method.norm}); they stay on devices and were not pooled: see export.pool_norm"
         )
     return model
 

@@ -19,7 +19,8 @@ from .options import Json, print_json, show, table
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
 Readme = Annotated[Path | None, typer.Option("--readme", hidden=True, help="Renew the table in this file.")]
 MARKS = ("<!-- methods: headwater methods --readme README.md -->", "<!-- /methods -->")
-HEADINGS = ("Source", "Travels", "Stays", "Differs from the paper")
+HEADINGS = ("Source", "Travels", "Stays", "Server", "Differs from the paper")
+KEYS = ("source", "travels", "stays", "server", "differs")
 
 
 def methods(name: Name = None, readme: Readme = None, as_json: Json = False) -> None:
@@ -38,8 +39,10 @@ def methods(name: Name = None, readme: Readme = None, as_json: Json = False) -> 
     if as_json:
         print_json({"methods": rows})
         return
-    cells = [(row["name"], row["summary"], " ".join(row["heads"])) for row in rows]
-    show(table("methods", ("method", "in short", "heads for devices"), cells, left=3))
+    names = ("method", "travels", "stays", "server step", "heads for devices", "source")
+    cells = [(r["name"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"]) for r in rows]
+    show(table("methods", names, cells, left=len(names)))
+    show("Heads: '=' exactly the paper's on frozen features, '~' an approximation; 'headwater methods NAME' says why.")
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def describe(name: str) -> dict[str, Any]:
     """
     method = registry.create(name)
     doc = sys.modules[type(method).__module__].__doc__ or ""
-    found = dict(zip(("source", "travels", "stays", "differs"), (section(doc, h) for h in HEADINGS), strict=True))
+    found = dict(zip(KEYS, (section(doc, heading) for heading in HEADINGS), strict=True))
     return {
         "name": name,
         "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."),
@@ -99,18 +102,24 @@ def with_table(text: str) -> str:
 
 
 def _markdown() -> str:
-    head = ("method", "what it is", "travels", "stays", "heads for devices", "source")
+    head = ("method", "what it is", "travels", "stays", "server step", "heads for devices", "source")
     rows = [
-        (f"`{row['name']}`", row["summary"], row["travels"], row["stays"], " ".join(row["heads"]) or "–", row["paper"])
-        for row in map(describe, registry.names())
+        (f"`{r['name']}`", r["summary"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"])
+        for r in map(describe, registry.names())
     ]
     cells = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/').rstrip('.') for cell in row)} |" for row in cells)
 
 
+def _heads(one: dict[str, Any]) -> str:
+    """A method's device heads, each marked as exact (=) or approximate (~)."""
+    exact = {head for head, card in one["exactness"].items() if card[0] == "exact"}
+    return " ".join(f"{'=' if head in exact else '~'}{head}" for head in one["heads"]) or "–"
+
+
 def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     yield f"{one['name']}: {one['summary']}"
-    for key in ("source", "travels", "stays", "differs"):
+    for key in KEYS:
         yield f"{key}: {one[key]}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
     for head in one["heads"]:

@@ -22,7 +22,7 @@ from .uploads import Outbox
 
 if TYPE_CHECKING:
     from ..data import Samples
-    from ..training.session import Outcome, Session
+    from ..training.session import Kept, Outcome, Session
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Duties:
         self.config, self.tier, self._clock = config, tier, clock
         self.outbox = Outbox(config.state / "outbox")
         self.samples = 0
+        self.rolled_back = ""
         self._session: tuple[str, Session] | None = None
         self._data: tuple[Task, Samples, Samples] | None = None
         self.fingerprint = self._running_fingerprint()
@@ -54,18 +55,38 @@ class Duties:
         """
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
-        session, files = self._session_for(job), KeptFiles(self.config.state / "runs" / job.run)
+        session, files = self._session_for(job), self.kept_files(job.run)
         from ..training.session import Kept
 
         if job.purpose == "finish":
             kept = Kept(*files.before(LAST_ROUND))
             return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
+        if job.purpose == "pool":
+            return self._give_norm(job, session, Kept(*files.before(job.round - job.rounds + 1)))
         kept = Kept(*files.before(job.round))
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         files.write(job.round, outcome.kept.personal, outcome.kept.memory)
         return self.outbox.put(
             outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
         )
+
+    def kept_files(self, run: str) -> KeptFiles:
+        """What this device keeps of a run."""
+        return KeptFiles(self.config.state / "runs" / run)
+
+    def join(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
+        """A round without training the encoder, which lies in the bundle at ``encoder``: the update, in the outbox.
+
+        Raises:
+            MissingCapability: the method has nothing for a device that trains no encoder.
+            DataError: its data do not fit the task.
+            TrainingFailed: what it trains of its own diverged.
+        """
+        from .joining import join_round
+
+        samples = self._samples(job.task)
+        sent, metrics = join_round(self.config, job, received, encoder, samples)
+        return self.outbox.put(sent, run=job.run, round_number=job.round, samples=len(samples[0]), metrics={**metrics})
 
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
@@ -77,7 +98,7 @@ class Duties:
         from .install import install_bundle
 
         report = install_bundle(self.config, message, path)
-        self.fingerprint = report.fingerprint
+        self.fingerprint, self.rolled_back = report.fingerprint, report.rolled_back
         self.samples = report.samples
         return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
 
@@ -129,7 +150,7 @@ class Duties:
             from .. import data
 
             config = self.config.data
-            samples = data.load(config.source, task.input, task.class_names)
+            samples = data.load(config.source, task.input, task.class_names, folder=config.folder)
             train, test = data.split(samples, config.test_fraction, config.seed)
             if not len(train):
                 raise DataError(
@@ -137,6 +158,14 @@ class Duties:
                 )
             self._data, self.samples = (task, train, test), len(train)
         return self._data[1], self._data[2]
+
+    def _give_norm(self, job: Job, session: Session, kept: Kept) -> UpdateManifest:
+        if not self.config.training.share_norm:
+            raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
+        train, _ = self._samples(job.task)
+        return self.outbox.put(
+            session.norm_tensors(kept), run=job.run, round_number=job.round, samples=len(train), metrics={}
+        )
 
     def _report(self, job: Job, session: Session, outcome: Outcome, files: KeptFiles) -> Report:
         from ..personalize import raw_accuracy
@@ -146,6 +175,7 @@ class Duties:
         return Report(
             run=job.run,
             samples=len(train),
+            one_class=train.is_one_class and (not len(test) or test.is_one_class),
             head=session.method.head_name,
             acc_local=raw_accuracy(train, test, job.task.num_classes),
             acc_global=outcome.metrics.get("acc.global"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import HeadwaterError
+from ..errors import HeadwaterError, UsageError, cause
 from ..task import Tensors
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
@@ -51,8 +51,11 @@ class Jobs:
         """The coordinator asks for a job. A repeated message changes nothing; asking anew means doing it anew."""
         if self._is_repeated(job):
             return
-        if job.purpose == "train" and self._uploads.holds(job.run, job.round):
+        if job.purpose != "finish" and self._uploads.holds(job.run, job.round):
             self._uploads.offer_again()
+            return
+        if (error := self._cannot_hold(job.refs)) is not None:
+            self._tell(error, job.run, job.round)
             return
         if self.job is None or _key(self.job) != _key(job):
             where = f"round={job.round}/{job.rounds} purpose={job.purpose} method={job.method}"
@@ -68,6 +71,9 @@ class Jobs:
             return
         if self._installed is not None and self._installed[0] == message.blob.digest:
             self._send(self._installed[1].model_copy(update={"run": message.run}))
+            return
+        if (error := self._cannot_hold((message.blob,))) is not None:
+            self._tell(error, message.run, 0)
             return
         self._install = message
         self._fetch()
@@ -87,6 +93,7 @@ class Jobs:
         done = self._uploads.receipt(message)
         if done is not None:
             self._drop(done.run, done.round)
+            self._fetch_bundle()
             self.go_on()
 
     def go_on(self) -> None:
@@ -94,9 +101,9 @@ class Jobs:
         job, install = self.job, self._install
         if self.is_working:
             return
-        if job is not None and self._is_to_do(job) and self._downloads.has_all(job.blobs):
+        if job is not None and self._is_to_do(job) and self._downloads.has_all(job.refs):
             self._working_on = _key(job)
-            self._worker.submit("job", lambda: self._duties.do(job, self._received(job)), self._after_job(job))
+            self._worker.submit("job", lambda: self._do(job), self._after_job(job))
         elif install is not None and self._downloads.has_all((install.blob,)):
             self._working_on = install.blob.digest
             path = self._cache.path(install.blob.digest)
@@ -115,15 +122,38 @@ class Jobs:
         return job.purpose == "finish" or not self._uploads.holds(job.run, job.round)
 
     def _fetch(self) -> None:
-        """See that what is needed now comes, and nothing else."""
-        refs = (*(self.job.blobs if self.job else ()), *((self._install.blob,) if self._install else ()))
+        """See that what is needed now comes, and nothing else: job and bundle at once only where both fit."""
+        job, bundle = self.job.refs if self.job else (), (self._install.blob,) if self._install else ()
+        refs = (*job, *bundle)
+        if job and self._cannot_hold(refs) is not None:
+            refs = job
         self._downloads.keep_only(refs)
         self._downloads.fetch(refs)
 
+    def _fetch_bundle(self) -> None:
+        """A bundle that had to wait for the job's blobs may come now."""
+        if self.job is None and self._install is not None and not self._downloads.has_all((self._install.blob,)):
+            self._fetch()
+
+    def _cannot_hold(self, blobs: Sequence[wire.BlobRef]) -> UsageError | None:
+        """Why these blobs can never be here together; None where they can."""
+        size, limit = sum({ref.digest: ref.size_bytes for ref in blobs}.values()), self._cache.limit_bytes
+        if size <= limit:
+            return None
+        return UsageError(
+            f"needs {len(blobs)} blobs of {size} bytes together, this agent keeps at most cache_bytes = {limit}; "
+            f"raise cache_bytes in its configuration to {size} or more"
+        )
+
     def _drop(self, run: str, number: int) -> None:
         job = self.job
-        if job is not None and job.purpose == "train" and (job.run, job.round) == (run, number):
+        if job is not None and job.purpose != "finish" and (job.run, job.round) == (run, number):
             self.job = None
+
+    def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
+        if job.purpose == "join" and job.bundle is not None:
+            return self._duties.join(job, self._received(job), self._cache.path(job.bundle.digest))
+        return self._duties.do(job, self._received(job))
 
     def _received(self, job: wire.Job) -> Tensors:
         """The tensors of all blobs of a job, each checked against its hash."""
@@ -140,7 +170,7 @@ class Jobs:
             wanted = self.job is not None and _key(self.job) == _key(job)
             if error is None:
                 self._deliver(result, wanted=wanted)
-            elif wanted and not self._downloads.has_all(job.blobs):  # damaged on our disk, not wrong: get it again
+            elif wanted and not self._downloads.has_all(job.refs):  # damaged on our disk, not wrong: get it again
                 log.warning("blob_damaged run=%s round=%d reason=%s", job.run, job.round, error)
                 self._fetch()
                 return
@@ -148,6 +178,7 @@ class Jobs:
                 self._tell(error, job.run, job.round)
             if wanted and (error is not None or job.purpose == "finish"):
                 self.job = None
+                self._fetch_bundle()
             self.go_on()
 
         return done
@@ -160,7 +191,9 @@ class Jobs:
 
     def _after_install(self, install: wire.Install) -> Callable[[Any, BaseException | None], None]:
         def done(result: Any, error: BaseException | None) -> None:
-            self._working_on = self._install = None
+            self._working_on = None
+            if self._install is not None and self._install.blob == install.blob:
+                self._install = None  # a newer one that came meanwhile is still to be done
             if error is None:
                 self._installed = (install.blob.digest, result)
                 self._send(result)
@@ -181,7 +214,7 @@ class Jobs:
 
 def fault(error: BaseException, run: str = "", number: int = 0) -> wire.Fault:
     """An error as the other side gets to see it."""
-    text = str(error)[:2000] or "no message"
+    text = (str(error) if isinstance(error, HeadwaterError) else cause(error))[:2000] or "no message"
     return wire.Fault(error=type(error).__name__[:64], message=text, run=run, round=number)
 
 

@@ -27,7 +27,7 @@ STATUS_EVERY_S = 5.0
 
 
 def run(config: AgentConfig) -> None:
-    """Be an agent until told to stop (SIGTERM, Ctrl-C).
+    """Be an agent until told to stop: returns after SIGTERM, raises KeyboardInterrupt after Ctrl-C.
 
     Raises:
         MissingCapability: the tier asked for needs packages that are not here.
@@ -53,6 +53,8 @@ def run(config: AgentConfig) -> None:
         finally:
             _notify("STOPPING=1")
             agent.close()
+        if stop.by == signal.SIGINT:
+            raise KeyboardInterrupt
 
 
 def choose_tier(config: AgentConfig) -> str:
@@ -106,13 +108,23 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
             agent.write_status()
 
 
+class _Stop(threading.Event):
+    """Set by a signal, whose number is ``by``."""
+
+    by = 0
+
+    def heed(self, number: int, _frame: object) -> None:
+        self.by = number
+        self.set()
+
+
 @contextlib.contextmanager
-def _signals() -> Iterator[threading.Event]:
-    stop = threading.Event()
+def _signals() -> Iterator[_Stop]:
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop.heed) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:

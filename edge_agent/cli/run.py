@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the agent; 0 after a polite stop."""
+    """Run the agent; 0 after SIGTERM (Ctrl-C ends with 130)."""
     logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
     config = load(AgentConfig, arguments.config, overrides)

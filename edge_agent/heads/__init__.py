@@ -6,20 +6,26 @@ imported inside ``fit`` of those heads that use it, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
+from ..task import Tensors
 from .base import FitData, Head, HeadParams
 
-__all__ = ["FitData", "Head", "HeadParams", "create", "get", "names", "registry"]
+__all__ = ["Contribute", "FitData", "Head", "HeadParams", "contribution", "create", "get", "names", "registry"]
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("saved",))
+
+
+Contribute = Callable[[FitData, Tensors, np.random.Generator], Tensors]
+"""Features and what was received -> what a device without torch sends in a round of training."""
 
 
 def names() -> tuple[str, ...]:
@@ -50,3 +56,14 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:
         raise ConfigError(f"parameters of head '{name}'", mistakes_of(error, kind.Params)) from error
+
+
+def contribution(method: str) -> Contribute | None:
+    """How a device without torch takes part in rounds of a method; None where the method has nothing for it.
+
+    It is the function ``contribute`` in the file of the head that is called as the method.
+    """
+    if method not in names():
+        return None
+    found: Contribute | None = getattr(registry.load(method), "contribute", None)
+    return found

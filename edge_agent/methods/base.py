@@ -84,7 +84,10 @@ class Method:
     """One federated algorithm. Subclasses state what travels and override the verbs in which they differ."""
 
     Params: ClassVar[type[MethodParams]] = MethodParams
-    norm: ClassVar[Norm] = "global"
+    norm: Norm = "global"
+    evaluate_after: ClassVar[bool] = False
+    """Whether a round's evaluation is repeated after local training (as ``acc.after``): some papers quote that one."""
+
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {}
@@ -111,10 +114,17 @@ class Method:
         """Parts that travel; everything else never leaves the device."""
         return ("encoder", "head")
 
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Names of extra arrays that an update carries beside the shared parts."""
-        return ()
+    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+        """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
+
+        Their names start with ``extra.``. Each update carries all of them: what a client does not have (a class, say)
+        is marked inside, by a count of 0.
+        """
+        return {}
+
+    def objection(self, tensors: Tensors) -> str:  # noqa: ARG002 - part of the contract
+        """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
+        return ""
 
     def build(self, task: Task) -> Parts:
         """A model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
@@ -172,6 +182,15 @@ class Method:
         if "head" not in self.shared:
             return None
         return self.predict(client, inputs)
+
+    def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
+
+        ``mask`` (n, d), where a method has one, is no features but the weights 0..1 by which it picks the encoder's.
+        """
+        from ..training.loops import features_of
+
+        return {"encoder": features_of(client.model, inputs)}
 
     def personalize(self, client: Client, received: Tensors) -> None:
         """After the last round: fit what is personal to the final shared parts; default: nothing."""

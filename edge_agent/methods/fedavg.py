@@ -4,6 +4,7 @@ Source: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficien
 Decentralized Data", AISTATS 2017, Algorithm 1.
 Travels: encoder and head, both ways, batch norm statistics included.
 Stays: nothing but the batch counters of batch norm layers.
+Server: mean of the updates, weighted by sample counts.
 Differs from the paper: a last batch of one sample joins the batch before it.
 """
 

@@ -4,6 +4,7 @@ Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Person
 (2019).
 Travels: the encoder, both ways, batch norm statistics included.
 Stays: the head; a device that misses rounds keeps the one it has.
+Server: mean of the updates, weighted by sample counts.
 Differs from the paper: one linear layer is personal (the paper also tries more layers).
 """
 

@@ -3,6 +3,7 @@
 Source: the baseline called "Local" or "SingleSet" in most papers on personalization.
 Travels: nothing; a round only counts who took part.
 Stays: the whole model.
+Server: nothing to combine.
 Differs from the paper: nothing known.
 """
 

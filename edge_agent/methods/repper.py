@@ -4,6 +4,7 @@ Source: "A Closer Look at Personalization in Federated Image Classification", Al
 representation learning) is a round of ours; stage PCL (personalized classifier learning) is ``personalize``.
 Travels: the encoder, both ways, batch norm statistics included.
 Stays: the personal head, and the features that it is fitted on.
+Server: mean of the updates, weighted by sample counts.
 Differs from the paper: the loss is the mean over anchors, where Eq. 4 writes a sum. Augmentations, which the paper does
 not name, are those of ``training.augment``. Whether heads see r or z = r / ||r|| is not said: ours standardise r of
 un-augmented images, ``feature_norm`` chooses. The step size falls when ``decay_at`` says so, by default never.

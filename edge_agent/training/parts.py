@@ -121,6 +121,12 @@ def personal_names(model: nn.Module, shared_names: Iterable[str]) -> tuple[str, 
     return tuple(sorted(model.state_dict().keys() - set(shared_names)))
 
 
+def norm_names(model: nn.Module, shared_names: Iterable[str], part: str = "encoder") -> tuple[str, ...]:
+    """Names, sorted, of the batch norm tensors of ``part`` that do not travel, counters aside."""
+    staying = {name for name in _norm_tensors(model, "local_all") if name.split(".", 1)[0] == part}
+    return tuple(sorted(name for name in staying - set(shared_names) if not name.endswith(_COUNTER)))
+
+
 def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
     """Copies of the named tensors as contiguous arrays on the host.
 

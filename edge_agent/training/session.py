@@ -16,7 +16,7 @@ from ..errors import DataError
 from ..methods.base import Client, Method
 from ..task import Task, Tensors
 from .loops import accuracy
-from .parts import load_arrays, personal_names, to_arrays
+from .parts import Parts, load_arrays, norm_names, personal_names, to_arrays
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,53 @@ class Outcome:
     samples: int
 
 
+@dataclass(frozen=True)
+class Built:
+    """A run's model with its fresh tensors. Clients that take turns in one process may share one."""
+
+    model: Parts
+    fresh: Tensors
+
+    @classmethod
+    def of(cls, method: Method, task: Task, *, seed: int, device: str = "auto") -> Built:
+        """The model that every client of a run with this seed starts from.
+
+        Raises:
+            UnknownName: no such encoder.
+            ConfigError: the encoder does not fit the task.
+            DataError: no such device.
+        """
+        torch.manual_seed(seed)
+        model = method.build(task).to(choose_device(device))
+        return cls(model, to_arrays(model, model.state_dict()))
+
+
 class Session:
-    """A client of one run. Building the model is done once; each round gets what was kept, wherever it was kept."""
+    """A client of one run. Building the model is done once; each round gets what was kept, wherever it was kept.
+
+    ``model`` is one that others use in turn: each round begins by loading all of it. ``evaluate_after`` repeats a
+    round's evaluation after local training where the method does not do so anyway.
+    """
 
     def __init__(
-        self, method: Method, task: Task, client: str, train: Arrays, test: Arrays, *, seed: int, device: str = "auto"
+        self,
+        method: Method,
+        task: Task,
+        client: str,
+        train: Arrays,
+        test: Arrays,
+        *,
+        seed: int,
+        device: str = "auto",
+        model: Built | None = None,
+        evaluate_after: bool = False,
     ) -> None:
         if not len(train.labels):
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
         self.method, self.task, self.client, self.seed = method, task, client, seed
-        self.device = choose_device(device)
-        torch.manual_seed(seed)
-        self._model = method.build(task).to(self.device)
-        self._fresh = to_arrays(self._model, self._model.state_dict())
+        self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
+        built = model or Built.of(method, task, seed=seed, device=device)
+        self._model, self._fresh = built.model, built.fresh
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._train, self._test = self._place(train), self._place(test)
@@ -72,6 +106,8 @@ class Session:
         client = self._client(received, kept, round_number, rounds)
         metrics = self._evaluate(client) if evaluate else {}
         update = self.method.local_update(client, received)
+        if evaluate and self._evaluates_after:
+            metrics |= {name.replace("acc.", "acc.after."): score for name, score in self._evaluate(client).items()}
         return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
 
     def finish(self, received: Tensors, kept: Kept, *, rounds: int) -> Outcome:
@@ -80,6 +116,14 @@ class Session:
         self.method.personalize(client, received)
         metrics = self._evaluate(client)
         return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
+
+    def norm_tensors(self, kept: Kept) -> Tensors:
+        """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
+        return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
+
+    def before_round(self, received: Tensors, kept: Kept, *, round_number: int, rounds: int) -> Client:
+        """The client as it begins a round: its model holds what was received and what was kept."""
+        return self._client(received, kept, round_number, rounds)
 
     def _client(self, received: Tensors, kept: Kept, round_number: int, rounds: int, salt: int = 0) -> Client:
         load_arrays(self._model, {**self._fresh, **kept.personal})
@@ -107,8 +151,11 @@ class Session:
         inputs, labels = self._test
         if not len(labels):
             return {}
-        found = {"acc.personal": accuracy(self.method.predict(client, inputs), labels)}
-        shared = self.method.predict_global(client, inputs)
+        personal = self.method.predict(client, inputs)
+        found = {"acc.personal": accuracy(personal, labels)}
+        # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
+        is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
+        shared = personal if is_same else self.method.predict_global(client, inputs)
         if shared is not None:
             found["acc.global"] = accuracy(shared, labels)
         return found

@@ -13,7 +13,7 @@ import pytest
 from coordinator.cli import main
 from coordinator.cli.app import app
 from coordinator.cli.follow import _Lines
-from coordinator.cli.methods import MARKS, describe, parameters, section, with_table
+from coordinator.cli.methods import HEADINGS, MARKS, describe, parameters, section, with_table
 from coordinator.cli.options import console, show, table
 from coordinator.journal import RunRecord
 from coordinator.store import StateFolder
@@ -213,7 +213,15 @@ def test_status_as_json_is_one_object(call, tmp_path):
     found = json.loads(out)
     assert (code, err, found["serving"]) == (0, "", False)
     assert found["runs"] == [
-        {"id": run, "method": "fedavg", "status": "failed", "round": 0, "rounds": 1, "reason": "nobody [came]"}
+        {
+            "id": run,
+            "method": "fedavg",
+            "status": "failed",
+            "round": 0,
+            "rounds": 1,
+            "reason": "nobody [came]",
+            "queued_behind": None,
+        }
     ]
 
 
@@ -226,7 +234,8 @@ def test_report_names_the_page_and_writes_a_picture(call, tmp_path):
     run = finished_run(tmp_path)
     picture = tmp_path / "picture.svg"
     code, out, err = call("report", "--state", tmp_path, "--svg", picture)
-    assert (code, out.strip(), err) == (0, str(tmp_path / "runs" / run / "report.html"), "")
+    assert (code, out.strip()) == (0, str(tmp_path / "runs" / run / "report.html"))
+    assert err == f"{run} has not finished (failed): it stands at round 0 of 1\n"
     assert "porch: acc.local 0.500, acc.personal 0.750" in picture.read_text()
     assert 'xmlns="http://www.w3.org/2000/svg"' in picture.read_text()
 
@@ -291,14 +300,14 @@ def test_methods_as_json_is_what_their_files_say(call):
 @pytest.mark.parametrize("name", methods.names())
 def test_docstring_of_a_method_fills_its_row(name):
     row = describe(name)
-    assert all(row[key] for key in ("summary", "source", "travels", "stays", "differs", "paper"))
+    assert all(row[key] for key in ("summary", "source", "travels", "stays", "server", "differs", "paper"))
     assert all(json.dumps(parameter) for parameter in parameters(name))
 
 
 def test_sections_of_a_docstring_end_where_the_next_begins():
-    doc = "X: y.\n\nSource: a\nb.\nTravels: c.\nStays: d\nDiffers from the paper: e."
-    found = [section(doc, h) for h in ("Source", "Travels", "Stays", "Differs from the paper")]
-    assert found == ["a b.", "c.", "d", "e."]
+    doc = "X: y.\n\nSource: a\nb.\nTravels: c.\nStays: d\nServer: m\nDiffers from the paper: e."
+    found = [section(doc, h) for h in HEADINGS]
+    assert found == ["a b.", "c.", "d", "m", "e."]
 
 
 def test_table_of_the_readme_is_what_the_methods_say():
@@ -347,7 +356,7 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
     lines.still()  # said once
     lines(RunRecord("run-0001", {"rounds": 2}, round=1), "round 2: 0 of 2 updates are here (from a, b)")
     assert capsys.readouterr().err.splitlines() == [
-        "run-0001: 2 rounds are asked for",
+        "run-0001: asked for 2 rounds",
         "run-0001: waits: round 1: 0 of 2 updates are here (from a, b)",
         "run-0001: round 1 of 2 is closed",
     ]

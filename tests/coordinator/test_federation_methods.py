@@ -6,37 +6,16 @@ import re
 
 import numpy as np
 import pytest
-from federation_harness import TASK, Federation
+from federation_harness import TASK, Federation, TinyDuties
 
 from edge_agent import methods
-from edge_agent.agent.duties import Duties
 from edge_agent.agent.kept import KeptFiles
-from edge_agent.data import Samples
 from edge_agent.training.parts import to_arrays
-from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 
 SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
 PARAMS = {"repper": {**SMALL, "augment": False, "head": "prototype"}}
-
-
-class TinyDuties(Duties):
-    """The real duties on 24 made-up images of three classes, different for each agent."""
-
-    def _samples(self, task):
-        if self._data is None:
-            rng = np.random.default_rng(sum(map(ord, self.config.id)))
-            labels = np.arange(24, dtype=np.int64) % 3
-            inputs = rng.normal(size=(24, *task.input_shape)).astype(np.float32) + labels[:, None, None, None]
-            every = Samples(inputs, labels, task.class_names, task.input)
-            rows = np.arange(24)
-            self._data, self.samples = (task, every.take(rows[:18]), every.take(rows[18:])), 18
-        return self._data[1], self._data[2]
-
-    def _report(self, job, session, outcome, files):
-        files.write(9_999_999, outcome.kept.personal, outcome.kept.memory)
-        return wire.Report(run=job.run, samples=18, acc_personal=outcome.metrics["acc.personal"])
 
 
 def finished(folder, method, **options):
@@ -80,7 +59,7 @@ def uploads(fed):
 def test_uploads_hold_exactly_the_names_that_the_method_declares(tmp_path, method):
     fed = finished(tmp_path, method)
     made = methods.create(method, PARAMS.get(method, SMALL))
-    declared = {*made.shared_names(made.build(TASK)), *made.sends}
+    declared = {*made.shared_names(made.build(TASK)), *made.sends(made.build(TASK), TASK)}
     sent = list(uploads(fed))
     assert len(sent) == 2 * 3
     assert all(set(tensors) == declared for _, tensors in sent)

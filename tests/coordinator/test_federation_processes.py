@@ -191,12 +191,32 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_without_a_broker_an_agent_waits_and_says_so_or_gives_up_with_75(tmp_path):
-    (tmp_path / "agent.toml").write_text(
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["term", "int"])
+def test_without_a_broker_an_agent_waits_and_says_so_until_it_is_stopped(tmp_path, number, code):
+    base = lonely_agent(tmp_path)
+    patient = subprocess.Popen(base, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        said = [next(line for line in patient.stderr if "broker_away" in line) for _ in range(2)]
+        assert all("retry_in_s=" in line for line in said)
+        patient.send_signal(number)
+        assert patient.wait(10) == code
+    finally:
+        patient.kill()
+        patient.wait()
+        patient.stderr.close()
+
+
+def lonely_agent(folder):
+    """The command of an agent whose broker is not there."""
+    (folder / "agent.toml").write_text(
         f'id = "a0"\ntier = "head"\n\n[broker]\nurl = "mqtt://127.0.0.1:{free_port()}"\n\n'
         '[data]\nsource = "digits:optdigits?n=20"\n'
     )
-    base = [sys.executable, "-m", "edge_agent", "run", "--config", "agent.toml"]
+    return [sys.executable, "-m", "edge_agent", "run", "--config", "agent.toml"]
+
+
+def test_without_a_broker_an_agent_gives_up_with_75_where_it_is_not_to_wait(tmp_path):
+    base = lonely_agent(tmp_path)
     hasty = subprocess.Popen(
         [*base, "--no-wait"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -205,13 +225,3 @@ def test_without_a_broker_an_agent_waits_and_says_so_or_gives_up_with_75(tmp_pat
     assert "connection refused" in err
     assert "is it running" in err
     assert "Traceback" not in err
-    patient = subprocess.Popen(base, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        said = [next(line for line in patient.stderr if "broker_away" in line) for _ in range(2)]
-        assert all("retry_in_s=" in line for line in said)
-        patient.send_signal(signal.SIGTERM)
-        assert patient.wait(10) == 0
-    finally:
-        patient.kill()
-        patient.wait()
-        patient.stderr.close()

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from federation_harness import Federation, Killed, lose
 
-from coordinator import finish
+from coordinator import encoders
+from coordinator.cli.run import agents_table, footnotes
 from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.wire import messages as wire
 from edge_agent.wire.tensors import encode
@@ -21,13 +22,13 @@ def exports(monkeypatch):
     """Exports that write 200 kB and say so; the list holds the runs."""
     made = []
 
-    def fake(loop, path):
+    def fake(loop, path, purpose):
         made.append(loop.run)
         path.write_bytes(loop.run.encode() * 20_000)
         parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
         return SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint(loop.run), parity=parity))
 
-    monkeypatch.setattr(finish, "export_run", fake)
+    monkeypatch.setattr(encoders, "export_run", fake)
     return made
 
 
@@ -109,6 +110,55 @@ def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_
         assert tried == [fingerprint(fed.run)]
 
 
+def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, exports, caplog):
+    why = "keeps bundle ffffffffffff because acc.personal is 0.250 with the new encoder, 0.900 with the old one"
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.settle()
+        fed.duties["h1"].install = lambda message, path: wire.Report(
+            run=message.run, samples=5, fingerprint="f" * 64, rolled_back=why, acc_personal=0.25, acc_global=0.5
+        )
+        fed.request(rounds=1)
+        fed.finish()
+        said = summary(fed)
+        record = said["agents"][-1]
+        assert (record["id"], record["runs"], record["rolled_back"]) == ("h1", "f" * 64, why)
+        assert record["acc"] == {"local": None, "global": 0.5, "personal": 0.25}, "all of the run's encoder"
+        (note,) = [line for line in footnotes(said) if line.startswith("h1 *")]
+        assert why in note
+        assert "figures are of the new encoder" in note
+        assert "h1 *" in list(agents_table(said).columns[0].cells)
+        assert why in fed.state.run(fed.run).report_path.read_text()
+        (shown,) = [agent for agent in fed.coordinator.status()["agents"] if agent["id"] == "h1"]
+        assert shown["notes"] == [f"rolled back the encoder of {fed.run}: {why}"]
+        assert shown["fingerprint"] == "f" * 64
+        assert f"rolled_back agent=h1 run={fed.run} why={why}" in caplog.text
+
+
+def test_the_mark_goes_when_a_later_encoder_stays(tmp_path, exports):
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.settle()
+        roster = fed.coordinator.roster
+        roster.reported("h1", wire.Report(run="run-0001", samples=5, fingerprint="f" * 64, rolled_back="keeps it"))
+        assert roster.get("h1").notes
+        roster.reported("h1", wire.Report(run="run-0002", samples=5, fingerprint="e" * 64))
+        assert roster.get("h1").notes == {}
+
+
+def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):
+    with Federation(tmp_path, agents=1, **EXPORT) as fed:
+        fed.add("h1", tier="head")
+        fed.settle()
+        fed.duties["h1"].install = lambda message, path: wire.Report(
+            run=message.run, samples=0, fingerprint=message.fingerprint, acc_local=0.0, acc_global=0.0, acc_personal=0.0
+        )
+        fed.request(rounds=1)
+        fed.finish()
+        assert summary(fed)["agents"][-1]["acc"] == {"local": None, "global": None, "personal": None}
+        assert "h1 *: has no samples" in list(footnotes(summary(fed)))
+
+
 @pytest.mark.parametrize("kind", ["Install", "Report"])
 def test_a_lost_message_of_a_release_costs_a_heartbeat_not_the_deadline(tmp_path, exports, kind):
     with Federation(tmp_path, agents=1, heartbeat_s=5, **EXPORT) as fed:
@@ -147,10 +197,10 @@ def test_a_device_that_vanishes_during_the_release_does_not_hold_the_run(tmp_pat
 
 
 def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(tmp_path, monkeypatch):
-    def fails(loop, path):
+    def fails(loop, path, purpose):
         raise ExportRejected("parity 0.3 is above 0.001")
 
-    monkeypatch.setattr(finish, "export_run", fails)
+    monkeypatch.setattr(encoders, "export_run", fails)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -161,10 +211,10 @@ def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(t
 
 
 def test_an_export_that_breaks_is_a_rejected_export_too(tmp_path, monkeypatch):
-    def breaks(loop, path):
+    def breaks(loop, path, purpose):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(finish, "export_run", breaks)
+    monkeypatch.setattr(encoders, "export_run", breaks)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -193,15 +243,15 @@ def test_the_summary_says_what_was_asked_for_and_what_came_out(tmp_path):
 
 
 def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypatch, exports):
-    real, died = finish.export_run, []
+    real, died = encoders.export_run, []
 
-    def dies_once(loop, path):
+    def dies_once(loop, path, purpose):
         if not died:
             died.append(True)
             raise Killed
-        return real(loop, path)
+        return real(loop, path, purpose)
 
-    monkeypatch.setattr(finish, "export_run", dies_once)
+    monkeypatch.setattr(encoders, "export_run", dies_once)
     with Federation(tmp_path, agents=2, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.request(rounds=1)

@@ -77,9 +77,7 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.add("a0", seconds=10)
         fed.add("head", tier="head")
         fed.request(rounds=1)
-        fed.until(
-            lambda: fed.coordinator.loop is not None and (job := fed.coordinator.loop.job) and job.purpose == "finish"
-        )
+        fed.until(lambda: (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.purpose == "finish")
         fed.wait(3)
         fed.agents["head"]._hello()
         fed.finish()
@@ -321,3 +319,36 @@ def test_work_that_fails_while_the_agent_is_asked_again_fails_once(tmp_path):
         agent._hello()
         fed.wait(12)
         assert tries.count("train") == 1
+
+
+def test_a_round_is_timed_from_the_sending_of_work_and_the_waiting_is_told_apart(tmp_path):
+    """Alone for 40 s, then two agents that train for 5 s: a round of 5 s after 40 s of waiting."""
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 2}) as fed:
+        fed.add("a0", seconds=5)
+        fed.request(rounds=2)
+        fed.wait(40)
+        fed.add("a1", seconds=5)
+        fed.finish()
+        first, second = fed.metrics()
+        assert first["seconds"] == pytest.approx(5, abs=1)
+        assert first["waiting_s"] == pytest.approx(40, abs=1)
+        assert second["waiting_s"] == 0
+        assert second["seconds"] == pytest.approx(5, abs=1)
+
+
+def test_the_waits_between_attempts_are_no_part_of_the_round(tmp_path):
+    """Work for 10 s until the deadline, nobody for 30 s, then 5 s of work: 15 s of round, 30 s of waiting."""
+    limits = {"quorum": 1.0, "deadline_s": 10}
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 1}, round=limits) as fed:
+        fed.add("a0", seconds=1000)
+        fed.request(rounds=1)
+        fed.wait(1)
+        fed.kill("a0", will=False)
+        fed.wait(8.5)
+        fed.coordinator.roster.gone("a0")
+        fed.wait(30.5)
+        fed.add("a1", seconds=5)
+        fed.finish()
+        (line,) = fed.metrics()
+        assert line["seconds"] == pytest.approx(15, abs=1)
+        assert line["waiting_s"] == pytest.approx(30, abs=1)

@@ -89,8 +89,8 @@ def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "pwrite", full)
         agent.send(blob)
         fed.settle()
-        assert fed.coordinator.ignored
-        assert {key.rpartition(" ")[2] for key in fed.coordinator.ignored} <= {"OSError", "ChunkError"}
+        assert fed.coordinator.refused.counts
+        assert {key.rpartition(" ")[2] for key in fed.coordinator.refused.counts} <= {"OSError", "ChunkError"}
         assert not [r for r in agent.heard(wire.Receipt) if r.accepted]
         monkeypatch.setattr(os, "pwrite", real)
         fed.clock.now += 2
@@ -120,12 +120,12 @@ def test_a_full_disk_at_the_checkpoint_fails_the_run_with_the_reason(tmp_path, m
 
 
 def test_a_status_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
-    from coordinator import service
+    from coordinator import saying
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(service, "write_atomic", full)
+    monkeypatch.setattr(saying, "write_atomic", full)
     with Federation(tmp_path) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -141,8 +141,61 @@ def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_
         monkeypatch.setattr(fed.coordinator.distributor, "progress", broken)
         Stranger(fed, "x").say(wire.Progress(digest="0" * 64, seen=1))
         fed.settle()
-        assert fed.coordinator.ignored == {"x: ZeroDivisionError": 1}
+        assert fed.coordinator.refused.counts == {"x: ZeroDivisionError": 1}
         assert "message_broke" in caplog.text
         fed.request(rounds=1)
         fed.finish()
         assert fed.record.status == "finished"
+
+
+def test_a_broker_that_is_away_is_what_is_waited_for(tmp_path):
+    with Federation(tmp_path, agents=()) as fed:
+        fed.coordinator.broker_url = "mqtt://hub:1883"
+        fed.request(rounds=1)
+        fed.wait(1)
+        fed.coordinator.transport.cut()
+        fed.wait(1)
+        said = status_file(fed)
+        assert said["broker_away"] is True
+        assert said["waiting"]["for"] == (
+            "the broker at mqtt://hub:1883 cannot be reached (cut by the test); trying again until it can"
+        )
+        fed.coordinator.transport.start()
+        fed.wait(1)
+        said = status_file(fed)
+        assert (said["broker_away"], said["waiting"]["for"].partition(",")[0]) == (False, "round 1 needs 1 train agent")
+
+
+def test_an_agent_that_comes_back_is_told_from_one_that_is_new(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with Federation(tmp_path, agents=1, heartbeat_s=5) as fed:
+        fed.settle()
+        assert "agent_joined agent=a0" in caplog.text
+        assert "agent_back" not in caplog.text
+        fed.kill("a0")
+        fed.settle()
+        fed.add("a0")
+        fed.settle()
+        assert caplog.text.count("agent_back agent=a0") == 1
+        assert caplog.text.count("agent_joined agent=a0") == 1
+
+
+def test_a_round_of_many_agents_takes_few_lines_of_the_log(tmp_path, caplog):
+    """Each update is told at DEBUG; at INFO a round is opened, waited for and closed: three lines, not one each."""
+    caplog.set_level("DEBUG", logger="coordinator")
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 12}) as fed:
+        for number in range(12):
+            fed.add(f"a{number:02}", seconds=1 + number)
+        fed.settle()
+        caplog.clear()
+        fed.request(rounds=1)
+        fed.until(lambda: fed.entries("round_closed"))
+        records = [r for r in caplog.records if r.name.startswith("coordinator")]
+        updates = [r.levelname for r in records if "updates are here" in r.message]
+        assert updates[0] == "INFO"
+        assert updates[1:] == ["DEBUG"] * 11
+        assert [r.message.split()[0] for r in records if r.levelname == "INFO" and "round" in r.message.split()[0]] == [
+            "round_opened",
+            "round_closed",
+        ]
+        assert all("and 2 more" in r.message for r in records if ": 0 of 12" in r.message)

@@ -65,7 +65,7 @@ class Federation:
     def download(self, name: str) -> Tensors:
         client = self.clients[name]
         received = decode(encode({**self.method.broadcast(self.state), **self.method.downlink(self.state, name)}))
-        load_arrays(client.model, {key: received[key] for key in self.shared})
+        load_arrays(client.model, {key: array for key, array in received.items() if not key.startswith("extra.")})
         return received
 
     def personal(self, name: str) -> Tensors:

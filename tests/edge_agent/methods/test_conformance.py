@@ -25,7 +25,7 @@ def same(one, other) -> bool:
 @every_method
 def test_docstring_names_source_and_says_what_travels(name):
     text = inspect.getdoc(inspect.getmodule(methods.get(name)))
-    for heading in ("Source:", "Travels:", "Stays:", "Differs from the paper:"):
+    for heading in ("Source:", "Travels:", "Stays:", "Server:", "Differs from the paper:"):
         assert heading in text, f"{name} lacks '{heading}'"
     assert methods.get(name).source
 
@@ -47,9 +47,13 @@ def test_every_parameter_of_its_own_is_described(name):
 @every_method
 def test_an_update_holds_the_declared_names_and_no_others(name, federation):
     fed = federation(name)
+    extras = fed.method.sends(fed.method.build(fed.task), fed.task)
     for update in fed.run_round():
-        assert set(update.tensors) == set(fed.shared) | set(fed.method.sends)
-    assert all(sent.startswith("extra.") for sent in fed.method.sends)
+        assert set(update.tensors) == set(fed.shared) | set(extras)
+        for name, zeros in extras.items():
+            assert (update.tensors[name].shape, update.tensors[name].dtype) == (zeros.shape, zeros.dtype), name
+        assert fed.method.objection(update.tensors) == ""
+    assert all(sent.startswith("extra.") and not zeros.any() for sent, zeros in extras.items())
 
 
 @every_method
@@ -127,11 +131,13 @@ def test_identical_updates_are_a_fixed_point(name, federation):
 
 @every_method
 def test_a_download_leaves_personal_tensors_bit_for_bit(name, federation):
+    """But for those that the method hands this very client."""
     fed = federation(name)
     fed.run_round()
     before = fed.personal("a")
     fed.download("a")
-    assert same(fed.personal("a"), before)
+    given = fed.method.downlink(fed.state, "a")
+    assert same(fed.personal("a"), {key: given.get(key, array) for key, array in before.items()})
 
 
 @every_method
