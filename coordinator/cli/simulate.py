@@ -1,0 +1,238 @@
+"""``headwater simulate``."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from edge_agent.config import parse, read_toml
+from edge_agent.errors import UsageError
+from edge_agent.store import write_atomic, write_json
+
+from ..store import StateFolder
+from ..words import counted
+from .options import INTERRUPTED, Json, Verbose, console, parameters, print_json, set_up_logging, show, table
+
+if TYPE_CHECKING:
+    from ..simulate import Plan
+
+Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: fedavg.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", "--param", "--params", "-p", help="name=value of the method; repeatable.")
+]
+Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source, as on devices; one for each domain.")]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        "--partition", help="iid, dirichlet, pathological, fedpac, domains, subjects, or a saved partition.json."
+    ),
+]
+Clients = Annotated[int | None, typer.Option("--clients", "-n", help="Clients; default: 20, or what the data name.")]
+Alpha = Annotated[float | None, typer.Option("--alpha", help="dirichlet: small = few classes for each client.")]
+Size = Annotated[int | None, typer.Option("--size", help="iid, fedpac: samples of one client.")]
+MinSize = Annotated[int | None, typer.Option("--min-size", help="Least samples of a client; default: 10.")]
+TestFraction = Annotated[float | None, typer.Option("--test-fraction", help="Held back where data have no test part.")]
+Fraction = Annotated[float | None, typer.Option("--fraction", help="Share of the clients in a round; default: 1.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds; default: 10.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, weights, cohorts and clients.")]
+Encoder = Annotated[str | None, typer.Option("--encoder", help="Encoder; default: one that suits the inputs.")]
+EncoderParam = Annotated[
+    list[str] | None,
+    typer.Option("--encoder-param", "--encoder-params", help="name=value of the encoder; repeatable."),
+]
+Input = Annotated[
+    list[str] | None, typer.Option("--input", help="name=value of the input spec: mean=0.13, height=32; repeatable.")
+]
+Standardise = Annotated[bool, typer.Option("--standardise", help="Mean and std of inputs from the training samples.")]
+EvaluateEvery = Annotated[int | None, typer.Option("--evaluate-every", help="Rounds; 0 = only at the end. Default: 1.")]
+After = Annotated[bool, typer.Option("--after", help="Evaluate after local training, too, whatever the method says.")]
+KeepEvery = Annotated[
+    int | None, typer.Option("--keep-every", help="Keep the states of every so many rounds for 'headwater analyze'.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Torch threads; default: 1, which is repeatable.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the request.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; it knows what was asked for.")]
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these options; options win.")]
+
+SHOWN_ROUNDS = 20
+
+
+def simulate(
+    method: Method = None,
+    params: Set = None,
+    data: Data = None,
+    partition: Rule = None,
+    clients: Clients = None,
+    alpha: Alpha = None,
+    size: Size = None,
+    min_size: MinSize = None,
+    test_fraction: TestFraction = None,
+    fraction: Fraction = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    encoder: Encoder = None,
+    encoder_params: EncoderParam = None,
+    input_fields: Input = None,
+    standardise: Standardise = False,
+    evaluate_every: EvaluateEvery = None,
+    evaluate_after: After = False,
+    keep_every: KeepEvery = None,
+    device: Device = None,
+    threads: Threads = None,
+    out: Out = None,
+    resume: Resume = False,
+    config: Config = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a method on many clients in this one process: the coordinator's own rounds, the devices' own method files.
+
+    Sources are those of devices. Accuracies of a round are of what its clients received, before they trained. Ctrl-C
+    leaves a run that --resume goes on with.
+
+    Example: headwater simulate -m fedper -d digits --partition domains --set local_epochs=1 --rounds 5 --out sim
+    """
+    wished = _wished(dict(locals()))
+    set_up_logging(verbose=verbose, quiet=True)
+    plan, folder = _resumed(wished, config, out) if resume else _planned(wished, config, out)
+    result = _run(plan, folder, resume=resume)
+    if as_json:
+        print_json(result)
+        return
+    show(rounds_table(result), *reading(result))
+
+
+def _wished(typed: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a plan that were given on the command line; what was not is left to the file or the plan itself."""
+    from ..simulate import Plan
+
+    pairs = {"params": "params", "encoder_params": "encoder_params", "input": "input_fields"}
+    given = {name: typed.get(name) for name in Plan.model_fields}
+    given |= {name: parameters(typed[option] or []) for name, option in pairs.items()}
+    given["data"] = tuple(typed["data"] or ())
+    return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
+
+
+def rounds_table(result: dict[str, Any]) -> Table:
+    """Some twenty rounds, evenly apart, and what came out at the end."""
+    rounds = result["rounds"]
+    apart = max(1, -(-len(rounds) // SHOWN_ROUNDS))
+    shown = [one for one in rounds if one["round"] % apart == 0 or one["round"] in {1, len(rounds)}]
+    columns = (
+        "round",
+        "acc.\nglobal",
+        "acc.\npersonal",
+        "worst\n10 %",
+        "after\ntraining",
+        "loss",
+        "s",
+        "up\nMB",
+        "down\nMB",
+    )
+    rows = [_row(one["round"], one) for one in shown]
+    rows.append(_row("end", {"acc": result["last"]["acc"]}))
+    title = f"{result['run_id']}: {result['method']}, {result['clients']} clients, partition {result['partition']}"
+    return table(title, columns, rows)
+
+
+def reading(result: dict[str, Any]) -> Iterator[str]:
+    """What the numbers are, and where the rest is."""
+    yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
+    for scope, best in result["best"].items():
+        after = counted(int(best["rounds_done"]), "round")
+        yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, chosen on the test samples"
+    yield (
+        f"{result['seconds']:.1f} s of rounds, partition {result['partition_hash'][:16]}, "
+        f"encoder {result['encoder_sha256'][:16]}"
+    )
+    yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
+
+
+_NAMES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.personal after local training"}
+
+
+def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
+    acc = one["acc"]
+    means = [acc[scope]["clients_mean"] if scope in acc else None for scope in ("global", "personal", "after")]
+    worst = acc["personal"]["worst10"] if "personal" in acc else None
+    seconds, sent = one.get("seconds"), [one.get(name) for name in ("bytes_up", "bytes_down")]
+    told = [None if size is None else f"{size / 1e6:.1f}" for size in sent]
+    return (name, *means[:2], worst, means[2], one.get("loss"), None if seconds is None else f"{seconds:.1f}", *told)
+
+
+def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+    from ..simulate import Plan, planned
+
+    raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
+    if config is not None:
+        raw |= read_toml(config)
+    if "data" in wished and config is not None:
+        raw["folder"] = str(Path.cwd())
+    if isinstance(raw.get("data"), str):
+        raw["data"] = (raw["data"],)
+    raw |= {
+        name: {**raw.get(name, {}), **value} if isinstance(value, dict) else value for name, value in wished.items()
+    }
+    if not raw.get("data"):
+        raise UsageError("no data: give a source, for example --data digits, or --data idx:FOLDER")
+    plan = parse(Plan, raw, where=str(config or "the simulation"))
+    folder = out or Path(f"simulation-{plan.method}-{Path(plan.partition).stem}-seed{plan.seed}")
+    if planned(folder) is not None:
+        raise UsageError(f"{folder} holds a simulation; go on with it by --resume, or choose another folder with --out")
+    return plan, folder
+
+
+def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+    from ..simulate import planned
+
+    if out is None or config is not None:
+        raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
+    plan = planned(out)
+    if plan is None:
+        raise UsageError(f"{out} holds no simulation; start one without --resume")
+    other = {name: value for name, value in wished.items() if getattr(plan, name) != value}
+    if other:
+        told = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
+        raise UsageError(f"--resume keeps what the run in {out} was asked for: {told}; leave that out")
+    return plan, out
+
+
+def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
+    from ..simulate import PARTITION, Prepared, open_simulation
+    from ..simulate.curves import curves
+    from .progress import shown
+
+    try:
+        busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
+        with busy:
+            prepared = Prepared.of(plan, folder / PARTITION if resume else None)
+        with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
+            result = simulation.finish(watch)
+    except KeyboardInterrupt:
+        console.print(_how_to_go_on(folder), soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
+    write_atomic(picture, curves(result).encode())
+    result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
+    write_json(folder / "result.json", result)
+    return result
+
+
+def _how_to_go_on(folder: Path) -> str:
+    from ..simulate import planned
+
+    plan = planned(folder)
+    if plan is None:
+        return "stopped before the run began; nothing has been written"
+    with StateFolder(folder).look(create=True) as state:
+        runs = state.journal.runs()
+        closed = state.journal.replay(runs[0]).round if runs else 0
+    where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
+    return f"{where}, nothing is lost; go on with: headwater simulate --resume --out {shlex.quote(str(folder))}"

@@ -1,0 +1,131 @@
+"""What a simulation is asked for: one frozen model, kept in the run's folder so that it can be gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from edge_agent.config import mistakes_of
+from edge_agent.data import partition
+from edge_agent.errors import ConfigError
+from edge_agent.task import Frozen, ImageInput, InputSpec
+
+CLIENTS, SIZE, MIN_SIZE = 20, 600, 10
+FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
+"""What FedPAC's code does to grey images."""
+
+_GIVEN_BY_DATA = ("domains", "subjects")
+_OPTIONS_OF = {
+    "alpha": ("dirichlet",),
+    "size": ("fedpac", "iid"),
+    "min_size": ("dirichlet", "pathological"),
+    "clients": ("dirichlet", "fedpac", "iid", "pathological", *_GIVEN_BY_DATA),
+}
+"""Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
+
+
+class Plan(Frozen):
+    """One simulated run: method, data, who gets what, and how long."""
+
+    method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
+    data: tuple[str, ...] = Field(min_length=1, max_length=1000, description="source; several for domains")
+    folder: Path = Field(Path(), description="what a relative place in data counts from")
+    partition: str = Field("iid", min_length=1, description="a rule, or a file that an earlier simulation has written")
+    clients: int | None = Field(None, ge=1, le=100_000, description=f"default {CLIENTS}, or as many as the data name")
+    alpha: float | None = Field(None, gt=0, description="dirichlet: concentration; small = few classes each")
+    size: int | None = Field(None, ge=1, description=f"samples of one client; fedpac: {SIZE} by default")
+    min_size: int | None = Field(None, ge=1, description=f"drawn again until everybody has that many; {MIN_SIZE}")
+    test_fraction: float = Field(
+        0.25, gt=0, lt=1, description="held back by each client where the data have no test part"
+    )
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the clients that takes part in a round")
+    rounds: int = Field(10, ge=1, le=1_000_000)
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
+    encoder: str | None = Field(
+        None, description="a file name in edge_agent/models; default: one that suits the inputs"
+    )
+    encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
+    input: dict[str, Any] = Field(
+        default_factory=dict, description="fields of the input spec that differ from the data's"
+    )
+    standardise: bool = Field(False, description="mean and std of the inputs are those of the training samples")
+    evaluate_every: int = Field(1, ge=0, le=1_000_000, description="rounds; 0 = only at the end")
+    evaluate_after: bool = Field(False, description="evaluate once more after local training, whatever the method says")
+    keep_every: int = Field(
+        0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the last only"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    threads: int = Field(
+        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+    )
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Plan:
+        if mistakes := list(self._mistakes()):
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    def _mistakes(self) -> Iterator[str]:
+        rule = self.rule
+        if rule == "dirichlet" and self.alpha is None:
+            yield "partition dirichlet needs alpha, for example --alpha 0.5"
+        if len(self.data) > 1 and rule not in {"domains", None}:
+            yield f"{len(self.data)} data sources, one after another are for --partition domains"
+        for option, rules in _OPTIONS_OF.items():
+            value = getattr(self, option)
+            if value is not None and rule not in rules:
+                where = "a saved partition" if rule is None else f"partition {rule}"
+                yield f"{option} = {value} means nothing to {where}; it is for {', '.join(rules)}"
+
+    @property
+    def saved_partition(self) -> Path | None:
+        """The file to take the partition from; None where a rule makes it."""
+        if self.partition.endswith(".json"):
+            return self.folder / Path(self.partition).expanduser()
+        return None
+
+    @property
+    def rule(self) -> str | None:
+        """The rule that makes the partition; None where it comes from a file.
+
+        Raises:
+            UnknownName: no such rule; the nearest name is suggested.
+        """
+        if self.saved_partition is not None:
+            return None
+        partition.check_rule(self.partition)
+        return self.partition
+
+    def settings(self) -> dict[str, Any]:
+        """What the partition depends on beside the data, for people who read its file."""
+        given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "seed")}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def encoder_for(self, spec: InputSpec, rule: str) -> str:
+        """The encoder that was asked for, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
+        if self.encoder is not None:
+            return self.encoder
+        if not isinstance(spec, ImageInput):
+            return "cnn1d"
+        return "fedpac_cnn" if rule == "fedpac" else "small_cnn"
+
+    def input_for(self, natural: InputSpec, rule: str) -> InputSpec:
+        """The data's own input spec with what was asked for on top; FedPAC's normalisation for FedPAC's partition.
+
+        Raises:
+            ConfigError: unknown or impossible fields, all of them listed.
+        """
+        own = FEDPAC_NORMALISATION if rule == "fedpac" and natural.channels == 1 else {}
+        lists = {name: _several(value) if name in {"mean", "std"} else value for name, value in self.input.items()}
+        try:
+            return type(natural).model_validate({**natural.model_dump(), **own, **lists})
+        except ValidationError as error:
+            raise ConfigError("--input", mistakes_of(error, type(natural))) from error
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, int | float) else value

@@ -1,0 +1,241 @@
+"""The data of a simulation: read once, held once, and the rows of each client taken out when its turn comes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+
+from edge_agent import data
+from edge_agent.data import Samples, partition
+from edge_agent.data.partition import Division
+from edge_agent.errors import DataError, UsageError
+from edge_agent.task import InputSpec, Task
+from edge_agent.training.session import Arrays
+
+from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
+
+Shares = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Client -> (training rows, test rows)."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """All samples: ``test`` None where each client holds back a part of its own. ``owners``: who has which rows."""
+
+    train: Samples
+    test: Samples | None = None
+    owners: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> partition.Pool:
+        """By what the pools are recognised."""
+        return partition.Pool.of(self.train.labels, None if self.test is None else self.test.labels)
+
+    def arrays(self, share: partition.Share) -> tuple[Arrays, Arrays]:
+        """One client's training and test samples, copied out of the pools."""
+        tested = self.train if self.test is None else self.test
+        train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
+        return (
+            Arrays(self.train.inputs[train], self.train.labels[train]),
+            Arrays(tested.inputs[test], tested.labels[test]),
+        )
+
+
+def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Task]:
+    """The data, who gets what of them, and the task that they make. ``saved``: a partition made before.
+
+    Raises:
+        UnknownName: no such kind of source.
+        ConfigError: unknown or impossible options.
+        DataError: data are missing, too few, or not those that a saved partition was made for.
+        UsageError: data and partition do not go together.
+    """
+    path = saved or plan.saved_partition
+    known = None if path is None else Division.read(path)
+    rule = plan.partition if known is None else known.rule
+    sources = _sources(plan, rule)
+    spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
+    pools = _load(plan, sources, spec)
+    if known is not None:
+        known.check_pool(pools.mark, str(path))
+    division = known or divide(plan, pools)
+    if plan.standardise:
+        rows = np.unique(np.concatenate([np.asarray(share.train, np.int64) for share in division.clients.values()]))
+        spec = data.standardised(pools.train.take(rows))
+        pools = _load(plan, sources, spec)
+    names, encoder = pools.train.class_names, plan.encoder_for(spec, rule)
+    task = Task(input=spec, class_names=names, encoder=encoder, encoder_params=plan.encoder_params)
+    return pools, division, task
+
+
+def divide(plan: Plan, pools: Pools) -> Division:
+    """The plan's rule applied to the pools; the same seed and labels give the same rows.
+
+    Raises:
+        DataError: the samples do not suffice.
+        UsageError: another number of clients than the data name.
+    """
+    rng = np.random.default_rng(plan.seed)
+    train = _named(plan, pools, rng)
+    if pools.test is None:
+        shares = {name: _held_back(pools.train, rows, plan) for name, rows in train.items()}
+    else:
+        tests = _test_rows(plan, pools, pools.test, train, rng)
+        shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
+    if idle := [name for name, (rows, _) in shares.items() if not len(rows)]:
+        raise DataError(f"client '{idle[0]}' is left without training samples; use more data or fewer clients")
+    return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
+
+
+def _named(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    if pools.owners:
+        if plan.clients not in {None, len(pools.owners)}:
+            found = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
+            raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {found}; leave --clients out")
+        return dict(pools.owners)
+    clients = plan.clients or CLIENTS
+    digits = len(str(clients - 1))
+    rows = _by_rule(plan, pools.train.labels, clients, rng)
+    return {f"c{number:0{digits}d}": mine for number, mine in enumerate(rows)}
+
+
+def _by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.Generator) -> partition.Rows:
+    least = plan.min_size or MIN_SIZE
+    if plan.partition == "fedpac":
+        return partition.fedpac(labels, clients, size=plan.size or SIZE)
+    if plan.partition == "dirichlet":
+        return partition.dirichlet(labels, clients, plan.alpha or 1.0, rng, min_size=least)
+    if plan.partition == "pathological":
+        return partition.pathological(labels, clients, rng, min_size=least)
+    return partition.iid(labels, clients, rng, size=plan.size)
+
+
+def _test_rows(
+    plan: Plan, pools: Pools, test: Samples, train: Mapping[str, np.ndarray], rng: np.random.Generator
+) -> partition.Rows:
+    """FedPAC divides the test part by the very same rule; else each client tests on its own mixture of classes."""
+    if plan.partition == "fedpac":
+        return partition.fedpac(test.labels, len(train), size=plan.size or SIZE)
+    return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
+
+
+def _held_back(samples: Samples, rows: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """A client's rows split as a device would split them."""
+    mine = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])
+    mine = mine if samples.groups is None else replace(mine, groups=samples.groups[rows])
+    train, test = data.split(mine, plan.test_fraction, plan.seed)
+    return train.inputs, test.inputs
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+def _sources(plan: Plan, rule: str) -> dict[str, str]:
+    """Owner -> source; a single '' where the samples have no owners."""
+    if rule == "domains":
+        return _domains(plan)
+    if rule == "subjects":
+        return _subjects(plan)
+    if len(plan.data) > 1:
+        raise UsageError(f"{len(plan.data)} data sources for partition {rule}; expected one")
+    return {"": plan.data[0]}
+
+
+def _domains(plan: Plan) -> dict[str, str]:
+    """One source for each domain: those that were given, all styles of 'digits', or the folders of 'images:DIR'."""
+    if len(plan.data) > 1:
+        return _distinct({source: source.partition(":")[2] or source for source in plan.data})
+    kind, where, options = data.parse_source(plan.data[0])
+    if kind == "digits" and not where:
+        from edge_agent.data.digits import DOMAINS
+
+        parts = [{"client": n, "clients": len(DOMAINS), "seed": plan.seed, **options} for n in range(len(DOMAINS))]
+        return {name: _source(kind, name, part) for name, part in zip(DOMAINS, parts, strict=True)}
+    if kind == "images":
+        folders = _folders(plan.folder / Path(where).expanduser())
+        return _distinct({_source(kind, str(folder), options): folder.name for folder in folders})
+    raise UsageError(
+        f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "
+        "styles, or 'images:DIR' where DIR has a folder for each domain"
+    )
+
+
+def _folders(root: Path) -> list[Path]:
+    found = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else []
+    if not found:
+        raise DataError(f"images: no folders in '{root}'; expected one for each domain, with one for each class in it")
+    return found
+
+
+def _subjects(plan: Plan) -> dict[str, str]:
+    from edge_agent.data import windows
+
+    kind, where, options = data.parse_source(plan.data[0])
+    if kind != "windows" or "subject" in options:
+        raise UsageError(f"partition subjects with '{plan.data[0]}': expected windows:FILE, without the option subject")
+    left_out = set(filter(None, options.get("exclude_subject", "").split(",")))
+    people = windows.subjects(str(plan.folder / Path(where).expanduser()))
+    chosen = [number for number in people if str(number) not in left_out]
+    return {f"subject-{number}": _source(kind, where, {**options, "subject": number}) for number in chosen}
+
+
+def _source(kind: str, where: str, options: Mapping[str, Any]) -> str:
+    return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
+
+
+def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
+    """Names for sources that can be clients, each once, after the last part of the wish."""
+    named: dict[str, str] = {}
+    for source, wish in wished.items():
+        last = wish.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
+        name = re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:50] or "domain"
+        while name in named:
+            name = f"{name}-{len(named) + 1}"
+        named[name] = source
+    return named
+
+
+def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
+    if list(sources) == [""]:
+        return _load_one(sources[""], spec, plan.folder)
+    found = [data.load(source, spec, folder=plan.folder) for source in sources.values()]
+    ends = np.cumsum([len(samples) for samples in found])
+    owners = {name: np.arange(end - len(own), end) for name, own, end in zip(sources, found, ends, strict=True)}
+    return Pools(_joined(found), None, owners)
+
+
+def _load_one(source: str, spec: InputSpec, folder: Path) -> Pools:
+    """Both parts where this kind of source keeps them apart and the source does not name one of them."""
+    kind, where, options = data.parse_source(source)
+    has_parts = "split" in data.registry.load(kind).Options.model_fields
+    if not has_parts or "split" in options:
+        return Pools(data.load(source, spec, folder=folder))
+    train = data.load(_source(kind, where, {**options, "split": "train"}), spec, folder=folder)
+    test = data.load(_source(kind, where, {**options, "split": "test"}), spec, train.class_names, folder=folder)
+    return Pools(train, test)
+
+
+def _joined(found: Sequence[Samples]) -> Samples:
+    """One after another, labelled by the classes of all of them; recordings of two sources stay apart."""
+    names = tuple(sorted({name for samples in found for name in samples.class_names}, key=_natural_order))
+    labels, groups, last = [], [], 0
+    for samples in found:
+        table = np.array([names.index(name) for name in samples.class_names], np.int64)
+        labels.append(table[samples.labels])
+        if samples.groups is not None:
+            groups.append(samples.groups + last)
+            last = int(groups[-1].max(initial=last)) + 1
+    inputs = np.concatenate([samples.inputs for samples in found])
+    joined = np.concatenate(groups) if len(groups) == len(found) else None
+    return Samples(inputs, np.concatenate(labels), names, found[0].input, joined)
+
+
+def _natural_order(name: str) -> tuple[int, str]:
+    """Numbers as numbers: class 10 after class 9."""
+    return (int(name), "") if name.isascii() and name.isdigit() else (1 << 62, name)

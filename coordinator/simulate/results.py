@@ -1,0 +1,132 @@
+"""What came out of a simulation, read from its journal: a run that was stopped and gone on with tells the same.
+
+Only seconds and bytes of the round that it was stopped in are those of what was done since.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from edge_agent.data.partition import Division
+
+from ..journal import Entry
+from ..store import StateFolder
+from .plan import Plan
+
+SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
+"""Scope -> name of the metric. ``after``: personal once more, after local training."""
+
+WORST_SHARE = 0.1
+
+
+def result_of(state: StateFolder, run: str, plan: Plan, division: Division) -> dict[str, Any]:
+    """The run as one JSON object.
+
+    ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
+    clients got after the last round and after personalizing. ``best`` is chosen on the same test samples.
+    """
+    record, summary = state.journal.replay(run), state.run(run).summary() or {}
+    rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
+    last = _last(summary, division)
+    return {
+        "run_id": run,
+        "method": plan.method,
+        "params": summary.get("params", {}),
+        "data": list(plan.data),
+        "task": record.request.get("task", {}),
+        "partition": division.rule,
+        "partition_settings": division.settings,
+        "partition_hash": division.sha256,
+        "clients": len(division.clients),
+        "fraction": plan.fraction,
+        "seed": plan.seed,
+        "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
+        "rounds": rounds,
+        "best": best_of(rounds, record.round, last),
+        "last": {"rounds_done": record.round, "acc": last},
+        "encoder_sha256": record.outcome.get("encoder_sha256", ""),
+    }
+
+
+def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
+    """One closed round."""
+    entries = state.journal.entries(run, ("round_closed", "round_opened", "update_accepted"), round=number)
+    figures = next((entry.body for entry in entries if entry.kind == "round_closed"), {})
+    told = _told(entries)
+    losses = [metrics["loss"] for metrics in told.values() if "loss" in metrics]
+    scores = {scope: _scores(told, metric) for scope, metric in SCOPES.items()}
+    return {
+        "round": number,
+        "seconds": figures.get("seconds"),
+        "clients": len(told),
+        "acc": {scope: spread(found, division) for scope, found in scores.items() if found},
+        "loss": fmean(losses) if losses else None,
+        "bytes_up": figures.get("bytes_up"),
+        "bytes_down": figures.get("bytes_down"),
+    }
+
+
+def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
+    """Mean over clients, mean over their test samples, and the mean of the worst tenth of the clients."""
+    tested = {client: len(division.clients[client].test) for client in scores}
+    total = sum(tested.values())
+    worst = sorted(scores.values())[: max(1, math.ceil(WORST_SHARE * len(scores)))]
+    found = {
+        "clients_mean": fmean(scores.values()),
+        "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
+        "worst10": fmean(worst),
+    }
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def best_of(
+    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Scope -> the highest mean over clients, and after how many rounds it was there; the earliest of equals."""
+    best: dict[str, dict[str, float]] = {}
+    for scope, number, found in _every(rounds, done, last):
+        if scope not in best or found["clients_mean"] > best[scope]["clients_mean"]:
+            best[scope] = {"rounds_done": number, **found}
+    return best
+
+
+def _every(
+    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]]
+) -> Iterator[tuple[str, int, dict[str, float]]]:
+    for one in rounds:
+        for scope, found in one["acc"].items():
+            yield scope, rounds_done(scope, one["round"]), found
+    for scope, found in last.items():
+        yield scope, done, found
+
+
+def rounds_done(scope: str, number: int) -> int:
+    """How many rounds the model of a scope has behind it when it is evaluated in that round."""
+    return number if scope == "after" else number - 1
+
+
+def _told(entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
+    """Metrics of each client in the last attempt at a round; the first update of a client is the one that counted."""
+    told: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        if entry.kind == "round_opened":
+            told = {}
+        elif entry.kind == "update_accepted" and entry.agent is not None:
+            told.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
+    return told
+
+
+def _scores(told: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, float]:
+    return {client: metrics[metric] for client, metrics in told.items() if metric in metrics}
+
+
+def _last(summary: Mapping[str, Any], division: Division) -> dict[str, dict[str, float]]:
+    agents = summary.get("agents", [])
+    found = {
+        scope: {a["id"]: a["acc"][scope] for a in agents if a["acc"].get(scope) is not None}
+        for scope in ("global", "personal")
+    }
+    return {scope: spread(scores, division) for scope, scores in found.items() if scores}

@@ -1,0 +1,237 @@
+"""``headwater simulate`` as people type it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.cli import main, progress
+from coordinator.simulate.clients import Crowd
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    """The command sets up logging for a process of its own; the test run keeps its own."""
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
+    yield
+    root.handlers[:] = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    """Run the command in this process and in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", *(str(word) for word in words)])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+@pytest.fixture
+def images(tmp_path):
+    labels = np.arange(60) % 3
+    inputs = np.random.default_rng(0).integers(0, 256, (60, 4, 4)).astype(np.uint8)
+    np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
+    return ("--data", "npz:i.npz", "--encoder", "linear", "--encoder-param", "feature_dim=4", "--device", "cpu")
+
+
+SHORT = ("--clients", 3, "--rounds", 2, "--set", "lr=0.05", "--params", "batch_size=8")
+
+
+def test_one_json_object_on_stdout_and_a_line_for_each_round_on_stderr(call, images, tmp_path):
+    code, out, err = call(*images, *SHORT, "--out", "sim", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["params"]["batch_size"] == 8
+    assert result["task"]["encoder_params"] == {"feature_dim": 4}
+    assert len(result["rounds"]) == 2
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["round 1 of 2", "round 2 of 2"]
+    assert all("left" in line and "acc.personal" in line and "loss" in line for line in err.splitlines())
+    assert json.loads((tmp_path / "sim" / "result.json").read_text()) == result
+
+
+def test_zero_is_not_taken_for_silence(call, images, tmp_path):
+    """Evaluation never, torch's own threads: both differ from what silence means."""
+    code, out, err = call(*images, *SHORT, "--evaluate-every", 0, "--threads", 0, "--seed", 0, "--out", "sim", "--json")
+    assert code == 0, err
+    assert [one["acc"] for one in json.loads(out)["rounds"]] == [{}, {}]
+    plan = json.loads((tmp_path / "sim" / "simulation.json").read_text())
+    assert (plan["evaluate_every"], plan["threads"]) == (0, 0)
+
+
+def test_a_table_and_where_the_rest_is(call, images, tmp_path):
+    code, out, err = call(*images, *SHORT, "--method", "fedper")
+    assert code == 0, err
+    folder = tmp_path / "simulation-fedper-iid-seed0"
+    assert "run-0001: fedper, 3 clients, partition iid" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line[:3].strip() in {"1", "2", "end"}}
+    assert set(rows) == {"1", "2", "end"}
+    assert "chosen on the test samples" in out
+    assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
+    assert "acc.personal, worst tenth" in (folder / "curves.svg").read_text()
+    assert (folder / "runs" / "run-0001" / "report.html").exists()
+
+
+def test_many_rounds_are_shown_evenly_apart():
+    from coordinator.cli.options import show
+    from coordinator.cli.simulate import SHOWN_ROUNDS, rounds_table
+
+    rounds = [
+        {"round": n, "acc": {}, "loss": None, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1} for n in range(1, 201)
+    ]
+    result = {"run_id": "r", "method": "m", "clients": 1, "partition": "iid", "rounds": rounds, "last": {"acc": {}}}
+    shown = list(rounds_table(result).columns[0].cells)
+    assert len(shown) <= SHOWN_ROUNDS + 2
+    assert shown[0] == "1"
+    assert shown[-2:] == ["200", "end"]
+    show(rounds_table(result))
+
+
+def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypatch):
+    """Stopped before the fifth of nine jobs; what comes out is what an undisturbed run gives."""
+    whole = json.loads(call(*images, *SHORT, "--out", "whole", "--json")[1])
+    work, done = Crowd.work, []
+
+    def interrupted(self):
+        if self._jobs:
+            done.append(1)
+            if len(done) == 5:
+                raise KeyboardInterrupt
+        return work(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Crowd, "work", interrupted)
+        code, out, err = call(*images, *SHORT, "--out", "a b", "--json")
+    assert (code, out) == (130, "")
+    said = err.splitlines()[-1]
+    assert said.startswith("stopped with 1 of 2 rounds closed, nothing is lost; go on with: headwater simulate ")
+    assert said.endswith("--resume --out 'a b'")
+    code, out, err = call("--resume", "--out", "a b", "--json")
+    assert code == 0, err
+    assert json.loads(out)["encoder_sha256"] == whole["encoder_sha256"]
+    assert json.loads(out)["last"] == whole["last"]
+    assert err.splitlines()[0].startswith("round 2 of 2")
+
+
+def test_ctrl_c_before_the_run_leaves_nothing(call, images, monkeypatch, tmp_path):
+    from coordinator.simulate import Prepared
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prepared, "of", interrupted)
+    code, _, err = call(*images, *SHORT, "--out", "sim")
+    assert code == 130
+    assert "nothing has been written" in err
+    assert not (tmp_path / "sim").exists()
+
+
+def test_a_file_holds_what_options_say_and_options_win(call, images, tmp_path):
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "plan.toml").write_text(
+        'data = "npz:../i.npz"\nencoder = "linear"\nrounds = 7\nclients = 2\n[encoder_params]\nfeature_dim = 4\n'
+        "[params]\nlr = 0.05\nbatch_size = 8\n"
+    )
+    code, out, err = call("--config", "plans/plan.toml", "--rounds", 1, "--set", "lr=0.25", "--out", "sim", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["clients"], len(result["rounds"])) == (2, 1)
+    assert (result["params"]["lr"], result["params"]["batch_size"]) == (0.25, 8)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--partition", "dirichlett", "--alpha", 1), "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
+        (("--partition", "dirichlet"), "partition dirichlet needs alpha, for example --alpha 0.5"),
+        (("--alpha", "0.5"), "alpha = 0.5 means nothing to partition iid"),
+        (("--clients", 0), "clients = 0"),
+        (("--clients", 61), "60 samples for 61 clients"),
+        (("--method", "fedpre"), "did you mean 'fedper'?"),
+        (("--set", "lrr=1"), "did you mean 'lr'?"),
+        (("--set", "lr"), "expected name=value"),
+        (("--encoder-param", "width=3"), "width"),
+        (("--input", "hight=3"), "did you mean 'height'?"),
+        (("--partition", "none.json"), "no such file"),
+        (("--fraction", "1.5", "--rounds", "0"), "2 mistakes"),
+        (("--device", "cuda:99"), "cuda:99"),
+        (("--partition", "domains", "--data", "npz:nowhere.npz"), "nowhere.npz"),
+    ],
+)
+def test_mistakes_exit_with_2_and_write_nothing(call, images, tmp_path, words, said):
+    before = set(tmp_path.iterdir())
+    code, out, err = call(*images, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_without_data_it_says_how_to_name_some(call):
+    code, _, err = call("--method", "fedavg")
+    assert code == 2
+    assert "--data digits" in err
+
+
+def test_a_folder_that_holds_a_run_is_neither_overwritten_nor_gone_on_with_silently(call, images):
+    assert call(*images, *SHORT, "--out", "sim")[0] == 0
+    code, _, err = call(*images, *SHORT, "--out", "sim")
+    assert code == 2
+    assert "go on with it by --resume, or choose another folder with --out" in err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--resume",), "name it with --out"),
+        (("--resume", "--out", "nowhere"), "nowhere holds no simulation"),
+        (("--resume", "--out", "sim", "--rounds", 9), "rounds is 2, 9 was given"),
+    ],
+)
+def test_resuming_takes_nothing_but_the_folder(call, images, words, said):
+    assert call(*images, *SHORT, "--out", "sim")[0] == 0
+    code, _, err = call(*words)
+    assert code == 2
+    assert said in err
+
+
+def test_a_run_that_failed_says_so_again_when_it_is_resumed(call, images):
+    for words in ((*images, *SHORT, "--set", "lr=1e30", "--out", "sim"), ("--resume", "--out", "sim")):
+        code, out, err = call(*words)
+        assert (code, out) == (1, "")
+        assert "client 'c0': loss became nan" in err
+
+
+def test_a_terminal_gets_a_bar_with_the_time_that_is_left(call, images, monkeypatch):
+    monkeypatch.setattr(progress.console, "_force_terminal", True)
+    monkeypatch.setattr(progress.console, "is_interactive", True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    code, out, err = call(*images, *SHORT, "--out", "sim")
+    assert code == 0
+    assert " left " in err
+    assert "acc.personal" in err
+    assert "round 1 of 2:" not in err
+    assert "run-0001: fedavg" in out
+
+
+def test_saved_partition_of_the_run_can_be_given_to_another(call, images):
+    first = json.loads(call(*images, *SHORT, "--partition", "dirichlet", "--alpha", 1, "--out", "a", "--json")[1])
+    given = ("--partition", Path("a/partition.json"), "--rounds", 1, "--method", "local", "--seed", 4)
+    code, out, err = call(*images, *given, "--out", "b", "--json")
+    assert code == 0, err
+    second = json.loads(out)
+    assert second["partition_hash"] == first["partition_hash"]
+    assert second["partition"] == "dirichlet"
