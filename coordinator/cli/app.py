@@ -6,7 +6,7 @@ import typer
 
 from edge_agent import __version__
 
-from . import bench, demo, doctor, enroll, export, methods, report, run, serve, status
+from . import bench, cancel, demo, doctor, enroll, export, methods, report, run, serve, simulate, status
 
 app = typer.Typer(
     name="headwater",
@@ -38,6 +38,8 @@ def _root(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("run")(run.run)
+app.command("simulate")(simulate.simulate)
+app.command("cancel")(cancel.cancel)
 app.command("status")(status.status)
 app.command("export")(export.export)
 app.command("report")(report.report)
