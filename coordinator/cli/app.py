@@ -6,7 +6,7 @@ import typer
 
 from edge_agent import __version__
 
-from . import bench, cancel, demo, doctor, enroll, export, methods, report, run, serve, simulate, status
+from . import analyze, bench, cancel, demo, doctor, enroll, export, methods, report, run, serve, simulate, status
 
 app = typer.Typer(
     name="headwater",
@@ -43,6 +43,7 @@ app.command("cancel")(cancel.cancel)
 app.command("status")(status.status)
 app.command("export")(export.export)
 app.command("report")(report.report)
+app.command("analyze")(analyze.analyze)
 app.command("methods")(methods.methods)
 app.command("enroll")(enroll.enroll)
 app.command("doctor")(doctor.doctor)

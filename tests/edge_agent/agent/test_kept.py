@@ -71,3 +71,12 @@ def test_a_damaged_file_is_said_to_be_damaged_and_what_to_do(files):
         files.before(3)
     newest.unlink()
     assert value_before(files, 3) == 1
+
+
+def test_what_stood_after_rounds_that_are_kept_stays(tmp_path):
+    """Every third round: a client that was not in round 3 stood there as it came out of round 2."""
+    files = KeptFiles(tmp_path, keep_every=3)
+    for number in (1, 2, 5, 6, 7, 8, 11, 12, 13, 14):
+        files.write(number, *arrays(number))
+    assert [value_before(files, kept + 1) for kept in (3, 6, 9, 12)] == [2, 6, 8, 12]
+    assert sorted(int(path.stem[-7:]) for path in files.folder.iterdir()) == [2, 6, 8, 12, 13, 14]
