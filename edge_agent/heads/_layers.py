@@ -199,11 +199,11 @@ class Sgd:
             np.subtract(weight, np.multiply(speed, self._lr, out=gradient), out=weight)
 
 
-def batches(samples: int, batch_size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Rows of one epoch's batches in random order; a last batch of one sample joins the one before it."""
+def batches(samples: int, batch_size: int, rng: np.random.Generator, smallest: int = 2) -> Iterator[np.ndarray]:
+    """Rows of one epoch's batches in random order; a last batch of fewer than ``smallest`` joins the one before it."""
     order = rng.permutation(samples)
     cuts = list(range(batch_size, samples, batch_size))
-    if cuts and samples - cuts[-1] == 1 and batch_size > 1:
+    if cuts and samples - cuts[-1] < min(smallest, batch_size):
         cuts.pop()
     yield from np.split(order, cuts)
 

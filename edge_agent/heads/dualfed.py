@@ -31,6 +31,7 @@ class Params(HeadParams):
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(256, ge=2, description="batch norm needs two")
+    smallest_batch: int = Field(8, ge=2, description="a last batch of fewer joins the one before it")
     contrastive_weight: float = Field(40.0, ge=0, description="lambda in DualFed's Eq. 8")
     temperature: float = Field(0.2, gt=0, description="tau in DualFed's Eq. 7")
     ensemble: Literal["probs", "logits"] = Field("probs", description="what is added: probabilities (Eq. 5) or logits")
@@ -48,7 +49,9 @@ class Head(BaseHead):
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         tensors = start(data.features.shape[1], len(classes), self.params, rng)
         inputs = np.ascontiguousarray(data.features, np.float32)
-        trainer = Trainer(tensors, self.params, min(len(inputs), self.params.batch_size + 1))
+        trainer = Trainer(
+            tensors, self.params, min(len(inputs), self.params.batch_size + self.params.smallest_batch - 1)
+        )
         labels = np.searchsorted(classes, data.labels)
         with np.errstate(all="ignore"):  # numbers that are not finite show in the loss
             for epoch in range(1, self.params.epochs + 1):
@@ -85,7 +88,7 @@ class Trainer:
 
     def epoch(self, inputs: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> float:
         """One pass over all samples; returns the mean loss."""
-        split = layers.batches(len(labels), self._params.batch_size, rng)
+        split = layers.batches(len(labels), self._params.batch_size, rng, self._params.smallest_batch)
         return sum(len(rows) * self.step(inputs[rows], labels[rows]) for rows in split) / len(labels)
 
     def step(self, inputs: np.ndarray, labels: np.ndarray) -> float:
@@ -140,10 +143,13 @@ def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) ->
     slope = np.exp(log_odds, out=log_odds)
     slope -= alike
     slope *= counts[:, None] * (share / temperature)
+    loss = float(((everyone - same) * counts).sum() * share)
+    del similarity, alike  # a quarter of a megabyte each, at the peak
     pull = (slope + slope.T) @ unit
-    pull -= unit * np.einsum("ij,ij->i", unit, pull)[:, None]
+    unit *= np.einsum("ij,ij->i", unit, pull)[:, None]  # not needed any more
+    pull -= unit
     pull /= lengths
-    return float(((everyone - same) * counts).sum() * share), pull
+    return loss, pull
 
 
 def _check(loss: float, epoch: int, params: Params) -> None:

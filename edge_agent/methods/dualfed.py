@@ -6,8 +6,9 @@ Travels: encoder and global classifier, both ways, batch norm's gamma and beta i
 Stays: projector, personal classifier, running statistics of every batch norm layer.
 Server: uniform mean over the clients of the round.
 Differs from the paper: losses are means with a minus sign, where Eqs. 6 and 9 print sums with a plus. Weights start at
-random, not from ImageNet; random flips and rotations are off unless ``augment`` asks for them. A last batch of one
-sample joins the batch before it. In ``stage2_bn = "train"``, the default, the frozen network keeps its running
+random, not from ImageNet; random flips and rotations are off unless ``augment`` asks for them. A last batch of
+fewer than ``smallest_batch`` samples joins the batch before it: two samples behind batch norm are plus and minus the
+same, and one such step can undo a run. In ``stage2_bn = "train"``, the default, the frozen network keeps its running
 statistics moving in stage two, as the official code does and the paper does not say.
 """
 
@@ -43,6 +44,11 @@ class Params(MethodParams):
     """The paper's defaults; what it does not say is the official code's for PACS."""
 
     batch_size: int = Field(256, ge=2, description="Sec. 5.3; batch norm needs two")
+    smallest_batch: int = Field(
+        8,
+        ge=2,
+        description="a last batch of fewer joins the one before it: behind batch norm, two differ by its sign; ours",
+    )
     contrastive_weight: float = Field(
         40.0, ge=0, description="lambda in Eq. 8; official scripts: PACS 40, Office-Home 2"
     )
@@ -125,6 +131,7 @@ class Method(Base):
                 optimizer,
                 epochs=self.params.local_epochs,
                 batch_size=self.params.batch_size,
+                smallest_batch=self.params.smallest_batch,
                 frozen=[part for part in PARTS if part not in trained],
                 frozen_norm=self.params.stage2_bn,
                 weights={"contrastive_weight (lambda)": self.params.contrastive_weight},
@@ -210,7 +217,16 @@ class Method(Base):
 
 
 _HEAD_PARAMS = (
-    *("lr", "momentum", "weight_decay", "batch_size", "contrastive_weight", "temperature", "ensemble"),
+    *(
+        "lr",
+        "momentum",
+        "weight_decay",
+        "batch_size",
+        "smallest_batch",
+        "contrastive_weight",
+        "temperature",
+        "ensemble",
+    ),
     *("projector_depth", "projector_width", "projector_norm"),
 )
 

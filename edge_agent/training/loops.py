@@ -21,19 +21,21 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""
 
 
-def batches(samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False) -> list[np.ndarray]:
+def batches(
+    samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False, smallest: int = 2
+) -> list[np.ndarray]:
     """Index arrays (b,) int64 of one epoch in random order; together every sample once.
 
-    A last batch of a single sample joins the one before it: batch norm cannot learn from one sample, and dropping it
-    would make the same sample count less than others. With ``drop_last`` the samples behind the last whole batch sit
-    out this epoch; fewer samples than one batch still make a short one.
+    A last batch of fewer than ``smallest`` samples joins the one before it: batch norm cannot learn from one sample,
+    and dropping it would make the same sample count less than others. With ``drop_last`` the samples behind the last
+    whole batch sit out this epoch; fewer samples than one batch still make a short one.
     """
     order = rng.permutation(samples)
     if drop_last and samples > batch_size:
         order = order[: samples - samples % batch_size]
         samples = len(order)
     cuts = list(range(batch_size, samples, batch_size))
-    if cuts and samples - cuts[-1] == 1 and batch_size > 1:
+    if cuts and samples - cuts[-1] < min(smallest, batch_size):
         cuts.pop()
     return np.split(order, cuts) if samples else []
 
@@ -87,6 +89,7 @@ def train_epochs(
     frozen_norm: Literal["eval", "train"] = "eval",
     before_step: Callable[[], None] | None = None,
     drop_last: bool = False,
+    smallest_batch: int = 2,
     weights: Mapping[str, float] | None = None,
     log: str = "loss",
 ) -> float:
@@ -95,7 +98,7 @@ def train_epochs(
     The parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
     mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
     ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is no finite number.
-    ``drop_last`` is that of `batches`.
+    ``drop_last`` and ``smallest_batch`` are those of `batches`.
 
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
@@ -105,7 +108,7 @@ def train_epochs(
     mean_loss = math.nan
     with _training_mode(client.model, frozen, frozen_norm):
         for epoch in range(1, epochs + 1):
-            split = batches(client.samples, batch_size, client.rng, drop_last=drop_last)
+            split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
             mean_loss = _epoch(client, loss, optimizer, split, before_step)
             if not math.isfinite(mean_loss):
                 suspects = {"lr": optimizer.param_groups[0]["lr"], **(weights or {})}

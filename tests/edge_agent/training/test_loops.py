@@ -74,6 +74,17 @@ def test_a_last_single_sample_joins_the_batch_before():
     assert [len(b) for b in loops.batches(2, 50, np.random.default_rng(0))] == [2]
 
 
+def test_a_last_batch_that_is_too_small_joins_the_one_before_it():
+    def sizes(samples, size, smallest):
+        return [len(b) for b in loops.batches(samples, size, np.random.default_rng(0), smallest=smallest)]
+
+    assert sizes(226, 32, 8) == [32] * 6 + [34]
+    assert sizes(231, 32, 8) == [32] * 6 + [39]
+    assert sizes(232, 32, 8) == [32] * 7 + [8]
+    assert sizes(6, 32, 8) == [6]
+    assert sizes(11, 4, 8) == [4, 7], "no more than one batch joins"
+
+
 def test_the_order_comes_from_the_generator():
     one, same, other = (loops.batches(20, 4, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
