@@ -98,7 +98,7 @@ def round_(
 
 @app.command("device")
 def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -> None:
-    """Memory and CPU of a device without torch: idle, with an encoder, and fitting a head. The first time takes longer.
+    """Memory and CPU of a device without torch: idle, with an encoder, and fitting heads. The first time takes longer.
 
     Example: headwater bench device --json
     """

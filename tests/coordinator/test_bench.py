@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coordinator.bench import noop, processes, rounds, tcp, transport, w1
+from coordinator.bench import device, noop, processes, rounds, sample, tcp, transport, w1
 from coordinator.bench.figures import Row, caveat, machine, median, quantile, rounded
 from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
@@ -197,6 +197,31 @@ def test_workload_w1_has_the_network_of_its_description():
     weights = sum(weight.numel() for weight in encoder.parameters())
     assert weights + 512 * 10 + 10 == 281_034
     assert encoder(torch.zeros(2, 1, 28, 28)).shape == (2, 512)
+
+
+@pytest.mark.broker
+def test_an_idle_agent_without_torch_is_measured_in_a_process_of_its_own(tmp_path):
+    found = {row.name: row.value for row in device.idle_rows(tmp_path, 1)}
+    assert 20 < found["idle agent"] < 100
+    assert found["idle agent, its own pages"] <= found["idle agent"]
+    assert 0.05 < found["CPU until ready"] < 10
+
+
+def test_a_head_is_fitted_in_a_process_of_its_own_beside_its_budgets(tmp_path):
+    seconds, memory = device.head_rows("lr", tmp_path)
+    assert (seconds.name, seconds.unit, seconds.budget) == ("LR head, 600 x 512 x 10", "s", 0.05)
+    assert 0.001 < seconds.value < 5
+    assert (memory.name, memory.unit, memory.budget) == ("LR head, 600 x 512 x 10, the process", "MB", 60.0)
+    assert 30 < memory.value < 100
+
+
+@pytest.mark.parametrize("name", sorted(device.HEADS))
+def test_every_head_of_the_benchmark_is_fitted_with_its_own_defaults(name, monkeypatch):
+    monkeypatch.setattr(sample, "SAMPLES", 20)
+    monkeypatch.setattr(sample, "FEATURES", 8)
+    found = sample.fit(name)
+    assert found["seconds"] > 0
+    assert found.get("epochs") == (None if name == "lr" else 50)
 
 
 def test_the_benchmarks_method_is_not_among_those_that_people_see():
