@@ -18,7 +18,7 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
 
     Raises:
         UsageError: the one mistake there is: an unknown method or encoder (the nearest name is suggested), parameters
-            that they do not have, data for calibration that are not there.
+            that they do not have, a task that the method cannot do, data for calibration that are not there.
         ConfigError: several of them, all listed.
         MissingCapability: a package that the method or the encoder needs is not installed.
     """
@@ -29,6 +29,8 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
         lambda: data.check(config.export.calibration, config.export.folder) if config.export.calibration else None,
     )
     mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
+    if made and (unfit := _mistake(lambda: made[0].check(config.task))) is not None:
+        mistakes.append(unfit)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes:

@@ -62,6 +62,19 @@ class Collection:
         """Cohort members that have neither been accepted nor refused."""
         return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
 
+    def has_quorum(self, share: float) -> bool:
+        """Whether at least ``share`` of those who train have delivered: devices that only join answer in no time.
+
+        Where nobody trains, all count. One update is the least in any case.
+        """
+        asked = [agent for agent in self.cohort if agent not in self.joining] or self.cohort
+        return sum(agent in self.accepted for agent in asked) >= max(1.0, share * len(asked) - 1e-9)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether every member has said that it cannot: with the same seed it could not the next time either."""
+        return not self.accepted and not self.outstanding
+
     def expects(self, agent: str) -> Mapping[str, Spec]:
         """The tensors that an update of this agent holds, no more and no less."""
         return self.extras if agent in self.joining else self.expected

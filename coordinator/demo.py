@@ -116,7 +116,7 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
         "embedded": {"port": 0},
         "task": task.model_dump(mode="json"),
         "cohort": {"min_agents": len(TRAIN_STYLES)},
-        "round": {"quorum": 1.0, "deadline_s": 120.0},
+        "round": {"quorum": 1.0, "deadline_s": 300.0},
         "evaluate_every": EVALUATE_EVERY,
         # The older exporter takes 0.2 s for this encoder where the newer takes 7; the gates are the same.
         "export": {"exporter": "legacy", "calibration": f"digits:{TRAIN_STYLES[0]}?n=128"},

@@ -59,7 +59,7 @@ class Finisher:
                 "seed": request.seed,
                 "status": "finished",
                 "at": utc_now().isoformat(timespec="seconds"),
-                "seconds": round(fleet.stopwatch() - loop.started_at, 3),
+                "seconds": round(loop.account.seconds(fleet), 3),
                 "encoder_sha256": sha,
                 "agents": agents,
                 "faults": dict(sorted(loop.answers.faults.items())),
@@ -75,6 +75,7 @@ class Finisher:
 def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:
     """What one device got; all figures are of the run's encoder, whichever the device runs now."""
     member, fleet = loop.fleet.roster.get(agent), loop.fleet
+    up, down = loop.account.traffic(fleet, agent)
     acc = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
     return {
         "id": agent,
@@ -87,6 +88,6 @@ def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:
         "one_class": report.one_class,
         "rss_mb": round(report.rss_mb, 1),
         "torch_loaded": report.torch_loaded,
-        "bytes_up": fleet.collector.bytes_from.get(agent, 0),
-        "bytes_down": fleet.distributor.bytes_to.get(agent, 0),
+        "bytes_up": up,
+        "bytes_down": down,
     }

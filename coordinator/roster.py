@@ -63,17 +63,19 @@ class Roster:
             dict(message.facts),
         )
         before = self._members.get(agent)
-        if before is not None and before.boot == member.boot:
-            member.notes = before.notes
+        if before is not None:
+            member.samples = member.samples or before.samples
+            member.notes = before.notes if before.boot == member.boot else member.notes
         member.heard_at = self._clock()
         self._members[agent] = member
         return member
 
     def reported(self, agent: str, message: Report) -> bool:
-        """Note which encoder an agent runs now, and why if it is not the new one; False for one not on the roster."""
+        """Note samples and encoder of an agent, and why if it is not the new one; False for one not on the roster."""
         member = self._members.get(agent)
         if member is None:
             return False
+        member.samples = message.samples or member.samples
         if message.fingerprint:
             member.fingerprint = message.fingerprint
             member.notes.pop("rolled_back", None)

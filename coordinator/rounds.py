@@ -32,7 +32,7 @@ from .keeping import blobs_in_use, keep
 from .pooling import pool
 from .request import Request
 from .steering import why_stop
-from .tally import Tally, line, restore
+from .tally import Account, Tally, line, restore
 from .words import counted, listed
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RunLoop:
 
     asked: Assignment | None = None
     answers: Answers = field(init=False)
-    started_at: float = 0.0
+    account: Account = field(init=False)
     stopped: str = ""
     """Why the run ended before its last round; empty when it did not."""
 
@@ -72,7 +72,7 @@ class RunLoop:
     def steps(self) -> Steps:
         """The whole run, from wherever the journal says it is."""
         record = self.fleet.state.journal.replay(self.run)
-        self.started_at = self.fleet.stopwatch()
+        self.account = Account.begin(self.fleet, self.run)
         self._begin(record.checkpoint)
         last = record.round
         for number in range(record.round + 1, self.request.rounds + 1):
@@ -172,13 +172,13 @@ class RunLoop:
             self._ask(number, collection.outstanding, joining=joining)
             yield from self._collect(collection)
             self._call_off(collection)
-            if self._has_quorum(collection):
+            if collection.has_quorum(config.quorum):
                 break
             got = len(collection.accepted)
             log.warning("round_missed run=%s round=%d attempt=%d got=%d", self.run, number, attempt, got)
             attempt, resumed = attempt + 1, None
-            if attempt > config.max_attempts:
-                raise RunFailed(self._why_failed(number, collection))
+            if attempt > config.max_attempts or collection.is_hopeless:
+                raise RunFailed(self._why_failed(number, attempt - 1, collection))
         self._close(number, collection, tally)
 
     def _gather(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
@@ -273,7 +273,7 @@ class RunLoop:
         quorum_at: float | None = None
         while collection.outstanding:
             now = clock()
-            if self._has_quorum(collection):
+            if collection.has_quorum(config.quorum):
                 quorum_at = now if quorum_at is None else quorum_at
             patience = self._patience(collection)
             limit = deadline if quorum_at is None else min(deadline, quorum_at + config.grace_s, now + patience)
@@ -294,13 +294,10 @@ class RunLoop:
         self.fleet.collector.close()
         self._withdraw()
 
-    def _has_quorum(self, collection: Collection) -> bool:
-        return len(collection.accepted) >= max(1.0, self.fleet.config.round.quorum * len(collection.cohort) - 1e-9)
-
-    def _why_failed(self, number: int, collection: Collection) -> str:
+    def _why_failed(self, number: int, times: int, collection: Collection) -> str:
         missing = ", ".join(collection.outstanding) or "nobody"
         refused = "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items())) or "none"
-        got, size, times = len(collection.accepted), len(collection.cohort), self.fleet.config.round.max_attempts
+        got, size = len(collection.accepted), len(collection.cohort)
         return (
             f"round {number} missed its quorum {counted(times, 'time')}: {got} of {size} updates; missing: {missing}; "
             f"refused: {refused}; mend those agents or lower round.quorum"

@@ -331,7 +331,7 @@ class Coordinator:
         if before is None or before.boot != message.boot or not before.is_present:
             self.distributor.forget(agent)
             event = "agent_joined" if before is None else "agent_back"
-            log.info("%s agent=%s tier=%s samples=%d", event, agent, message.tier, message.samples)
+            log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
         now = utc_now().isoformat(timespec="seconds")
         welcome = wire.Welcome(epoch=self.epoch, software=__version__, lease_s=self.roster.lease_s, time=now)
         self.send(agent, welcome)

@@ -17,6 +17,7 @@ settings.register_profile("headwater", deadline=None, print_blob=True)
 settings.load_profile("headwater")
 
 SEED = int(os.environ.get("HEADWATER_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+os.environ["HEADWATER_TEST_SEED"] = str(SEED)  # the processes among which pytest-xdist divides the files need one order
 
 
 def pytest_report_header() -> str:

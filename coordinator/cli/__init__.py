@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from edge_agent.errors import HeadwaterError, MissingCapability, cause
+from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause
 
 __all__ = ["main"]
 
@@ -20,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(given)
+    except SystemExit as end:
+        if end.code == UsageError.exit_code and "--json" in given:
+            _print_json("UsageError", "the command line is wrong; stderr says where", UsageError.exit_code)
+        raise
     except HeadwaterError as error:
         sys.exit(_report(error, error.exit_code, as_json="--json" in given))
     except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
@@ -45,6 +49,9 @@ def _in_words(error: OSError) -> HeadwaterError:
 def _report(error: Exception, code: int, *, as_json: bool) -> int:
     print(f"headwater: {error}", file=sys.stderr)
     if as_json:
-        kind = type(error).__name__
-        print(json.dumps({"error": {"kind": kind, "message": str(error), "exit_code": code}}))
+        _print_json(type(error).__name__, str(error), code)
     return code
+
+
+def _print_json(kind: str, message: str, code: int) -> None:
+    print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))

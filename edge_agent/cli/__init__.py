@@ -14,9 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError
+from ..errors import HeadwaterError, UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "be an agent: join a federation until told to stop"),
@@ -51,8 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints, too, are one JSON object where ``--json`` was given."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        """Usage and message to stderr; exit code 2."""
+        if _Parser.as_json:
+            print(json.dumps({"error": {"kind": "UsageError", "message": message, "exit_code": UsageError.exit_code}}))
+        super().error(message)
+
+
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    _Parser.as_json = "--json" in given
+    parser = _Parser(
         prog="edge-agent",
         description="Personal models on a device: an encoder from a bundle, and a head that is fitted and stays here.",
         epilog="example:\n  edge-agent fit --bundle b.hwb --data images:photos --head lr --out head",

@@ -61,9 +61,12 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> i
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
+    from .. import heads
     from ..personalize import evaluate_heads
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
+    for name in names or ():
+        heads.get(name)  # a name that nobody has is a mistake of the command line, not of a head
     encoder = opening.encoder(arguments, bundle)
     results, failed = evaluate_heads(bundle, samples, names, encoder=encoder, **_split_of(arguments))
     content = {"heads": [result.metrics() for result in results], "failed": failed}

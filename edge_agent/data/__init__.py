@@ -70,7 +70,9 @@ def load(
     labels = np.repeat(labels, counts)
     places = tuple(name for name, count in zip(raw.names, counts, strict=False) for _ in range(count))
     if len(found := np.unique(labels)) == 1:
-        _log.warning("one_class source=%s class=%s: a head on these data can only answer that", source, names[found[0]])
+        _log.warning(
+            "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[found[0]]
+        )
     return Samples(inputs, labels, names, spec, groups, places)
 
 

@@ -126,6 +126,13 @@ class Method:
         """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
         return ""
 
+    def check(self, task: Task) -> None:
+        """Nothing, where the method can do this task; asked before a run is taken.
+
+        Raises:
+            ConfigError: it cannot; all reasons are listed.
+        """
+
     def build(self, task: Task) -> Parts:
         """A model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
         from ..training.parts import encoder_and_head

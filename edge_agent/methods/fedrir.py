@@ -97,6 +97,11 @@ class Method(Base):
         """The global feature extractor."""
         return ("encoder",)
 
+    def check(self, task: Task) -> None:
+        """Nothing, where images can be masked and redrawn, or need not be."""
+        if not self.params.without_mcsl:
+            refuse_unfit(task, self.params.patch)
+
     def build(self, task: Task) -> Parts:
         """Encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
 
@@ -104,9 +109,9 @@ class Method(Base):
             ConfigError: the inputs cannot be masked, or not be drawn again by the generator.
             UnknownName: no such encoder.
         """
+        self.check(task)
         if self.params.without_mcsl:
             return encoder_and_head(task)
-        refuse_unfit(task, self.params.patch)
         encoder = create(task)
         shared, own = feature_dim(encoder), self.params.specific_dim
         parts = {"specific": SpecificEncoder(task, own), "generator": Generator(task, own)}
@@ -218,7 +223,8 @@ def refuse_unfit(task: Task, patch: int) -> None:
     need = math.lcm(patch, SHRINKS)
     mistakes = [
         f"task.input.{name} is {side}, expected a multiple of {need} (patch {patch}, and the generator draws multiples "
-        f"of {SHRINKS}); resize to {max(need, side - side % need)}, or change patch"
+        f"of {SHRINKS}); resize to {max(need, side - side % need)}"
+        + (", or change patch" if side % SHRINKS == 0 else "")
         for name, side in zip(("height", "width"), task.input_shape[1:], strict=True)
         if side % need
     ]

@@ -55,3 +55,13 @@ def test_wrong_parameters_of_the_encoder_are_told(params, hint):
 def test_data_for_calibration_that_are_not_there_are_told(tmp_path):
     with pytest.raises(UsageError, match="gone"):
         checked_method(config(export={"calibration": f"images:{tmp_path / 'gone'}"}), "fedavg", {})
+
+
+def test_a_task_that_the_method_cannot_do_is_told():
+    task = config(encoder="fedrir_cnn", encoder_params={}).task
+    odd = task.model_copy(update={"input": task.input.model_copy(update={"height": 30, "width": 28})})
+    wrong = config().model_copy(update={"task": odd})
+    with pytest.raises(ConfigError, match="height is 30") as caught:
+        checked_method(wrong, "fedrir", {})
+    assert len(caught.value.mistakes) == 1
+    checked_method(wrong, "fedrir", {"without_mcsl": True})

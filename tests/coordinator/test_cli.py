@@ -168,6 +168,12 @@ def test_an_error_with_json_is_one_object_too(call, config):
     assert found["message"] in err
 
 
+def test_wrong_usage_with_json_is_one_object_too(call):
+    code, out, err = call("methods", "--json", "--nope")
+    assert (code, json.loads(out)["error"]["exit_code"]) == (2, 2)
+    assert "--nope" in err
+
+
 def test_a_folder_that_cannot_be_written_is_no_traceback(call, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = call("enroll", "porch", "--users", tmp_path / "file" / "users")
@@ -320,10 +326,10 @@ def test_table_of_the_readme_is_what_the_methods_say():
 def test_table_goes_only_between_its_marks():
     with pytest.raises(UsageError, match="expected a line"):
         with_table("# Headwater\n")
-    made = with_table(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    made = with_table(f"before\n{MARKS[0]}\nwas here\n{MARKS[1]}\nafter\n")
     assert made.startswith(f"before\n{MARKS[0]}\n| method |")
     assert made.endswith(f"|\n{MARKS[1]}\nafter\n")
-    assert "old" not in made
+    assert "was here" not in made
 
 
 def test_doctor_says_what_is_here(call):

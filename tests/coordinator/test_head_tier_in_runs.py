@@ -176,6 +176,20 @@ def test_a_device_without_torch_sends_the_extra_arrays_and_nothing_else(tmp_path
     assert all(any(name.startswith("encoder.") for name in tensors) for tensors in sent_by(fed, "a0"))
 
 
+def test_devices_that_only_join_make_no_quorum_however_many_they_are(tmp_path):
+    """Four have answered at once, which is 0.8 of five; the one that trains takes 50 s."""
+    around = {"cohort": {"tier": "any"}, "round": {"quorum": 0.8, "grace_s": 1}}
+    with Federation(tmp_path, duties=TinyDuties, task=TASK, agents=(), **around) as fed:
+        fed.add("a0", seconds=50)
+        for name in ("h1", "h2", "h3", "h4"):
+            fed.add(name, tier="head")
+        fed.settle()
+        fed.request("fedpac", rounds=1, params=FEDPAC)
+        fed.finish()
+        (line,) = (line for line in fed.metrics() if line["kind"] == "round")
+    assert (line["agents"], line["missing"]) == (["a0", "h1", "h2", "h3", "h4"], [])
+
+
 def test_its_statistics_are_those_of_the_encoder_of_the_round(tmp_path):
     import torch
 

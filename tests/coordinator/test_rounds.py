@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from federation_harness import Federation, Stranger, lose, step_of
 
+from edge_agent.errors import TrainingFailed
 from edge_agent.wire import messages as wire
 
 
@@ -147,6 +148,43 @@ def test_an_agent_without_a_will_is_lost_by_its_lease(tmp_path):
         fed.kill("a1", will=False)
         took = fed.until(lambda: fed.entries("round_closed"))
         assert 40 < took < 50
+
+
+def test_a_round_that_nobody_can_do_is_not_tried_again(tmp_path):
+    def diverge(job):
+        raise TrainingFailed("the loss became nan at lambda 1e30")
+
+    with Federation(tmp_path, agents=2, round={"max_attempts": 3}) as fed:
+        for duties in fed.duties.values():
+            duties.before = diverge
+        fed.request(rounds=2)
+        fed.finish()
+        assert [(number, attempt) for number, attempt, _ in opened(fed)] == [(1, 1)]
+        reason = fed.record.outcome["reason"]
+    assert "missed its quorum 1 time" in reason
+    assert "lambda 1e30" in reason
+
+
+def test_the_bytes_of_a_run_are_its_own_and_survive_a_kill(tmp_path):
+    def moved(fed, run):
+        return [(agent["bytes_up"], agent["bytes_down"]) for agent in fed.state.run(run).summary()["agents"]]
+
+    with Federation(tmp_path, agents=2) as fed:
+        runs = []
+        for seed in range(2):  # equal seeds have equal bytes, which devices need not be sent again
+            runs.append(fed.request(rounds=3, seed=seed))
+            fed.finish()
+        third = fed.request(rounds=3, seed=2)
+        fed.until(lambda: fed.entries("round_closed", round=2))
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.finish()
+        first, second, killed = (moved(fed, run) for run in (*runs, third))
+        closed = fed.entries("round_closed")
+    assert first == second
+    assert all(up > 0 and down > 0 for up, down in first)
+    assert [up for up, _ in killed] == [up for up, _ in first]
+    assert sum(entry.body["traffic"]["a0"][0] for entry in closed) == killed[0][0]
 
 
 def test_a_round_that_misses_its_quorum_is_opened_again_and_then_the_run_fails_with_the_names(tmp_path):

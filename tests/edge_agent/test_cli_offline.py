@@ -62,10 +62,23 @@ def test_tables_show_units(place, capsys):
     assert "acc.personal" in text
     assert "%" in text
     assert "held back" in text
-    assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr,nope"]) == 0
-    text = capsys.readouterr().out
-    assert "exact" in text
-    assert "unknown head 'nope'" in text
+    assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr"]) == 0
+    assert "exact" in capsys.readouterr().out
+
+
+def test_a_head_that_does_not_exist_is_a_mistake_of_the_command_line(place, capsys):
+    assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr,nope"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "unknown head 'nope'" in err) == ("", True)
+
+
+def test_wrong_usage_with_json_is_one_object(place, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--bundle", "b.hwb", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)["error"]
+    assert (end.value.code, found["exit_code"]) == (2, 2)
+    assert found["message"] in err
 
 
 def test_pictures_are_classified_by_the_head_or_the_shared_classifier(place, capsys):

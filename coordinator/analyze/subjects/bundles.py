@@ -44,14 +44,14 @@ class Bundled(Subject):
             DataError: data that do not fit.
             BundleError: the bundle is damaged or of another version.
         """
-        if not place.data:
-            raise UsageError(
-                f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
-                "for example --data a=images:photos"
-            )
         stack = ExitStack()
         try:
             bundle = _opened(path, stack)
+            if not place.data:
+                raise UsageError(
+                    f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
+                    "for example --data a=images:photos"
+                )
             held = holdings(place.data, bundle.manifest.task, settings)
             made = cls(path, bundle, held, Encoder.open(bundle, "fp32", cache=False))
         except BaseException:
