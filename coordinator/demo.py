@@ -35,10 +35,18 @@ EVALUATE_EVERY = 5
 METHOD_PARAMS: dict[str, dict[str, Any]] = {
     "repper": {"local_epochs": 1, "batch_size": 128, "lr": 3e-3, "augment": False, "global_head": True},
     "dualfed": {"local_epochs": 1, "batch_size": 32, "lr": 0.05, "contrastive_weight": 1.0},
-    "fedrir": {"local_epochs": 1, "batch_size": 32, "lr": 1e-3},
+    "fedrir": {
+        "local_epochs": 1,
+        "batch_size": 32,
+        "lr": 2e-3,
+        "id_mode": "vclub",
+        "id_weight": 0.01,
+        "specific_dim": 64,
+    },
 }
 """Little local work and many rounds: with 225 images a client, representations that drift apart average to nothing.
-The usual views flip and crop, which turns digits into other digits, so they are off."""
+The usual views flip and crop, which turns digits into other digits, so they are off. FedRIR's own features are 64, not
+512, which makes a round four times as fast."""
 
 DEFAULT_PARAMS: dict[str, Any] = {"local_epochs": 1, "batch_size": 32, "lr": 0.05}
 

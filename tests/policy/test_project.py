@@ -28,7 +28,7 @@ else:
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -c configs/constraints-cpu.txt"
 README_COMMANDS = (
     f"{INSTALL} '.[all]' && .venv/bin/headwater demo",
-    f"{INSTALL} -e '.[all,dev]' && .venv/bin/pytest",
+    f"{INSTALL} -e '.[all,dev]' && .venv/bin/pytest -n auto",
 )
 
 
