@@ -18,7 +18,8 @@ from .base import Head as BaseHead
 _CELLS = 2_000_000
 """Distances that are held at once, 16 MB."""
 
-_GRID = np.linspace(0.0, 1.0, 11)
+MIXES: tuple[float, ...] = tuple(np.linspace(0.0, 1.0, 11).tolist())
+"""Values of lambda that are tried."""
 
 
 class Params(NormedParams):
@@ -81,15 +82,18 @@ class Head(BaseHead):
 
 def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
     """The lambda of 0, 0.1 ... 1 with most correct answers, then with the smallest mean log loss, then the smallest."""
-    rows = np.arange(len(labels))
+    return max(MIXES, key=lambda share: quality(near, shared, labels, share))
 
-    def quality(share: float) -> tuple[int, float]:
-        mixed = share * near + (1 - share) * shared
-        right = int((mixed.argmax(axis=1) == labels).sum())
-        # Rounded: shares of one and the same probability differ in their last digits.
-        return right, round(float(np.log(np.maximum(mixed[rows, labels], 1e-12)).mean()), 9)
 
-    return float(max(_GRID, key=quality))
+def quality(near: np.ndarray, shared: np.ndarray, labels: np.ndarray, share: float) -> tuple[int, float]:
+    """How well a mixture of probabilities (n, K) answers: correct answers, and minus the mean log loss; more is better.
+
+    ``share``: lambda, that of ``near``.
+    """
+    mixed = share * near + (1 - share) * shared
+    right = int((mixed.argmax(axis=1) == labels).sum())
+    # Rounded: shares of one and the same probability differ in their last digits.
+    return right, round(float(np.log(np.maximum(mixed[np.arange(len(labels)), labels], 1e-12)).mean()), 9)
 
 
 def votes(

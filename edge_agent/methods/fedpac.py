@@ -37,6 +37,7 @@ from ..heads import fedpac as steps
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, sgd, train_epochs
 from ..training.parts import Parts, to_arrays
+from ._clients import names_in, packed
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
 from .base import Method as Base
@@ -121,7 +122,7 @@ class Method(Base):
 
     def downlink(self, state: State, client: str) -> Tensors:
         """The client's combination of classifiers, from the last round that it took part in."""
-        names = _names(state, "clients.names")
+        names = names_in(state, "clients.names")
         if client in names:
             row = names.index(client)
             return {name: state[f"clients.{name}"][row] for name in _HEAD}
@@ -146,7 +147,7 @@ class Method(Base):
     def combination(self, state: State) -> tuple[tuple[str, ...], np.ndarray]:
         """Participants of the last round, and weights (m, m) float32: row i combines the classifier of client i."""
         empty = np.zeros((0, 0), np.float32)
-        return _names(state, "mixing.names"), state.get("mixing.weights", empty)
+        return names_in(state, "mixing.names"), state.get("mixing.weights", empty)
 
     def global_head(self, state: State) -> Tensors | None:
         """The mean of the clients' latest classifiers by sample counts; None before the first round.
@@ -329,30 +330,18 @@ def _emptied(held: list[tuple[float, Tensors]]) -> Iterator[tuple[float, Tensors
 def _heads(state: State, members: Sequence[_Member], weights: np.ndarray) -> Tensors:
     """The combined classifiers of this round beside those of clients that were not in it, and the weights."""
     present = {member.client: place for place, member in enumerate(members)}
-    before = {name: place for place, name in enumerate(_names(state, "clients.names")) if name not in present}
+    before = {name: place for place, name in enumerate(names_in(state, "clients.names")) if name not in present}
     everybody = sorted({*present, *before})
     old, new = ([place for place, name in enumerate(everybody) if name in group] for group in (before, present))
     mixed = {name: combined(weights, [member[name] for member in members]) for name in _HEAD}
     fresh = {**mixed, "samples": np.array([member.samples for member in members])}
-    found: Tensors = {"clients.names": _packed(everybody)}
+    found: Tensors = {"clients.names": packed(everybody)}
     for name, array in fresh.items():
         found[f"clients.{name}"] = np.empty((len(everybody), *array.shape[1:]), array.dtype)
         found[f"clients.{name}"][new] = array
         if before:
             found[f"clients.{name}"][old] = state[f"clients.{name}"][list(before.values())]
-    return {**found, "mixing.names": _packed(sorted(present)), "mixing.weights": weights.astype(np.float32)}
-
-
-def _packed(names: Sequence[str]) -> np.ndarray:
-    """Names as the rows of a uint8 array, filled up with zeros: tensors hold no text, and their names are limited."""
-    text = np.array([name.encode() for name in names])
-    return text.view(np.uint8).reshape(len(names), -1)
-
-
-def _names(state: State, which: str) -> tuple[str, ...]:
-    """Names out of a `_packed` array of the state; none where there is no such array."""
-    rows = state.get(which)
-    return () if rows is None else tuple(row.tobytes().rstrip(b"\0").decode() for row in rows)
+    return {**found, "mixing.names": packed(sorted(present)), "mixing.weights": weights.astype(np.float32)}
 
 
 def _finite_features(client: Client) -> np.ndarray:

@@ -20,6 +20,9 @@ from .parts import Parts
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""
 
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""One step of learning from a batch, updates included; returns the batch's scalar loss as it was before."""
+
 
 def batches(
     samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False, smallest: int = 2
@@ -103,47 +106,85 @@ def train_epochs(
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
     """
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(inputs, labels)
+        value.backward()  # type: ignore[no-untyped-call]
+        if before_step is not None:
+            before_step()
+        optimizer.step()
+        return value
+
+    return train_by_steps(
+        client,
+        step,
+        epochs=epochs,
+        batch_size=batch_size,
+        frozen=frozen,
+        frozen_norm=frozen_norm,
+        drop_last=drop_last,
+        smallest_batch=smallest_batch,
+        suspects={"lr": optimizer.param_groups[0]["lr"], **(weights or {})},
+        log=log,
+    )
+
+
+def train_by_steps(
+    client: Client,
+    step: Step,
+    *,
+    epochs: int,
+    batch_size: int,
+    suspects: Mapping[str, float],
+    frozen: Sequence[str] = (),
+    frozen_norm: Literal["eval", "train"] = "eval",
+    drop_last: bool = False,
+    smallest_batch: int = 2,
+    steps: int = 0,
+    log: str = "loss",
+) -> float:
+    """As `train_epochs`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
+
+    ``suspects`` are named, with their values, where the loss is no finite number. ``steps`` other than 0 is the number
+    of steps to do, in as many epochs as that takes.
+
+    Raises:
+        TrainingFailed: as `train_epochs`.
+    """
     if not client.samples:
         raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
-    mean_loss = math.nan
+    mean_loss, done = math.nan, 0
     with _training_mode(client.model, frozen, frozen_norm):
-        for epoch in range(1, epochs + 1):
+        for epoch in range(1, (steps or epochs) + 1):
             split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
-            mean_loss = _epoch(client, loss, optimizer, split, before_step)
+            split = split[: steps - done] if steps else split
+            mean_loss = _epoch(client, step, split)
             if not math.isfinite(mean_loss):
-                suspects = {"lr": optimizer.param_groups[0]["lr"], **(weights or {})}
                 raise TrainingFailed(
                     f"client '{client.id}': loss became {mean_loss} in epoch {epoch} of {epochs} at "
                     f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
                     f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
                 )
             client.log[log] = mean_loss
+            done += len(split)
+            if done == steps:
+                break
     return mean_loss
 
 
-def _epoch(
-    client: Client,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    split: Sequence[np.ndarray],
-    before_step: Callable[[], None] | None,
-) -> float:
+def _epoch(client: Client, step: Step, split: Sequence[np.ndarray]) -> float:
     total = torch.zeros((), device=client.device)
     for indices in split:
         chosen = torch.from_numpy(indices).to(client.device)
-        optimizer.zero_grad(set_to_none=True)
-        value = _value(client, loss, chosen)
-        value.backward()  # type: ignore[no-untyped-call]
-        if before_step is not None:
-            before_step()
-        optimizer.step()
+        value = _value(client, step, chosen)
         total += value.detach() * len(indices)  # stays on the device: no wait for the GPU in each step
     return float(total) / sum(map(len, split))
 
 
-def _value(client: Client, loss: Loss, chosen: torch.Tensor) -> torch.Tensor:
+def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
     try:
-        return loss(client.train_inputs[chosen], client.train_labels[chosen])
+        return step(client.train_inputs[chosen], client.train_labels[chosen])
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

@@ -10,7 +10,7 @@ import torch
 
 from edge_agent import methods
 from edge_agent.methods.base import Client, Method, Update
-from edge_agent.task import ImageInput, Task, Tensors
+from edge_agent.task import ImageInput, Task, Tensors, WindowInput
 from edge_agent.training.parts import Parts, load_arrays, personal_names, to_arrays
 from edge_agent.wire.tensors import decode, encode
 
@@ -19,6 +19,13 @@ TASK = Task(
     class_names=("left", "middle", "right"),
     encoder="small_cnn",
     encoder_params={"feature_dim": 12, "width": 4},
+)
+
+TINY = Task(
+    input=WindowInput(channels=1, length=4),
+    class_names=("a", "b", "c"),
+    encoder="linear",
+    encoder_params={"feature_dim": 3},
 )
 
 
@@ -93,7 +100,7 @@ class Federation:
 def small_steps(name: str, **params) -> Method:
     """The method with parameters that suit a dozen tiny images."""
     fields = methods.get(name).Params.model_fields
-    quick = {"local_epochs": 1, "batch_size": 4}
+    quick = {"local_epochs": 1, "local_steps": 2, "batch_size": 4, "tune_epochs": 2, "tune_rounds": 2}
     return methods.create(name, {**{k: v for k, v in quick.items() if k in fields}, **params})
 
 
@@ -117,6 +124,21 @@ def federation():
         for name, own in (labels or {"a": [0, 1] * 5, "b": [1, 2] * 4, "c": [0, 1, 2] * 2}).items():
             found.join(name, own)
         return found
+
+    return build
+
+
+@pytest.fixture
+def tiny():
+    """``tiny(name, labels, **params)``: clients with noise of four values under a network of two linear layers."""
+
+    def build(name: str, labels: dict[str, list[int]], *, rounds: int = 3, **params) -> Federation:
+        fed = Federation(small_steps(name, **params), TINY, rounds=rounds)
+        for salt, (client, own) in enumerate(labels.items()):
+            joined = fed.join(client, [])
+            noise = torch.randn(len(own), 1, 4, generator=torch.Generator().manual_seed(salt))
+            joined.train_inputs, joined.train_labels = noise, torch.tensor(own, dtype=torch.int64)
+        return fed
 
     return build
 

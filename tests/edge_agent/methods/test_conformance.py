@@ -17,6 +17,9 @@ from edge_agent.wire.tensors import decode, encode
 
 every_method = pytest.mark.parametrize("name", methods.names())
 
+OWN_PACE = {"fedadam"}
+"""Methods whose server goes from the old state at a pace of its own: they rest only where nobody moves."""
+
 
 def same(one, other) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
@@ -122,6 +125,8 @@ def test_identical_updates_are_a_fixed_point(name, federation):
     fed = federation(name)
     fed.round = 1
     first = fed.update("a")
+    if name in OWN_PACE:
+        first = Update("a", first.weight, {**first.tensors, **{key: fed.state[key] for key in fed.shared}})
     after = fed.method.aggregate(
         dict(fed.state), [first, Update("b", 1.0, first.tensors), Update("c", 9.0, first.tensors)]
     )

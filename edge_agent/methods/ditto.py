@@ -1,0 +1,65 @@
+"""Ditto: a personal network that is held near the shared one while it learns from local data alone.
+
+Source: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+Algorithm 1.
+Travels: encoder and head of the shared network, both ways, batch norm statistics included.
+Stays: the personal network v.
+Server: mean of the updates, weighted by sample counts.
+Differs from the paper: v takes as many steps as the shared network and on the same batches, as in the authors' code,
+where Algorithm 1 has a number s of its own. v starts as the shared network does.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch.nn import functional as F
+
+from ..task import Tensors
+from ..training.loops import sgd, train_by_steps
+from ..training.parts import to_arrays
+from ..training.proximal import pulled_to
+from ..training.second import pairs, second, shared_weights
+from ._personal import TwoNetworks
+from .base import Client, MethodParams
+
+
+class Params(MethodParams):
+    """The paper's defaults."""
+
+    proximal_weight: float = Field(1.0, ge=0, description="lambda in Eq. 1; the paper tries 0.1, 1 and 2; 0: Local")
+
+
+class Method(TwoNetworks):
+    """FedAvg, and beside it local training with a pull to what was received."""
+
+    Params = Params
+    source = "Li, Hu, Beirami, Smith, ICML 2021"
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """Per batch one step of the shared network and one of the personal one."""
+        model, params = client.model, self.params
+        personal, anchors = zip(*pairs(model), strict=True)
+        pull = pulled_to(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
+        shared_optimizer, own_optimizer = sgd(shared_weights(model), params), sgd(personal, params)
+
+        def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            shared_optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(F.cross_entropy(model(inputs), labels))
+            shared_optimizer.step()
+            own_optimizer.zero_grad(set_to_none=True)
+            value = F.cross_entropy(second(model)(inputs), labels)
+            torch.autograd.backward(value)
+            if params.proximal_weight:
+                pull()
+            own_optimizer.step()
+            return value
+
+        train_by_steps(
+            client,
+            step,
+            epochs=params.local_epochs,
+            batch_size=params.batch_size,
+            suspects={"lr": params.lr, "proximal_weight (lambda)": params.proximal_weight},
+        )
+        return to_arrays(model, self.shared_names(model))

@@ -1,0 +1,167 @@
+"""FedALA: before training, each client mixes the received model with its own, weight by weight, as its data like it.
+
+Source: Zhang, Hua, Wang, Song, Xue, Ma, Guan, "FedALA: Adaptive Local Aggregation for Personalized Federated
+Learning", AAAI 2023, Algorithm 1; official code where the paper is silent.
+Travels: encoder and head, both ways, batch norm statistics included.
+Stays: of the upper tensors the client's own after its last training, and the shares W of the received ones.
+Server: mean of the updates, weighted by sample counts.
+Differs from the paper: shares are learned with batch norm in eval mode, and the first time for at most
+``ala_most_epochs`` passes, where the code has no limit. The mixture is the personal model: it answers before the
+round's training, and is made once for each model received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from ..task import Tensors
+from ..training.loops import predict_probabilities, train_all_parts
+from ..training.parts import load_arrays, to_arrays
+from ..training.second import probabilities_with
+from ..training.tuning import fingerprint
+from .base import Client, Exactness, MethodParams
+from .fedavg import Method as FedAvg
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
+
+
+class Params(MethodParams):
+    """The paper's defaults."""
+
+    upper_tensors: int = Field(2, ge=1, description="p: so many tensors, from the top, are mixed; 2 = the classifier")
+    ala_lr: float = Field(1.0, ge=0, description="eta, step size of the shares W; 0 keeps them at 1, which is FedAvg")
+    ala_samples: float = Field(0.8, gt=0, le=1, description="s, part of the local data that shares are learned from")
+    ala_threshold: float = Field(0.1, gt=0, description="the first time, until losses vary by less; official code")
+    ala_window: int = Field(10, ge=2, description="over so many last passes; official code")
+    ala_most_epochs: int = Field(50, ge=1, description="and at most so many passes; ours")
+
+
+class Method(FedAvg):
+    """FedAvg with adaptive local aggregation on each client."""
+
+    Params = Params
+    source = "Zhang et al., AAAI 2023"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "one linear layer fitted on the shared encoder; the paper mixes two classifiers"),
+    }
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """Mix, then E epochs of cross entropy on all parts."""
+        mixed = self._mixed(client)
+        load_arrays(client.model, mixed)
+        train_all_parts(client, self.params)
+        kept = to_arrays(client.model, mixed)
+        client.memory.update(
+            {
+                **{_OWN + name: array for name, array in kept.items()},
+                **{_SHARES + name: client.memory[_NEXT + name] for name in mixed},
+            }
+        )
+        return to_arrays(client.model, self.shared_names(client.model))
+
+    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+        """Mix."""
+        self._mixed(client)
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of the mixture, which is made first if the model has changed since."""
+        return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Class probabilities of the model as it was received."""
+        return predict_probabilities(client.model, inputs)
+
+    def _mixed(self, client: Client) -> Tensors:
+        """The mixed upper tensors for the model that the client has now.
+
+        Whoever asks first makes them, from random numbers of the model's own; shares are kept when training begins.
+        """
+        names, memory, stamp = upper(client.model, self.params.upper_tensors), client.memory, fingerprint(client.model)
+        if not np.array_equal(memory.get(_STAMP, ()), stamp):
+            received = to_arrays(client.model, names)
+            own = {name: memory.get(_OWN + name, array) for name, array in received.items()}
+            shares = {name: memory.get(_SHARES + name, np.ones_like(array)) for name, array in received.items()}
+            if client.samples and any(not np.array_equal(own[name], received[name]) for name in names):
+                rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
+                shares = self._learned(client, own, received, shares, rng)
+            memory[_STAMP] = stamp
+            for name in names:
+                memory[_NEXT + name] = shares[name]
+                memory[_MIXED + name] = mix(own[name], received[name], shares[name])
+        return {name: memory[_MIXED + name] for name in names}
+
+    def _learned(
+        self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
+    ) -> Tensors:
+        """Shares after passes over a random stretch of the local data: one, or the first time until losses rest."""
+        params, model = self.params, client.model
+        size = max(1, int(params.ala_samples * client.samples))
+        begin = int(rng.integers(client.samples - size + 1))
+        stretch = [data[begin : begin + size] for data in (client.train_inputs, client.train_labels)]
+        sides = [_on(client.device, part) for part in (own, received, shares)]
+        losses: list[float] = []
+        is_first = not any(name.startswith(_SHARES) for name in client.memory)
+        model.eval()
+        for _ in range(params.ala_most_epochs if is_first else 1):
+            losses.append(_pass(model, sides, stretch, params))
+            if len(losses) > params.ala_window and np.std(losses[-params.ala_window :]) < params.ala_threshold:
+                break
+        return {name: share.cpu().numpy() for name, share in sides[2].items()}
+
+
+def _on(device: torch.device, arrays: Tensors) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+
+
+def upper(model: Parts, count: int) -> list[str]:
+    """Names of the last ``count`` weights of the model, head on top."""
+    return [name for name, _ in model.named_parameters()][-count:]
+
+
+def mix(own: np.ndarray, received: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """own + (received - own) * shares, written so that shares of 1 give ``received`` bit for bit."""
+    return np.asarray(received + (shares - 1) * (received - own))
+
+
+def _pass(model: Parts, sides: list[dict[str, torch.Tensor]], data: list[torch.Tensor], params: Params) -> float:
+    """One step of the shares for each batch; returns the loss of the last, as the official code does."""
+    pieces = [torch.split(part, params.batch_size) for part in data]
+    return [learn(model, sides, batch, params.ala_lr) for batch in zip(*pieces, strict=True)][-1]
+
+
+def learn(
+    model: Parts,
+    sides: list[dict[str, torch.Tensor]],
+    batch: tuple[torch.Tensor, ...],
+    rate: float,
+) -> float:
+    """One step of the shares, in place: the third of ``sides`` (own, received, shares); returns the loss before it."""
+    own, received, shares = sides
+    held = {name: weight.detach() for name, weight in model.named_parameters()}
+    mixed = {n: (received[n] + (s - 1) * (received[n] - own[n])).requires_grad_() for n, s in shares.items()}
+    value = F.cross_entropy(functional_call(model, {**held, **mixed}, (batch[0],)), batch[1])
+    slopes = dict(zip(mixed, torch.autograd.grad(value, list(mixed.values())), strict=True))
+    moved = stepped(own, received, shares, slopes, rate)
+    shares.update(moved)
+    return float(value.detach())
+
+
+def stepped(
+    own: Mapping[str, torch.Tensor],
+    received: Mapping[str, torch.Tensor],
+    shares: Mapping[str, torch.Tensor],
+    slopes: Mapping[str, torch.Tensor],
+    rate: float,
+) -> dict[str, torch.Tensor]:
+    """W - eta * gradient * (received - own), held within 0..1 (Eqs. 4 and 5)."""
+    return {n: (s - rate * slopes[n] * (received[n] - own[n])).clamp(0.0, 1.0) for n, s in shares.items()}

@@ -1,0 +1,179 @@
+"""FedCP: for each sample a gate divides the features between a personal head and the shared one.
+
+Source: Zhang, Hua, Wang, Song, Xue, Ma, Guan, "FedCP: Separating Feature Information for Personalized Federated
+Learning via Conditional Policy", KDD 2023, Algorithm 1; official code where the paper is silent.
+Travels: encoder, gate and head, both ways, batch norm statistics included; up goes half the received head and half the
+personal one.
+Stays: the personal head by itself.
+Server: mean of the updates, weighted by sample counts.
+Differs from the paper: at the test the gate is without noise, ``test_noise`` turns it on as in the official code. For
+the alignment the received encoder runs in train mode, as the trained one does: two kinds of batch norm are no
+difference of knowledge. The personal head starts as the shared one does.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..task import Task, Tensors
+from ..training.gumbel import gumbel
+from ..training.loops import Loss, evaluate, predict_probabilities, sgd, train_epochs
+from ..training.parts import encoder_and_head, feature_dim, to_arrays
+from .base import Client, Exactness, MethodParams
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
+"""Of the kernels in the alignment, as in the official code."""
+
+
+class Params(MethodParams):
+    """Those of the official run script."""
+
+    lr: float = Field(0.005, gt=0, description="eta; official script: 0.005")
+    batch_size: int = Field(10, ge=1, description="official script: 10")
+    alignment_weight: float = Field(
+        5.0,
+        ge=0,
+        description="lambda in Eq. 8; official script: 5. Bandwidths are fixed: where features lie close together "
+        "it can hold the encoder fast, and much less is better",
+    )
+    temperature: float = Field(1.0, gt=0, description="tau of the gate's Gumbel softmax; official code: 1")
+    test_noise: bool = Field(False, description="draw the gate's noise at the test, too; official code: true")
+
+
+class Method(Base):
+    """Two heads on gated features."""
+
+    Params = Params
+    source = "Zhang et al., KDD 2023"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "one linear layer on all features of the shared encoder, without the gate"),
+    }
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Encoder, gate and head."""
+        return ("encoder", "gate", "head")
+
+    def build(self, task: Task) -> Parts:
+        """Encoder, gate, and two linear heads of the same start."""
+        model = encoder_and_head(task)
+        model.add_module("gate", Gate(feature_dim(model.encoder)))
+        model.add_module("personal_head", copy.deepcopy(model.head))
+        return model
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
+        params, model = self.params, client.model
+        trained = [weight for part in ("encoder", "gate", "personal_head") for weight in model.part(part).parameters()]
+        train_epochs(
+            client,
+            self._loss(client),
+            sgd(trained, params),
+            epochs=params.local_epochs,
+            batch_size=params.batch_size,
+            frozen=("head",),
+            weights={"alignment_weight (lambda)": params.alignment_weight},
+        )
+        own = to_arrays(model, [f"personal_head.{name}" for name in model.head.state_dict()])
+        sent = to_arrays(model, self.shared_names(model))
+        return {**sent, **{f"head.{n}": (own[f"personal_head.{n}"] + sent[f"head.{n}"]) / 2 for n in _names(model)}}
+
+    def _loss(self, client: Client) -> Loss:
+        model, params = client.model, self.params
+        before = copy.deepcopy(model.encoder).train().requires_grad_(requires_grad=False)
+        direction = context(model)
+
+        def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            features = model.features(inputs)
+            logits = gated_logits(model, features, direction, params.temperature, client.generator)
+            value = F.cross_entropy(logits, labels)
+            if params.alignment_weight:
+                value = value + params.alignment_weight * discrepancy(features, before(inputs))
+            return value
+
+        return loss
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of both heads together."""
+        model, params = client.model, self.params
+        noise = torch.Generator(device=client.device).manual_seed(client.round) if params.test_noise else None
+        direction = context(model)
+
+        def both(piece: torch.Tensor) -> torch.Tensor:
+            logits = gated_logits(model, model.features(piece), direction, params.temperature, noise)
+            return torch.softmax(logits, dim=1)
+
+        return evaluate(both, model, inputs)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Class probabilities of the shared head on all features, without a gate."""
+        return predict_probabilities(client.model, inputs)
+
+    def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Features, and the personal head's share of each of them."""
+        model, found = client.model, super().views(client, inputs)
+        direction, gate = context(model), model.part("gate")
+        mask = evaluate(lambda z: gate(z * direction, self.params.temperature, None)[0], model, found["encoder"])
+        return {**found, "mask": mask}
+
+
+class Gate(nn.Module):
+    """The conditional policy network: for each feature the shares of both heads, which sum to 1."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(size, 2 * size), nn.LayerNorm(2 * size), nn.ReLU())
+
+    def forward(
+        self, inputs: torch.Tensor, temperature: float, generator: torch.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares (n, d) of the personal and the shared head; with a ``generator`` under Gumbel noise."""
+        logits = self.layers(inputs).view(len(inputs), 2, -1)
+        if generator is not None:
+            uniform = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
+            logits = logits + gumbel(uniform)
+        personal, shared = torch.softmax(logits / temperature, dim=1).unbind(dim=1)
+        return personal, shared
+
+
+def context(model: Parts) -> torch.Tensor:
+    """v (d,): the sum of the personal head's weights over classes, of length 1; what the client looks for."""
+    summed = model.part("personal_head").get_parameter("weight").detach().sum(dim=0)
+    return F.normalize(summed, dim=0)
+
+
+def gated_logits(
+    model: Parts,
+    features: torch.Tensor,
+    direction: torch.Tensor,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Logits (n, K) of the personal head on its share of each feature, plus those of the shared head on the rest."""
+    personal, shared = model.part("gate")(features * direction, temperature, generator)
+    logits: torch.Tensor = model.part("personal_head")(features * personal) + model.head(features * shared)
+    return logits
+
+
+def discrepancy(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Squared maximum mean discrepancy of two sets of vectors (n, d), summed over Gaussian kernels; 0 if equal."""
+    rows = torch.cat([first, other])
+    squares = rows.square().sum(dim=1)
+    apart = squares[:, None] + squares[None, :] - 2 * rows @ rows.T
+    kernel = torch.stack([torch.exp(-0.5 * apart / width) for width in BANDWIDTHS]).sum(dim=0)
+    n = len(first)
+    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
+
+
+def _names(model: Parts) -> list[str]:
+    return list(model.head.state_dict())

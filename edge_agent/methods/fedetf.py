@@ -1,0 +1,144 @@
+"""FedETF: a fixed classifier whose directions are as far from each other as can be, and a projection towards it.
+
+Source: Li, Shang, He, Lin, Wu, "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with
+Synthetic and Fixed Classifier", ICCV 2023, and settings of the authors' code.
+Travels: encoder, projection, temperature and the fixed classifier (so that all devices hold the same bits), both ways,
+batch norm statistics included.
+Stays: the tuned copy.
+Server: mean of the updates, weighted by sample counts; equal classifiers stay as they are.
+Differs from the paper: in fine-tuning, the steps on classifier and projection run on features that were computed once,
+with the encoder in eval mode; their momentum starts anew in each of them. A last batch of one sample joins the batch
+before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+from ..task import State, Task, Tensors
+from ..training.classifiers import simplex
+from ..training.loops import Loss, cross_entropy, sgd, train_epochs
+from ..training.losses import balanced_softmax
+from ..training.parts import encoder_and_head, feature_dim, to_arrays
+from ..training.tuning import on_features
+from ._tuned import Tuned
+from .base import Client, Exactness, MethodParams
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+
+class Params(MethodParams):
+    """The authors' code."""
+
+    lr: float = Field(0.04, gt=0, description="step size; the authors' code: 0.04")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD; the authors' code: 0.9")
+    weight_decay: float = Field(5e-4, ge=0, description="the authors' code: 5e-4")
+    batch_size: int = Field(128, ge=1, description="B; the authors' code: 128")
+    local_epochs: int = Field(3, ge=0, description="E, also of the first stage of fine-tuning; the authors' code: 3")
+    scale: float = Field(10.0, gt=0, description="start of the learnable temperature; the authors' code: 10 or 1")
+    gamma: float = Field(1.0, gt=0, description="strength of the class counts in the balanced loss")
+    projection_dim: int = Field(0, ge=0, le=8192, description="d', width of the projection; 0: d, at least K")
+    classifier_seed: int = Field(0, ge=0, description="seed of the orthonormal U in the classifier")
+    tune_rounds: int = Field(20, ge=0, description="alternations of fine-tuning; the authors' code: 20")
+    tune_epochs: int = Field(3, ge=0, description="passes of each half of an alternation; the authors' code: 3")
+    tune_classifier_lr: float = Field(0.1, gt=0, description="step size of the classifier's half")
+    tune_projection_lr: float = Field(0.05, gt=0, description="step size of the projection's half")
+
+
+class EtfHead(nn.Module):
+    """scale * cosine of the projected features and the classifier's K directions ``etf`` (K, d')."""
+
+    def __init__(self, size: int, etf: np.ndarray, scale: float) -> None:
+        super().__init__()
+        self.projection = nn.Linear(size, etf.shape[1])
+        self.etf = nn.Parameter(torch.from_numpy(etf.astype(np.float32)), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((1,), scale))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (n, K)."""
+        return self.scale * F.linear(F.normalize(self.projection(features), dim=1), self.etf)
+
+
+class Method(Tuned):
+    """Balanced softmax towards a simplex; classifier and projection are tuned in turns."""
+
+    Params = Params
+    source = "Li et al., FedETF, ICCV 2023"
+    heads = ("lr", "svm", "mlp", "prototype", "knn")
+    exactness: ClassVar[Exactness] = {}
+
+    @property
+    def tuned_parts(self) -> tuple[str, ...]:
+        """All."""
+        return ("encoder", "head")
+
+    def build(self, task: Task) -> Parts:
+        """Encoder, and projection, temperature and fixed classifier as its head.
+
+        Raises:
+            ConfigError: ``projection_dim`` below the number of classes.
+        """
+        model = encoder_and_head(task)
+        size, classes, params = feature_dim(model.encoder), task.num_classes, self.params
+        width = params.projection_dim or max(size, classes)
+        if width < classes:
+            mistake = f"projection_dim = {width} for {classes} classes, expected at least as many, or 0"
+            raise ConfigError("parameters of method 'fedetf'", [mistake])
+        model.head = EtfHead(size, simplex(classes, width, params.classifier_seed), params.scale)
+        return model
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """E epochs of the balanced loss on everything but the classifier."""
+        self._train_balanced(client)
+        return to_arrays(client.model, self.shared_names(client.model))
+
+    def tune(self, client: Client) -> None:
+        """E epochs as in training, then classifier and projection in turns by plain cross entropy."""
+        self._train_balanced(client)
+        params, above = self.params, on_features(client)
+        head = above.model.head
+        projection = list(head.get_submodule("projection").parameters())
+        halves = (([head.get_parameter("etf")], params.tune_classifier_lr), (projection, params.tune_projection_lr))
+        for _ in range(params.tune_rounds):
+            for weights, lr in halves:
+                self._tune_only(above, weights, lr)
+
+    def _train_balanced(self, client: Client) -> None:
+        params = self.params
+        weights = [weight for weight in client.model.parameters() if weight.requires_grad]
+        epochs, size = params.local_epochs, params.batch_size
+        train_epochs(client, self._balanced(client), sgd(weights, params), epochs=epochs, batch_size=size)
+
+    def _balanced(self, client: Client) -> Loss:
+        model, gamma = client.model, self.params.gamma
+        counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
+        return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
+
+    def _tune_only(self, above: Client, weights: list[nn.Parameter], lr: float) -> None:
+        """Train these weights of the head alone; which of them learn is put back."""
+        head, params = above.model.head, self.params
+        learns = {weight: weight.requires_grad for weight in head.parameters()}
+        for weight in learns:
+            weight.requires_grad_(any(weight is one for one in weights))
+        try:
+            optimizer, epochs = sgd(weights, params, lr=lr), params.tune_epochs
+            train_epochs(above, cross_entropy(head), optimizer, epochs=epochs, batch_size=params.batch_size)
+        finally:
+            for weight, before in learns.items():
+                weight.requires_grad_(before)
+
+    def global_head(self, state: State) -> Tensors | None:
+        """Projection and classifier in one: names the same class, its probabilities are not those of the method."""
+        directions = state["head.scale"] * state["head.etf"]
+        return {
+            "weight": directions @ state["head.projection.weight"],
+            "bias": directions @ state["head.projection.bias"],
+        }

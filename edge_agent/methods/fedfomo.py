@@ -1,0 +1,235 @@
+"""FedFomo: every client has a model of its own, and takes from a few others' what helps on its validation data.
+
+Source: Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization",
+ICLR 2021, Eqs. 3-6; official code where the paper is silent.
+Travels: up the whole model and how much each received one helped; down to each client the whole models of at most
+``peers`` others, without names. **Privacy: clients get other clients' models**, from which training data can be
+inferred; other methods here show them means or combinations alone. The bytes down are ``peers`` times FedAvg's.
+Stays: the model with which the last training began, and the one with which it ended.
+Server: keeps the latest model of every client (memory and checkpoints grow with the number of clients), the affinities
+P, and offers each client those of the largest, at times others by chance. The mean of the models by sample counts is
+kept for an export; no client ever gets it.
+Differs from the paper: a fixed fifth of the local samples is held back for validation; of fewer than four samples all
+serve for both. Distances are those of the learned weights; batch norm statistics are mixed like them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.nn import functional as F
+
+from ..errors import TrainingFailed
+from ..task import State, Task, Tensors
+from ..training.loops import cross_entropy, evaluate, sgd, train_epochs
+from ..training.parts import load_arrays, to_arrays
+from ..training.second import copy_tensors, second, shared_weights
+from ._clients import names_in, numbers_for, packed
+from ._personal import TwoNetworks
+from ._server import is_learned
+from .base import Client, Exactness, MethodParams, Update, weighted_mean
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
+_PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."
+_VALIDATION, _EXPLORING = 0, 1
+
+
+class Params(MethodParams):
+    """Those of the official code."""
+
+    lr: float = Field(0.1, gt=0, description="step size in the first round; official code: 0.1")
+    lr_decay: float = Field(0.99, gt=0, le=1, description="factor of lr for each round; official code: 0.99")
+    weight_decay: float = Field(1e-4, ge=0, description="official code: 1e-4")
+    local_epochs: int = Field(5, ge=0, description="official code: 5")
+    peers: int = Field(5, ge=1, le=100, description="M, models that a client gets; official code: 4 or 9; PFLlib: 5")
+    explore: float = Field(0.3, ge=0, le=1, description="epsilon: chance of peers drawn at random; official code: 0.3")
+    explore_decay: float = Field(0.05, ge=0, le=1, description="what epsilon falls by each round; official code: 0.05")
+
+
+class Method(TwoNetworks):
+    """Models of one's own, moved towards those that lower the validation loss."""
+
+    Params = Params
+    source = "Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
+    }
+
+    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+        """How much each of the offered models helped, in the order of the offer."""
+        return {_HELPED: np.zeros(self.params.peers)}
+
+    def objection(self, tensors: Tensors) -> str:
+        """Help that is less than none."""
+        least = float(tensors[_HELPED].min())
+        return "" if least >= 0 else f"'{_HELPED}' goes down to {least:g}, expected 0 or more"
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def broadcast(self, state: State) -> Tensors:  # noqa: ARG002 - part of the contract
+        """Nothing: no two clients get the same."""
+        return {}
+
+    def downlink(self, state: State, client: str) -> Tensors:
+        """The models of the peers, stacked."""
+        names = names_in(state, _NAMES)
+        rows = [names.index(peer) for peer in self.offered(state, client)]
+        stacks = {name: array for name, array in state.items() if name.startswith(_MODEL)} if rows else {}
+        return {_PEER + name.removeprefix(_MODEL): array[rows] for name, array in stacks.items()}
+
+    def offered(self, state: State, client: str) -> list[str]:
+        """Whose models this client gets: those of the largest affinity; at times any. The same for the same state."""
+        names = names_in(state, _NAMES)
+        others = [name for name in names if name != client]
+        if not others:
+            return []
+        number = int(state[_ROUND][0])
+        rng = numbers_for(client, _EXPLORING, number)
+        is_exploring = rng.random() < self.params.explore - self.params.explore_decay * (number - 1)
+        others = [others[place] for place in rng.permutation(len(others))]  # equal affinities stand in random order
+        if client in names and not is_exploring:
+            row = state[_AFFINITY][names.index(client)]
+            others.sort(key=lambda name: -row[names.index(name)])
+        return others[: self.params.peers]
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """The latest model of each client, the affinities with what was told of the offers, and the mean model."""
+        news: dict[str, tuple[Tensors, np.ndarray]] = {}
+        mean = weighted_mean(_taken(updates, news))
+        before = names_in(state, _NAMES)
+        everybody = sorted({*before, *news})
+        found = {**state, **mean, _NAMES: packed(everybody), _ROUND: state.get(_ROUND, np.zeros(1, np.int64)) + 1}
+        for name in mean:
+            rows = [news[who][0][name] if who in news else _row(state, _MODEL + name, before, who) for who in everybody]
+            found[_MODEL + name] = np.stack(rows)
+        return {**found, _AFFINITY: self._affinities(state, everybody, news)}
+
+    def _affinities(
+        self, state: State, everybody: Sequence[str], news: dict[str, tuple[Tensors, np.ndarray]]
+    ) -> np.ndarray:
+        """P (m, m) float64: how much client j's models have helped client i so far."""
+        table, before = np.zeros((len(everybody), len(everybody))), names_in(state, _NAMES)
+        if before:
+            old = [everybody.index(name) for name in before]
+            table[np.ix_(old, old)] = state[_AFFINITY]
+        for client, (_, helped) in news.items():
+            for peer, amount in zip(self.offered(state, client), helped, strict=False):
+                table[everybody.index(client), everybody.index(peer)] += amount
+        return table
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """Mix the received models into one's own, then E epochs on what is not held back."""
+        if not client.samples:
+            raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
+        helped = self._federate(client, received)
+        names = self.shared_names(client.model)
+        client.memory.update({_BEGAN + name: array for name, array in to_arrays(client.model, names).items()})
+        self._train(client)
+        copy_tensors(client.model, second(client.model))
+        padded = np.zeros(self.params.peers)
+        padded[: len(helped)] = helped
+        return {**to_arrays(client.model, names), _HELPED: padded}
+
+    def _train(self, client: Client) -> None:
+        train, _ = held_back(client)
+        params, rate = self.params, self.params.lr * self.params.lr_decay ** (client.round - 1)
+        part = replace(client, train_inputs=client.train_inputs[train], train_labels=client.train_labels[train])
+        optimizer, loss = sgd(shared_weights(client.model), params, lr=rate), cross_entropy(client.model)
+        train_epochs(part, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
+
+    def personalize(self, client: Client, received: Tensors) -> None:
+        """Mix the last models into one's own, without training."""
+        self._federate(client, received)
+        copy_tensors(client.model, second(client.model))
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - contract
+        """None: there is no shared model."""
+        return None
+
+    def _federate(self, client: Client, received: Tensors) -> np.ndarray:
+        """Make ``client.model`` the mixture; returns how much each of the received models helped (k,) float64.
+
+        The first candidate is what the client's own last training led to. Where nothing helps that stays.
+        """
+        model, names = client.model, self.shared_names(client.model)
+        copy_tensors(second(model), model)
+        peers = unstacked({n.removeprefix(_PEER): a for n, a in received.items() if n.startswith(_PEER)})
+        if _BEGAN + names[0] not in client.memory or not client.samples:
+            return np.zeros(len(peers))
+        old = {name: client.memory[_BEGAN + name] for name in names}
+        candidates = [to_arrays(model, names), *peers]
+        losses = np.array([validation_loss(client, tensors) for tensors in (old, *candidates)])
+        helped = helpfulness(losses[0] - losses[1:], np.array([distance(tensors, old) for tensors in candidates]))
+        total = helped.sum()
+        load_arrays(model, moved(old, candidates, helped / total) if total > 0 else candidates[0])
+        return np.asarray(helped[1:])
+
+
+def helpfulness(drops: np.ndarray, distances: np.ndarray) -> np.ndarray:
+    """Eq. 6: max(0, drop of the validation loss / distance of the weights); 0 for a model that is not another one."""
+    useful = np.where(np.isfinite(drops), np.maximum(drops, 0.0), 0.0)
+    return np.asarray(np.divide(useful, distances, out=np.zeros(len(drops)), where=distances > 0))
+
+
+def moved(old: Tensors, candidates: Sequence[Tensors], weights: np.ndarray) -> Tensors:
+    """Eq. 3: old + sum_j w_j (candidate_j - old)."""
+    found: Tensors = {}
+    for name, start in old.items():
+        change = sum(w * (c[name].astype(np.float64) - start) for w, c in zip(weights, candidates, strict=True))
+        found[name] = (start + change).astype(start.dtype)
+    return found
+
+
+def distance(one: Tensors, other: Tensors) -> float:
+    """Euclidean distance of two models' learned weights."""
+    squares = [np.square(a.astype(np.float64) - other[n]).sum() for n, a in one.items() if is_learned(n, a)]
+    return float(np.sqrt(np.sum(squares)))
+
+
+def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of training and of validation samples, 80 to 20, the same in every round; all for both below four."""
+    order = torch.from_numpy(numbers_for(client.id, _VALIDATION).permutation(client.samples)).to(client.device)
+    if client.samples < 4:
+        return order, order
+    cut = max(1, round(0.2 * client.samples))
+    return order[cut:], order[:cut]
+
+
+def validation_loss(client: Client, tensors: Tensors) -> float:
+    """Mean cross entropy of a model on the samples that are held back; ``client.model`` is that model afterwards."""
+    model, (_, rows) = client.model, held_back(client)
+    load_arrays(model, tensors)
+    logits = evaluate(model, model, client.train_inputs[rows])
+    return float(F.cross_entropy(logits, client.train_labels[rows]))
+
+
+def unstacked(stacks: Tensors) -> list[Tensors]:
+    """The models out of arrays that hold one in each row."""
+    count = len(next(iter(stacks.values()))) if stacks else 0
+    return [{name: array[row] for name, array in stacks.items()} for row in range(count)]
+
+
+def _taken(updates: Iterable[Update], news: dict[str, tuple[Tensors, np.ndarray]]) -> Iterator[tuple[float, Tensors]]:
+    """The models with their weights; on the way models and what helped are copied into ``news``.
+
+    Copied, because a view keeps its whole update open.
+    """
+    for update in updates:
+        model = {name: np.array(array) for name, array in update.tensors.items() if not name.startswith("extra.")}
+        news[update.client] = (model, np.array(update.tensors[_HELPED]))
+        yield update.weight, model
+
+
+def _row(state: State, name: str, names: Sequence[str], client: str) -> np.ndarray:
+    row: np.ndarray = state[name][names.index(client)]
+    return row

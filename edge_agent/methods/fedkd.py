@@ -1,0 +1,177 @@
+"""FedKD: a large network at home and a small one that travels teach each other; what travels is of low rank.
+
+Source: Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowledge distillation", Nature
+Communications 13 (2022).
+Travels: encoder and head of the student, both ways, batch norm statistics included, with each matrix cut down to the
+smallest rank that keeps a share of its energy; with the update the energy it was cut at.
+Stays: the teacher, and the projection between the features of both.
+Server: even mean of the updates, cut down again before it is sent.
+Differs from the paper: matrices travel multiplied out, for all updates of a run have one shape: no bytes are saved on
+the wire. What their factors would take is told instead, as the metrics ``svd.up_bytes`` and ``svd.down_bytes``. What
+is cut down is the change of a round (the paper) or the weights themselves (PFLlib), as ``decomposed`` says;
+convolutions are matrices of filters, where PFLlib cuts each small window. Each network learns from its own loss only,
+the other's answers and the sum of both cross entropies being constants to it. PFLlib's search for a rank never tries
+the full one, and its divergence is a mean over classes, too: neither is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..task import State, Task, Tensors
+from ..training.loops import Loss, predict_probabilities, sgd, train_epochs
+from ..training.parts import encoder_and_head, feature_dim, to_arrays
+from ..training.second import second
+from ._lowrank import compressed
+from ._server import AT_HOME, is_learned
+from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", AT_HOME + "base."
+
+
+class Params(MethodParams):
+    """The paper's defaults."""
+
+    teacher_encoder: str = Field("", description="encoder of the teacher, a file name in edge_agent/models; '': task's")
+    teacher_params: dict[str, Any] = Field(default_factory=dict, description="its parameters, where it is named")
+    decomposed: Literal["updates", "weights"] = Field(
+        "updates", description="what is cut to low rank: the change of a round (the paper) or the weights (PFLlib)"
+    )
+    energy_start: float = Field(0.95, gt=0, le=1, description="T_start: share of energy kept in the first round")
+    energy_end: float = Field(0.98, gt=0, le=1, description="T_end: the same in the last, with a line between")
+    clip: float = Field(10.0, gt=0, description="largest norm of each network's gradient; PFLlib: 10")
+
+
+class Method(Base):
+    """Mutual distillation; the student travels, the teacher answers."""
+
+    Params = Params
+    weighting = "uniform"
+    source = "Wu et al., Nature Communications 13 (2022)"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "one linear layer on the student's encoder; the paper answers with a whole teacher"),
+    }
+
+    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+        """The share of energy that was kept."""
+        return {_ENERGY: np.zeros(1)}
+
+    def objection(self, tensors: Tensors) -> str:
+        """A share of energy that is none."""
+        energy = float(tensors[_ENERGY][0])
+        return "" if 0 < energy <= 1 else f"'{_ENERGY}' is {energy:g}, expected more than 0 and at most 1"
+
+    def build(self, task: Task) -> Parts:
+        """Student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
+        model, params = encoder_and_head(task), self.params
+        named = {"encoder": params.teacher_encoder, "encoder_params": params.teacher_params}
+        teacher = encoder_and_head(task.model_copy(update=named) if params.teacher_encoder else task)
+        sizes = feature_dim(model.encoder), feature_dim(teacher.encoder)
+        model.add_module("teacher", teacher)
+        model.add_module("projection", nn.Linear(*sizes, bias=False))
+        return model
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def broadcast(self, state: State) -> Tensors:
+        """The student as it is cut down, and the bytes of its factors; before the first round as it is."""
+        student = {name: array for name, array in state.items() if not name.startswith(("extra.", AT_HOME))}
+        if _ENERGY not in state:
+            return {**student, _DOWN: np.array([float(sum(array.nbytes for array in student.values()))])}
+        found, taken = self._cut(student, _base(state), float(state[_ENERGY][0]))
+        return {**found, _DOWN: np.array([float(taken)])}
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """The even mean, the energy to cut it at, and what it is a change from: what everybody has had so far."""
+        mean = weighted_mean(self._weighted(updates))
+        if self.params.decomposed == "weights":
+            return {**state, **mean}
+        had = {name: array for name, array in self.broadcast(state).items() if is_learned(name, array)}
+        return {**state, **mean, **{_BASE + name: array for name, array in had.items()}}
+
+    def _cut(self, tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
+        return compressed(tensors, base if self.params.decomposed == "updates" else {}, energy)
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """E epochs of both losses at once; returns the student, cut down."""
+        params, model = self.params, client.model
+        networks = [[*model.encoder.parameters(), *model.head.parameters(), *model.part("projection").parameters()]]
+        networks.append(list(teacher(model).parameters()))
+
+        def clip() -> None:
+            for weights in networks:
+                nn.utils.clip_grad_norm_(weights, params.clip)
+
+        train_epochs(
+            client,
+            mutual_loss(model),
+            sgd(model.parameters(), params),
+            epochs=params.local_epochs,
+            batch_size=params.batch_size,
+            before_step=clip,
+        )
+        energy = self._energy(client)
+        student = to_arrays(model, self.shared_names(model))
+        sent, taken = self._cut(student, {n: a for n, a in received.items() if is_learned(n, a)}, energy)
+        client.log |= {"svd.up_bytes": float(taken), "svd.down_bytes": float(received[_DOWN][0])}
+        return {**sent, _ENERGY: np.array([energy])}
+
+    def _energy(self, client: Client) -> float:
+        passed = (client.round - 1) / max(1, client.rounds - 1)
+        return float(self.params.energy_start + passed * (self.params.energy_end - self.params.energy_start))
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of the teacher."""
+        return predict_probabilities(teacher(client.model), inputs)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Class probabilities of the student."""
+        return predict_probabilities(client.model, inputs)
+
+
+def teacher(model: Parts) -> Parts:
+    """The large network."""
+    return second(model, "teacher")
+
+
+def mutual_loss(model: Parts) -> Loss:
+    """L_t + L_s; the projection learns with the student.
+
+    L_t = CE_t + (KL(p_s || p_t) + MSE(z_t, W z_s)) / (CE_t + CE_s), and L_s the same with KL(p_t || p_s); in each of
+    them the other network is a constant.
+    """
+
+    def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        z_s, z_t = model.features(inputs), teacher(model).features(inputs)
+        logits_s, logits_t = model.head(z_s), teacher(model).head(z_t)
+        seen = model.part("projection")(z_s)
+        entropies = F.cross_entropy(logits_t, labels), F.cross_entropy(logits_s, labels)
+        doubt = (entropies[0] + entropies[1]).detach().clamp(min=torch.finfo(z_s.dtype).eps)
+        taught = learned_from(logits_t, logits_s) + F.mse_loss(z_t, seen.detach())
+        learned = learned_from(logits_s, logits_t) + F.mse_loss(seen, z_t.detach())
+        return entropies[0] + entropies[1] + (taught + learned) / doubt
+
+    return loss
+
+
+def learned_from(pupil: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
+    target = F.log_softmax(other.detach(), dim=1)
+    return F.kl_div(F.log_softmax(pupil, dim=1), target, reduction="batchmean", log_target=True)
+
+
+def _base(state: State) -> Tensors:
+    return {name.removeprefix(_BASE): array for name, array in state.items() if name.startswith(_BASE)}

@@ -1,0 +1,189 @@
+"""FedProto: clients exchange the means of their classes' features, and nothing else.
+
+Source: Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients",
+AAAI 2022, Algorithm 1, and the authors' code.
+Travels: prototypes (K, d) and counts (K), both ways; no weights.
+Stays: the whole model; so there is nothing to export for devices without torch.
+Server: for each class the uniform mean over the clients that have told one, as in the authors' code and PFLlib; the
+paper weighs by samples.
+Differs from the paper: prototypes of fewer than ``min_class_count`` samples are withheld (one sample's mean is that
+sample). A class that nobody has told in a round keeps its prototype. Counts come back as the largest of one client.
+Models start equal, not each at random. Before there is any prototype the client's own head answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import TrainingFailed
+from ..heads.fedpac import class_means
+from ..task import State, Task, Tensors
+from ..training.loops import Loss, evaluate, features_of, sgd, train_epochs
+from ..training.parts import encoder_and_head, feature_dim
+from .base import Client, Exactness, MethodParams, Update
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
+_LARGEST, _MOST_SAMPLES = 1e6, 1_000_000_000
+"""Nothing honest comes near: features of unnormalised encoders reach some thousands."""
+
+
+class Params(MethodParams):
+    """The authors' code."""
+
+    batch_size: int = Field(32, ge=1, description="B; the authors' code: 4 to 32")
+    alignment_weight: float = Field(
+        1.0, ge=0, description="lambda of the distance to prototypes; MNIST 1, CIFAR-10 0.1"
+    )
+    prototypes: Literal["last_epoch", "after"] = Field(
+        "last_epoch",
+        description="means of features as they come by in the last epoch (authors' code), or in eval mode after it",
+    )
+    prototype_weighting: Literal["uniform", "samples"] = Field(
+        "uniform", description="clients in a prototype count alike (authors' code), or by their samples (paper)"
+    )
+    inference: Literal["prototypes", "head"] = Field(
+        "prototypes", description="nearest prototype answers (paper), or the client's own head (code reports it, too)"
+    )
+    min_class_count: int = Field(2, ge=1, description="prototypes of fewer samples are withheld; the paper: 1")
+
+
+class Prototypes(nn.Module):
+    """A mean (d,) for each of K classes, and of how many samples; count 0: nobody has the class."""
+
+    means: torch.Tensor
+    counts: torch.Tensor
+
+    def __init__(self, classes: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(classes, size))
+        self.register_buffer("counts", torch.zeros(classes, dtype=torch.int64))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Minus the squared distances (n, K) of features (n, d) to the prototypes; -inf for classes without one."""
+        return (-torch.cdist(features, self.means).square()).masked_fill(self.counts == 0, -math.inf)
+
+
+class Method(Base):
+    """Features drawn to common prototypes, each client with a model of its own."""
+
+    Params = Params
+    source = "Tan et al., FedProto, AAAI 2022"
+    heads = ()
+    exactness: ClassVar[Exactness] = {}
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The prototypes."""
+        return ("prototypes",)
+
+    def build(self, task: Task) -> Parts:
+        """Encoder, head, and room for the prototypes."""
+        model = encoder_and_head(task)
+        model.add_module("prototypes", Prototypes(task.num_classes, feature_dim(model.encoder)))
+        return model
+
+    def objection(self, tensors: Tensors) -> str:
+        """Negative counts, absurd sizes, and prototypes of classes that are said not to be there."""
+        means, counts = tensors[_MEANS], tensors[_COUNTS]
+        if counts.min(initial=0) < 0 or counts.max(initial=0) > _MOST_SAMPLES:
+            return f"class counts from {counts.min()} to {counts.max()}, expected 0 to {_MOST_SAMPLES}"
+        if means[counts == 0].any():
+            return f"'{_MEANS}' tells of a class whose count is 0"
+        if np.abs(means).max(initial=0.0) > _LARGEST:
+            return f"'{_MEANS}' reaches {np.abs(means).max():g}, expected at most {_LARGEST:g}"
+        return ""
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """For each class the mean over the clients that have told of it."""
+        sums, total = np.zeros(state[_MEANS].shape), np.zeros(len(state[_COUNTS]))
+        most = np.zeros_like(state[_COUNTS])
+        for update in updates:
+            counts = update.tensors[_COUNTS]
+            share = counts.astype(np.float64) if self.params.prototype_weighting == "samples" else counts > 0
+            sums += share[:, None] * update.tensors[_MEANS]
+            total += share
+            most = np.maximum(most, counts)
+        told = total > 0
+        means = (sums / np.where(told, total, 1.0)[:, None]).astype(np.float32)
+        return {
+            _MEANS: np.where(told[:, None], means, state[_MEANS]),
+            _COUNTS: np.where(told, most, state[_COUNTS]),
+        }
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
+        features, labels = (tensor.cpu().numpy() for tensor in self._train(client))
+        means, counts = class_means(features, labels, client.task.num_classes, self.params.min_class_count)
+        if not np.isfinite(means).all():
+            raise TrainingFailed(
+                f"client '{client.id}': prototypes hold NaN or infinity in round {client.round}; expected finite "
+                "numbers; lower lr or alignment_weight (lambda), or look for extreme values in the data"
+            )
+        return {_MEANS: means.astype(np.float32), _COUNTS: counts}
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Softmax of minus the squared distances to the prototypes; or the own head's answer."""
+        model, prototypes = client.model, client.model.part("prototypes")
+        if self.params.inference == "head" or not prototypes.get_buffer("counts").any():
+            return super().predict(client, inputs)
+        return evaluate(lambda piece: torch.softmax(prototypes(model.features(piece)), dim=1), model, inputs)
+
+    def _train(self, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train; returns the features (m, d) and labels (m,) that the client's prototypes are means of."""
+        params, seen = self.params, _Seen()
+        optimizer = sgd([*client.model.encoder.parameters(), *client.model.head.parameters()], params)
+        loss, weights = self._loss(client.model, seen), {"alignment_weight (lambda)": params.alignment_weight}
+        for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
+            seen.clear()
+            train_epochs(client, loss, optimizer, epochs=epochs, batch_size=params.batch_size, weights=weights)
+        if params.prototypes == "after" or not seen.labels:
+            return features_of(client.model, client.train_inputs), client.train_labels
+        return torch.cat(seen.features), torch.cat(seen.labels)
+
+    def _loss(self, model: Parts, seen: _Seen) -> Loss:
+        means, counts = (model.part("prototypes").get_buffer(name).clone() for name in ("means", "counts"))
+        weight = self.params.alignment_weight if counts.any() else 0.0
+
+        def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            features = model.features(inputs)
+            seen.add(features.detach(), labels)
+            value = F.cross_entropy(model.head(features), labels)
+            if not weight:
+                return value
+            # Where there is no prototype a feature is its own target: no pull, but it counts in the mean.
+            targets = torch.where(counts[labels, None] > 0, means[labels], features.detach())
+            return value + weight * F.mse_loss(features, targets)
+
+        return loss
+
+
+class _Seen:
+    """Features and labels of the batches of one epoch."""
+
+    def __init__(self) -> None:
+        self.features: list[torch.Tensor] = []
+        self.labels: list[torch.Tensor] = []
+
+    def add(self, features: torch.Tensor, labels: torch.Tensor) -> None:
+        self.features.append(features)
+        self.labels.append(labels)
+
+    def clear(self) -> None:
+        self.features.clear()
+        self.labels.clear()

@@ -1,0 +1,89 @@
+"""Fed-RoD: one generic head that learns as if classes were balanced, and a personal head that learns what it misses.
+
+Source: Chen, Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022, with
+a linear personal head. No official code was released.
+Travels: encoder and generic head, both ways, batch norm statistics included.
+Stays: the personal head; a device that misses rounds keeps the one it has.
+Server: mean of the updates, weighted by sample counts.
+Differs from the paper: the variant with a hypernetwork for personal heads is left out. The step size is PFLlib's. A
+last batch of one sample joins the batch before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..task import Task, Tensors
+from ..training.loops import Loss, evaluate, sgd, train_epochs
+from ..training.losses import balanced_softmax
+from ..training.parts import encoder_and_head, feature_dim, to_arrays
+from .base import Client, Exactness, MethodParams
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+
+class Params(MethodParams):
+    """PFLlib's step size."""
+
+    lr: float = Field(0.005, gt=0, description="step size of all parts; PFLlib: 0.005")
+
+
+class Method(Base):
+    """Balanced softmax for what is shared, cross entropy of both heads' sum for what is personal."""
+
+    Params = Params
+    source = "Chen, Chao, Fed-RoD, ICLR 2022"
+    heads = ("lr", "svm", "mlp", "prototype", "knn")
+    exactness: ClassVar[Exactness] = {}
+
+    def build(self, task: Task) -> Parts:
+        """Encoder, generic head and personal head, both linear."""
+        model = encoder_and_head(task)
+        model.add_module("personal_head", nn.Linear(feature_dim(model.encoder), task.num_classes))
+        return model
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """E epochs of both losses in every batch; none of them reaches the other's weights."""
+        params = self.params
+        train_epochs(
+            client,
+            self._loss(client),
+            sgd(client.model.parameters(), params),
+            epochs=params.local_epochs,
+            batch_size=params.batch_size,
+        )
+        return to_arrays(client.model, self.shared_names(client.model))
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Softmax of the sum of both heads' logits."""
+        model = client.model
+
+        def both(piece: torch.Tensor) -> torch.Tensor:
+            features = model.features(piece)
+            return torch.softmax(model.head(features) + model.part("personal_head")(features), dim=1)
+
+        return evaluate(both, model, inputs)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of the generic head."""
+        return super().predict(client, inputs)
+
+    def _loss(self, client: Client) -> Loss:
+        """Both losses in one sum: step for step the same as one after the other, as they share no weight."""
+        model, personal = client.model, client.model.part("personal_head")
+        counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
+
+        def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            features = model.features(inputs)
+            generic = model.head(features)
+            both = generic.detach() + personal(features.detach())
+            return balanced_softmax(generic, labels, counts) + F.cross_entropy(both, labels)
+
+        return loss

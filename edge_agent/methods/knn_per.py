@@ -1,0 +1,115 @@
+"""kNN-Per: FedAvg, and at each device what the nearest of its own samples say is mixed into the model's answer.
+
+Source: Marfoq, Neglia, Kameni, Vidal, "Personalized Federated Learning through Local Memorization", ICML 2022, and the
+authors' code.
+Travels: encoder and head, both ways, batch norm statistics included.
+Stays: the datastore: features and labels of the device's training samples, and the chosen numbers.
+Server: mean of the updates, weighted by sample counts.
+Differs from the paper: lambda, and k and scale where more than one is offered, are chosen on a part of the training
+samples that is held back for it and enters the datastore afterwards. A last batch of one sample joins the batch before
+it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ..heads.knn import MIXES, quality, votes
+from ..task import Tensors
+from ..training.loops import evaluate, features_of
+from ..training.tuning import fingerprint
+from .base import Client, Exactness, MethodParams
+from .fedavg import Method as FedAvg
+
+_STAMP, _FEATURES, _LABELS, _CHOSEN = "memorized.from", "memorized.features", "memorized.labels", "memorized.chosen"
+
+
+class Params(MethodParams):
+    """Defaults of the authors' code; numbers of which several are offered are chosen by each device."""
+
+    neighbours: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = Field(
+        (10,), min_length=1, description="k, offered; all samples where there are fewer"
+    )
+    scales: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.1, 1.0, 10.0), min_length=1, description="offered: squared distances are divided by d times this; code: 1"
+    )
+    mix: float | None = Field(
+        None, ge=0, le=1, description="lambda, share of the neighbours; none: best of 0, 0.1 ... 1"
+    )
+    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples on which the numbers are chosen")
+
+
+class Method(FedAvg):
+    """FedAvg with a memory."""
+
+    Params = Params
+    source = "Marfoq et al., kNN-Per, ICML 2022"
+    heads = ("knn", "lr", "svm", "mlp", "prototype")
+    exactness: ClassVar[Exactness] = {
+        "knn": ("exact", "the same neighbours and mixture; probabilities only of classes that the device has"),
+    }
+
+    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+        """Store features and labels, and choose k, scale and lambda."""
+        stamp = fingerprint(client.model)
+        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        labels = client.train_labels.cpu().numpy()
+        # Seeded by the model: an evaluation between rounds must not shift training's random numbers.
+        rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
+        chosen = self._chosen(client, features, labels, rng)
+        client.memory.update({_STAMP: stamp, _FEATURES: features, _LABELS: labels, _CHOSEN: np.array(chosen)})
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """lambda p_knn + (1 - lambda) p_model; the datastore is made first if the model has changed since."""
+        if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model)):
+            self.personalize(client, {})
+        neighbours, scale, mix = client.memory[_CHOSEN].tolist()
+        stored = client.memory[_FEATURES], client.memory[_LABELS]
+        queries = features_of(client.model, inputs).cpu().numpy()
+        near = votes(queries.astype(np.float64), *stored, client.task.num_classes, int(neighbours), scale)
+        mixed = mix * near + (1 - mix) * _probabilities(client, queries)
+        return torch.from_numpy(mixed.astype(np.float32)).to(inputs.device)
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Class probabilities of the shared model alone."""
+        return super().predict(client, inputs)
+
+    def head_params(self, head: str) -> dict[str, Any]:
+        """For the head that does the same: its own choice of lambda, the first k and scale that are offered."""
+        if head != "knn":
+            return {}
+        params = self.params
+        scale = 1.0 if 1.0 in params.scales else params.scales[0]
+        return {"neighbours": params.neighbours[0], "scale": scale, "mix": params.mix, "held_back": params.held_back}
+
+    def _chosen(
+        self, client: Client, features: np.ndarray, labels: np.ndarray, rng: np.random.Generator
+    ) -> tuple[float, float, float]:
+        """k, scale and lambda of most correct answers on a held-back part; the first of equally good ones."""
+        params, total = self.params, len(features)
+        shares = MIXES if params.mix is None else (params.mix,)
+        offered = list(itertools.product(params.neighbours, params.scales, shares))
+        order, held = rng.permutation(total), round(params.held_back * total)
+        if len(offered) == 1 or not 0 < held < total:
+            return float(params.neighbours[0]), params.scales[0], 0.5 if params.mix is None else params.mix
+        asked, rest = order[:held], order[held:]
+        queries, shared = features[asked].astype(np.float64), _probabilities(client, features[asked])
+
+        def near(neighbours: int, scale: float) -> np.ndarray:
+            return votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
+
+        answers = {pair: near(*pair) for pair in itertools.product(params.neighbours, params.scales)}
+        best = max(offered, key=lambda one: quality(answers[one[:2]], shared, labels[asked], one[2]))
+        return float(best[0]), float(best[1]), float(best[2])
+
+
+def _probabilities(client: Client, features: np.ndarray) -> np.ndarray:
+    """The shared head's probabilities (n, K) float64 on features (n, d)."""
+    placed = torch.from_numpy(features).to(client.device)
+    answer = evaluate(lambda piece: torch.softmax(client.model.head(piece), dim=1), client.model, placed)
+    return answer.cpu().numpy().astype(np.float64)

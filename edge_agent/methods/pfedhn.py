@@ -1,0 +1,254 @@
+"""pFedHN: a network at the server makes each client's weights from a few numbers that stand for the client.
+
+Source: Shamsian, Navon, Fetaya, Chechik, "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm
+1; official code for the numbers.
+Travels: down the weights that the server makes for this client alone, up the same after local training.
+Stays: running statistics of batch norm; with ``personal_head`` the head (pFedHN-PC). At the server stay the
+hypernetwork and the clients' embeddings.
+Server: one step of SGD on the hypernetwork H and the embeddings e of the round's clients, along the vector-Jacobian
+products of H(e) with what training has changed. The mean of the updates by sample counts is kept for an export.
+Differs from the paper: a round has many clients, where Algorithm 1 has one; their products are summed, as if their
+steps had followed each other. Embeddings are drawn when a client is first seen, from its id. The biases of the last
+layers start as one fresh model and their weights small (``spread``), so that the first weights are of a sane size; the
+code leaves both to torch's default. H is about ``hidden_units`` times the size of the model, and its momentum as much
+again: this is for models of some hundred thousand weights.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+from ..task import State, Tensors
+from ..training.loops import sgd, train_by_steps
+from ..training.parts import load_arrays, to_arrays
+from ._clients import names_in, numbers_for, packed
+from ._server import is_learned
+from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .base import Method as Base
+
+_HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
+_EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"
+_MOST_BYTES = 4 << 30
+
+
+class Params(MethodParams):
+    """Those of the official code."""
+
+    lr: float = Field(5e-3, gt=0, description="step size of a client; official code: 0.005")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of a client; official code: 0.9")
+    weight_decay: float = Field(5e-5, ge=0, description="of a client; official code: 5e-5")
+    batch_size: int = Field(64, ge=1, description="official code: 64")
+    local_steps: int = Field(50, ge=0, description="K, steps of a client; 0: as many as local_epochs passes take")
+    clip: float = Field(
+        50.0, gt=0, description="largest norm of gradients, of clients and of the server; official code"
+    )
+    server_lr: float = Field(0.01, gt=0, description="alpha, step size of H and embeddings; official code: 0.01")
+    server_momentum: float = Field(0.9, ge=0, lt=1, description="of the server; official code: 0.9")
+    server_weight_decay: float = Field(1e-3, ge=0, description="of the server; official code: 0.001")
+    embedding_size: int = Field(8, ge=1, le=1024, description="numbers for each client; official code: 1 + M / 4")
+    hidden_layers: int = Field(3, ge=0, le=16, description="layers of H before the last ones; official code: 3")
+    hidden_units: int = Field(100, ge=1, le=4096, description="units in each of them; official code: 100")
+    spread: float = Field(0.1, ge=0, description="size of the last layers' first weights, 1 = torch's default; ours")
+    personal_head: bool = Field(False, description="the variant pFedHN-PC: H makes encoders, heads stay on devices")
+
+
+class Method(Base):
+    """Weights made for each client; one network at the server learns to make them."""
+
+    Params = Params
+    norm = "local_stats"
+    source = "Shamsian, Navon, Fetaya, Chechik, ICML 2021"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
+    }
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What H makes."""
+        return ("encoder",) if self.params.personal_head else ("encoder", "head")
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def start(self, tensors: Tensors) -> State:
+        """A fresh hypernetwork whose outputs lie around the fresh model; its random numbers come from that model."""
+        self._check_size(tensors)
+        network = Hypernetwork(_shapes(tensors), self.params)
+        seed = 0
+        for name in sorted(tensors):
+            seed = zlib.crc32(np.ascontiguousarray(tensors[name]).tobytes(), seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network.begin(tensors, self.params.spread)
+        net = to_arrays(network, network.state_dict())
+        speeds = {_SPEED + name: np.zeros_like(array) for name, array in net.items()}
+        return {**tensors, **{_HYPER + name: array for name, array in net.items()}, **speeds}
+
+    def broadcast(self, state: State) -> Tensors:  # noqa: ARG002 - part of the contract
+        """Nothing: no two clients get the same."""
+        return {}
+
+    def downlink(self, state: State, client: str) -> Tensors:
+        """H(e) for this client."""
+        network = self._network(state)
+        with torch.no_grad():
+            made = network(torch.from_numpy(self._embedding(state, client)))
+        return {name: tensor.numpy() for name, tensor in made.items()}
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """One step of the hypernetwork and of the embeddings of the round's clients."""
+        network, slopes = self._network(state), dict[str, np.ndarray]()
+        summed = [torch.zeros_like(weight) for weight in network.parameters()]
+        mean = weighted_mean(self._differentiated(state, updates, network, (summed, slopes)))
+        found = {**state, **mean}
+        for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
+            old, speed = state[_HYPER + name], state[_SPEED + name]
+            found[_HYPER + name], found[_SPEED + name] = self._step(old, speed, slope.numpy())
+        return {**found, **self._stepped_embeddings(state, slopes)}
+
+    def _differentiated(
+        self,
+        state: State,
+        updates: Iterable[Update],
+        network: Hypernetwork,
+        sums: tuple[list[torch.Tensor], dict[str, np.ndarray]],
+    ) -> Iterator[tuple[float, Tensors]]:
+        """The updates with their weights; on the way their products are added to ``sums``."""
+        summed, slopes = sums
+        for update in updates:
+            embedding = torch.from_numpy(self._embedding(state, update.client)).requires_grad_()
+            weights = [*network.parameters(), embedding]
+            products = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
+            for place, product in enumerate(products[:-1]):
+                summed[place] += product
+            slopes[update.client] = products[-1].numpy()
+            yield update.weight, update.tensors
+
+    def _stepped_embeddings(self, state: State, slopes: Mapping[str, np.ndarray]) -> Tensors:
+        before = names_in(state, _NAMES)
+        everybody = sorted({*before, *slopes})
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        for client in everybody:
+            old = self._embedding(state, client)
+            speed = state[_EMBEDDING_SPEED][before.index(client)] if client in before else np.zeros_like(old)
+            rows.append(self._step(old, speed, slopes[client]) if client in slopes else (old, speed))
+        embeddings, speeds = (np.stack(arrays) for arrays in zip(*rows, strict=True))
+        return {_NAMES: packed(everybody), _EMBEDDING: embeddings, _EMBEDDING_SPEED: speeds}
+
+    def _step(self, weights: np.ndarray, speed: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """SGD with momentum and weight decay: the new weights and the new speed."""
+        params = self.params
+        faster = params.server_momentum * speed + slope + params.server_weight_decay * weights
+        return (weights - params.server_lr * faster).astype(np.float32), faster.astype(np.float32)
+
+    def _network(self, state: State) -> Hypernetwork:
+        network = Hypernetwork(_shapes({n: a for n, a in state.items() if n.split(".")[0] in self.shared}), self.params)
+        load_arrays(network, {n.removeprefix(_HYPER): a for n, a in state.items() if n.startswith(_HYPER)})
+        return network
+
+    def _embedding(self, state: State, client: str) -> np.ndarray:
+        """e (size,) float32 of a client, for one never seen before as its id makes it."""
+        names = names_in(state, _NAMES)
+        if client in names:
+            known: np.ndarray = state[_EMBEDDING][names.index(client)].copy()
+            return known
+        fresh: np.ndarray = numbers_for(client).standard_normal(self.params.embedding_size).astype(np.float32)
+        return fresh
+
+    def _check_size(self, tensors: Tensors) -> None:
+        size = sum(int(np.prod(shape)) for shape in _shapes(tensors).values())
+        needed = 8 * size * (self.params.hidden_units + 1)
+        if needed > _MOST_BYTES:
+            allowed = f"at most {_MOST_BYTES >> 20} are allowed"
+            too_much = f"take {needed >> 20} MiB here, {allowed}; choose fewer units or a smaller encoder"
+            raise ConfigError(
+                "parameters of method 'pfedhn'",
+                [f"hidden_units: {self.params.hidden_units} for {size} weights {too_much}"],
+            )
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """K steps of SGD from H(e)."""
+        model, params = client.model, self.params
+        optimizer = sgd(model.parameters(), params)
+
+        def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            value = F.cross_entropy(model(inputs), labels)
+            torch.autograd.backward(value)
+            nn.utils.clip_grad_norm_(model.parameters(), params.clip)
+            optimizer.step()
+            return value
+
+        train_by_steps(
+            client,
+            step,
+            epochs=params.local_epochs,
+            steps=params.local_steps,
+            batch_size=params.batch_size,
+            suspects={"lr": params.lr},
+        )
+        return to_arrays(model, self.shared_names(model))
+
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - contract
+        """None: every client has weights of its own."""
+        return None
+
+
+class Hypernetwork(nn.Module):
+    """H: an embedding (size,) in, tensors of the named shapes out."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], params: Params) -> None:
+        super().__init__()
+        self.shapes = dict(sorted(shapes.items()))
+        layers: list[nn.Module] = [nn.Linear(params.embedding_size, params.hidden_units)]
+        for _ in range(params.hidden_layers):
+            layers += [nn.ReLU(), nn.Linear(params.hidden_units, params.hidden_units)]
+        self.body = nn.Sequential(*layers)
+        sizes = [int(np.prod(shape)) for shape in self.shapes.values()]
+        self.outputs = nn.ModuleList([nn.Linear(params.hidden_units, size) for size in sizes])
+
+    def begin(self, tensors: Tensors, spread: float) -> None:
+        """Draw all weights anew; the last layers' biases become the model ``tensors``."""
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
+        with torch.no_grad():
+            for name, layer in zip(self.shapes, self.outputs, strict=True):
+                layer.get_parameter("weight").mul_(spread)
+                layer.get_parameter("bias").copy_(torch.from_numpy(np.array(tensors[name])).flatten())
+
+    def forward(self, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors, by name."""
+        hidden = self.body(embedding)
+        made = zip(self.shapes.items(), self.outputs, strict=True)
+        return {name: layer(hidden).reshape(shape) for (name, shape), layer in made}
+
+
+def pull_back(
+    network: nn.Module, embedding: torch.Tensor, trained: Tensors, weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients by ``weights`` of <H(e), H(e) as it was - trained>: the way to what training has made of H(e)."""
+    made = network(embedding)
+    changes = [tensor.detach() - torch.from_numpy(np.array(trained[name])) for name, tensor in made.items()]
+    return list(torch.autograd.grad(list(made.values()), weights, changes))
+
+
+def clipped(slopes: Sequence[torch.Tensor], most: float) -> list[torch.Tensor]:
+    """The gradients, shortened together to the norm ``most`` where they are longer."""
+    length = torch.stack([slope.square().sum() for slope in slopes]).sum().sqrt()
+    return [slope * (most / length).clamp(max=1.0) for slope in slopes] if length > 0 else list(slopes)
+
+
+def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Of the arrays that H makes."""
+    return {name: array.shape for name, array in tensors.items() if is_learned(name, array)}

@@ -1,0 +1,95 @@
+"""pFedMe: personal networks within Moreau envelopes around the shared one.
+
+Source: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1;
+official scripts for the numbers.
+Travels: encoder and head of the shared network w, both ways, batch norm statistics included.
+Stays: the personal network theta.
+Server: w <- (1 - beta) w + beta (even mean of the updates).
+Differs from the paper: a batch's minimum is sought by K steps of SGD, as in the authors' code, not to a given
+accuracy. The batch norm statistics that are sent are those of theta, the only network that sees data; of them the
+server takes the mean, whatever beta. The authors' optimizer also decays theta by 0.001, which ``weight_decay`` can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field
+from torch.nn import functional as F
+
+from ..task import State, Tensors
+from ..training.loops import Step, sgd, train_by_steps
+from ..training.parts import to_arrays
+from ..training.proximal import pulled_to
+from ..training.second import copy_tensors, pairs, second
+from ._personal import TwoNetworks
+from ._server import towards
+from .base import Client, MethodParams, Update, weighted_mean
+
+
+class Params(MethodParams):
+    """Those of the official scripts."""
+
+    lr: float = Field(0.005, gt=0, description="eta, step size of w; eta times lambda should be at most 1")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of the steps of theta; the paper: none")
+    batch_size: int = Field(20, ge=1, description="|D|")
+    local_steps: int = Field(20, ge=0, description="R, batches in a round; 0: as many as local_epochs passes take")
+    inner_steps: int = Field(5, ge=1, description="K, steps of theta for each batch")
+    personal_lr: float = Field(0.05, gt=0, description="step size of theta; official scripts: 0.01 to 0.1")
+    proximal_weight: float = Field(15.0, gt=0, description="lambda in Eq. 3")
+    server_rate: float = Field(1.0, gt=0, description="beta in Algorithm 1; the paper tries 1 to 4")
+
+
+class Method(TwoNetworks):
+    """theta minimises f + lambda / 2 |theta - w|^2; w follows it slowly."""
+
+    Params = Params
+    weighting = "uniform"
+    source = "Dinh, Tran, Nguyen, NeurIPS 2020"
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """beta of the way from the state to the even mean."""
+        return {**state, **towards(state, weighted_mean(self._weighted(updates)), self.params.server_rate)}
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """R batches: K steps of theta, then one of w; returns w."""
+        params, model = self.params, client.model
+        copy_tensors(model, second(model))
+        train_by_steps(
+            client,
+            self._step(client),
+            epochs=params.local_epochs,
+            steps=params.local_steps,
+            batch_size=params.batch_size,
+            suspects={"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight},
+        )
+        for part in ("encoder", "head"):
+            copy_tensors(second(model).part(part), model.part(part), buffers_only=True)
+        return to_arrays(model, self.shared_names(model))
+
+    def _step(self, client: Client) -> Step:
+        params, both = self.params, pairs(client.model)
+        own, shared = [theta for theta, _ in both], [w for _, w in both]
+        optimizer, pull = sgd(own, params, lr=params.personal_lr), pulled_to(own, shared, params.proximal_weight)
+        network = second(client.model)
+
+        def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            values = []
+            for _ in range(params.inner_steps):
+                optimizer.zero_grad(set_to_none=True)
+                values.append(F.cross_entropy(network(inputs), labels))
+                torch.autograd.backward(values[-1])
+                pull()
+                optimizer.step()
+            follow(shared, own, params.lr * params.proximal_weight)
+            return values[0]
+
+        return step
+
+
+def follow(shared: Iterable[torch.Tensor], own: Iterable[torch.Tensor], rate: float) -> None:
+    """w <- w - rate (w - theta), in place: eta times lambda times the gradient of the envelope."""
+    with torch.no_grad():
+        for w, theta in zip(shared, own, strict=True):
+            w.add_(theta - w, alpha=rate)

@@ -1,0 +1,128 @@
+"""SCAFFOLD: control variates take out of local steps what is due to a client's own data.
+
+Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated
+Learning", ICML 2020, Algorithm 1 with option II for the control variates.
+Travels: encoder and head, both ways, batch norm statistics included; the server's control variate down, the change of
+the client's own up, each of the model's size: twice FedAvg's bytes.
+Stays: the client's control variate.
+Server: x <- x + lr (even mean of the updates - x); its control variate is the mean of those of all clients seen so
+far, of whom those that were never asked count as zero.
+Differs from the paper: the number of clients N is that of clients seen so far, for nobody knows how many will come;
+with all of them in each round that is the same. Batch norm statistics are averaged. A control variate is the mean
+gradient only of plain SGD, so ``momentum`` should stay 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ..task import State, Task, Tensors
+from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.parts import to_arrays
+from ._clients import names_in, packed
+from ._server import AT_HOME, is_learned, towards
+from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .fedavg import Method as FedAvg
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_SENT, _OWN, _SEEN = "extra.control.", "control.", AT_HOME + "clients"
+
+
+class Params(MethodParams):
+    """The paper's defaults."""
+
+    momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none, see the module's text")
+    server_lr: float = Field(1.0, gt=0, description="eta_g; the paper's experiments: 1")
+
+
+class Method(FedAvg):
+    """FedAvg whose local gradients are corrected by c - c_i."""
+
+    Params = Params
+    weighting = "uniform"
+    source = "Karimireddy et al., ICML 2020"
+    exactness: ClassVar[Exactness] = {
+        "mlp": ("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
+    }
+
+    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+        """The change of the client's control variate."""
+        return _zeros(to_arrays(model, self.shared_names(model)))
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def start(self, tensors: Tensors) -> State:
+        """The model and a control variate of zeros."""
+        return {**tensors, **_zeros(tensors)}
+
+    def broadcast(self, state: State) -> Tensors:
+        """Model and control variate."""
+        return {name: array for name, array in state.items() if not name.startswith(AT_HOME)}
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """One step of the model, and the control variate after the changes of the round's clients."""
+        seen: list[str] = []
+        mean = weighted_mean(_noted(updates, seen))
+        known = names_in(state, _SEEN)
+        everybody = sorted({*known, *seen})
+        for name in [name for name in mean if name.startswith(_SENT)]:
+            summed = len(known) * state[name].astype(np.float64) + len(seen) * mean[name].astype(np.float64)
+            mean[name] = (summed / len(everybody)).astype(np.float32)
+        return {**state, **towards(state, mean, self.params.server_lr), _SEEN: packed(everybody)}
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """E epochs of corrected SGD; then the control variate becomes the mean gradient of the way that was taken."""
+        controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
+        own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
+        steps = self._train(client, {name: array - own[name] for name, array in controls.items()})
+        sent = to_arrays(client.model, self.shared_names(client.model))
+        pace = 1.0 / (max(steps, 1) * self.params.lr)
+        for name, control in controls.items():
+            # Option II: c_i+ - c_i = (x - y_i) / (K lr) - c; without any step nothing is known and nothing changes.
+            change = (received[name] - sent[name]) * pace - control if steps else np.zeros_like(control)
+            sent[_SENT + name] = change.astype(np.float32)
+            client.memory[_OWN + name] = own[name] + sent[_SENT + name]
+        return sent
+
+    def _train(self, client: Client, corrections: Tensors) -> int:
+        """Returns the number of steps, K."""
+        weights = dict(client.model.named_parameters())
+        shifts = [(weights[n], torch.from_numpy(a).to(client.device)) for n, a in corrections.items() if n in weights]
+        steps = 0
+
+        def correct() -> None:
+            nonlocal steps
+            steps += 1
+            for weight, shift in shifts:
+                if weight.grad is not None:
+                    weight.grad.add_(shift)
+
+        train_epochs(
+            client,
+            cross_entropy(client.model),
+            sgd(client.model.parameters(), self.params),
+            epochs=self.params.local_epochs,
+            batch_size=self.params.batch_size,
+            before_step=correct,
+        )
+        return steps
+
+
+def _zeros(tensors: Tensors) -> Tensors:
+    return {_SENT + name: np.zeros_like(array) for name, array in tensors.items() if is_learned(name, array)}
+
+
+def _noted(updates: Iterable[Update], seen: list[str]) -> Iterator[tuple[float, Tensors]]:
+    """Even weights; on the way the names of the clients are written down."""
+    for update in updates:
+        seen.append(update.client)
+        yield 1.0, update.tensors

@@ -1,0 +1,182 @@
+"""SphereFed: features on the unit sphere learn to meet a fixed classifier, which is calibrated at the end.
+
+Source: Dong, Zhang, Li, Kung, "SphereFed: Hyperspherical Federated Learning", ECCV 2022. No code was found; details are
+read from what others report of it.
+Travels: the encoder, both ways, batch norm statistics included; with it the fixed classifier, so that all devices hold
+the same bits. Up, where ``calibrate`` is on, A = sum z z' and B = sum z onehot(y)' of the client's samples.
+Stays: nothing but the batch counters of batch norm layers.
+Server: mean of the updates, weighted by sample counts; after the last round W = (sum A + ridge I)^-1 sum B.
+Differs from the paper: calibration takes the place of the last round's training, as an exchange after the last round
+does not exist: clients send the encoder back untouched, and A and B of it. So W fits the final encoder exactly, but
+speaks for the clients of that round only, and a run of R rounds trains R - 1; in other rounds A and B are zeros. A run
+of one round trains and does not calibrate. ``ridge`` and the scale of the loss (mean over classes) are ours. A last
+batch of one sample joins the batch before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+from ..heads import get as head_called
+from ..task import State, Task, Tensors
+from ..training.classifiers import orthonormal
+from ..training.loops import Loss, features_of, sgd, train_epochs
+from ..training.parts import encoder_and_head, to_arrays
+from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .base import Method as Base
+
+if TYPE_CHECKING:
+    from ..training.parts import Parts
+
+_GRAM, _CROSS = "extra.gram", "extra.cross"
+
+
+class Params(MethodParams):
+    """As DualFed's comparison ran it."""
+
+    lr: float = Field(0.1, gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0")
+    loss: Literal["mse", "ce"] = Field("mse", description="squared error of W z to one-hot labels, or cross entropy")
+    scale: float = Field(10.0, gt=0, description="factor of W z in cross entropy and in probabilities; ours")
+    classifier_seed: int = Field(0, ge=0, description="seed of the orthonormal rows of the fixed classifier W")
+    calibrate: bool = Field(True, description="solve for W after training; takes the place of the last round")
+    ridge: float = Field(1.0, gt=0, description="added to the diagonal of sum A; lost in what is known of the paper")
+
+
+class Spherical(nn.Module):
+    """scale W z / |z| with a fixed W (K, d) of orthonormal rows."""
+
+    def __init__(self, rows: np.ndarray, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.from_numpy(rows.astype(np.float32)), requires_grad=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (n, K)."""
+        return self.scale * F.linear(F.normalize(features, dim=1), self.weight)
+
+
+class Method(Base):
+    """Training towards a fixed classifier, then one pooled ridge regression."""
+
+    Params = Params
+    source = "Dong et al., SphereFed, ECCV 2022"
+    heads = ("lr", "svm", "mlp", "prototype", "knn")
+    exactness: ClassVar[Exactness] = {}
+
+    def build(self, task: Task) -> Parts:
+        """Encoder and fixed classifier.
+
+        Raises:
+            ConfigError: fewer features than classes.
+        """
+        model = encoder_and_head(task)
+        classes, size = model.head.get_parameter("weight").shape
+        if size < classes:
+            raise ConfigError(
+                "method 'spherefed'",
+                [f"{size} features for {classes} classes leave no room for orthogonal directions; raise feature_dim"],
+            )
+        model.head = Spherical(orthonormal(classes, size, self.params.classifier_seed), self.params.scale)
+        return model
+
+    def sends(self, model: Parts, task: Task) -> Tensors:
+        """A as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
+        if not self.params.calibrate:
+            return {}
+        size = model.head.get_parameter("weight").shape[1]
+        return {_GRAM: np.zeros(size * (size + 1) // 2), _CROSS: np.zeros((size, task.num_classes))}
+
+    def objection(self, tensors: Tensors) -> str:
+        """Statistics that no unit vectors have: negative squares, or products above the number of vectors."""
+        if _GRAM not in tensors:
+            return ""
+        gram = unpacked(tensors[_GRAM], len(tensors[_CROSS]))
+        squares = np.diag(gram)
+        if squares.min() < 0:
+            return f"'{_GRAM}' holds a sum of squares of {squares.min():g}, expected 0 or more"
+        most = float(squares.sum()) * (1 + 1e-6)
+        for name, array in ((_GRAM, gram), (_CROSS, tensors[_CROSS])):
+            if np.abs(array).max() > most:
+                return f"'{name}' reaches {np.abs(array).max():g}, expected at most {most:g}, the number of vectors"
+        return ""
+
+    # --- coordinator -----------------------------------------------------------------------------------------------
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        """Mean encoder; where the updates carry statistics, the classifier that fits them best."""
+        sums: Tensors = {}
+        mean = weighted_mean(_without_statistics(updates, sums))
+        if _GRAM in sums and sums[_GRAM].any():
+            mean["head.weight"] = calibrated(sums[_GRAM], sums[_CROSS], self.params.ridge)
+        return {**state, **mean}
+
+    def global_head(self, state: State) -> Tensors | None:
+        """W without bias: on raw features it names the same class, its probabilities are not those of the method."""
+        weight = state["head.weight"]
+        return {"weight": weight, "bias": np.zeros(len(weight), weight.dtype)}
+
+    def head_params(self, head: str) -> dict[str, Any]:
+        """Features of length 1, for heads that have such a parameter."""
+        return {"feature_norm": "l2"} if "feature_norm" in head_called(head).Params.model_fields else {}
+
+    # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+        """E epochs of the encoder; in the last round none, but the statistics of what was received."""
+        params, model = self.params, client.model
+        calibrates = params.calibrate and client.round >= client.rounds > 1
+        train_epochs(
+            client,
+            self._loss(client),
+            sgd(model.encoder.parameters(), params),
+            epochs=0 if calibrates else params.local_epochs,
+            batch_size=params.batch_size,
+            frozen=("head",),
+        )
+        extras = statistics(client) if calibrates else self.sends(model, client.task)
+        return {**to_arrays(model, self.shared_names(model)), **extras}
+
+    def _loss(self, client: Client) -> Loss:
+        model, classes, scale = client.model, client.task.num_classes, self.params.scale
+        if self.params.loss == "ce":
+            return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
+        return lambda inputs, labels: F.mse_loss(model(inputs) / scale, F.one_hot(labels, classes).float())
+
+
+def statistics(client: Client) -> Tensors:
+    """A (upper triangle) and B of a client's samples under its encoder in eval mode, summed in float64."""
+    unit = F.normalize(features_of(client.model, client.train_inputs).double(), dim=1)
+    targets = F.one_hot(client.train_labels, client.task.num_classes).double()
+    gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
+    return {_GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
+
+
+def calibrated(packed: np.ndarray, cross: np.ndarray, ridge: float) -> np.ndarray:
+    """W (K, d) float32 with W' = (A + ridge I)^-1 B, from the upper triangle of A."""
+    gram = unpacked(packed, len(cross))
+    weights: np.ndarray = np.linalg.solve(gram + ridge * np.eye(len(gram)), cross).T
+    return weights.astype(np.float32)
+
+
+def unpacked(packed: np.ndarray, size: int) -> np.ndarray:
+    """The symmetric matrix (size, size) of an upper triangle, row by row."""
+    upper = np.zeros((size, size))
+    upper[np.triu_indices(size)] = packed
+    return np.asarray(upper + np.triu(upper, 1).T)
+
+
+def _without_statistics(updates: Iterable[Update], sums: Tensors) -> Iterator[tuple[float, Tensors]]:
+    """The shared tensors of the updates; on the way their statistics are added up in ``sums``."""
+    for update in updates:
+        for name in (_GRAM, _CROSS):
+            if name in update.tensors:
+                sums[name] = sums.get(name, 0.0) + update.tensors[name]
+        yield update.weight, {name: array for name, array in update.tensors.items() if not name.startswith("extra.")}
