@@ -14,13 +14,22 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
     """The cohort, sorted; the same agents, seed and round give the same cohort. Empty when too few are available.
 
     ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
+    With ``fraction_max`` any number of them from the one share to the other is as likely.
     """
     if len(available) < config.min_agents:
         return ()
-    wanted = max(config.min_agents, round(config.fraction * len(available)))
+    rng = np.random.default_rng([seed, round_number])
+    wanted = max(config.min_agents, _share(len(available), config, rng))
     wanted = min(wanted, config.max_agents or wanted)
     size = min(len(available), math.ceil(wanted * config.over_selection))
-    rng = np.random.default_rng([seed, round_number])
     chosen = rng.choice(len(available), size=size, replace=False)
     ordered = sorted(available)
     return tuple(sorted(ordered[index] for index in chosen))
+
+
+def _share(available: int, config: CohortConfig, rng: np.random.Generator) -> int:
+    """How many of the available agents the configured share is."""
+    least = round(config.fraction * available)
+    if config.fraction_max is None:
+        return least
+    return int(rng.integers(least, round(config.fraction_max * available), endpoint=True))

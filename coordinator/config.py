@@ -43,6 +43,9 @@ class CohortConfig(Frozen):
         "train", description="any: head-tier devices, too, where the method has something for them that is exact"
     )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents that is asked")
+    fraction_max: float | None = Field(
+        None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
+    )
     min_agents: int = Field(1, ge=1, le=1_000_000, description="a round opens when so many agents are available")
     max_agents: int | None = Field(None, ge=1, le=1_000_000, description="never ask more; None = no bound")
     over_selection: float = Field(
@@ -53,6 +56,8 @@ class CohortConfig(Frozen):
     def _bounds_in_order(self) -> CohortConfig:
         if self.max_agents is not None and self.max_agents < self.min_agents:
             raise ValueError(f"max_agents = {self.max_agents} is below min_agents = {self.min_agents}; raise it")
+        if self.fraction_max is not None and self.fraction_max < self.fraction:
+            raise ValueError(f"fraction_max = {self.fraction_max} is below fraction = {self.fraction}; raise it")
         return self
 
 

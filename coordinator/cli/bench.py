@@ -116,6 +116,44 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
     show(note)
 
 
+@app.command("simulate")
+def simulate(
+    rounds: Annotated[int, typer.Option("--rounds", "-r", min=1, max=1000, help="Rounds that count.")] = 5,
+    clients: Annotated[int, typer.Option("--clients", "-n", min=1, max=10_000, help="Clients.")] = 20,
+    samples: Annotated[int, typer.Option("--samples", min=10, max=3000, help="Training samples of a client.")] = 600,
+    workers: Annotated[int, typer.Option("--workers", min=0, max=1024, help="0 = as many as cores.")] = 0,
+    many: Annotated[
+        int, typer.Option("--memory-clients", min=0, max=10_000, help="Clients with ResNet18; 0 = do not measure.")
+    ] = 100,
+    method: Annotated[str, typer.Option("--method", "-m", help="all, fedavg or fedpac.")] = "all",
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Simulated rounds against a bare PyTorch loop over the same clients, in turns; and memory against clients.
+
+    Example: headwater bench simulate --rounds 5 --json
+    """
+    from ..bench import simulate as bench
+    from ..bench.processes import scratch
+
+    known = tuple(bench.BUDGETS)
+    wanted = known if chosen("--method", method, "all", *known) == "all" else (method,)
+    size, here = bench.Size(clients, samples, rounds, workers, many, wanted), machine()
+    with scratch(folder) as place:
+        found = bench.report(size, place)
+    rows = found.pop("rows")
+    note = caveat(
+        here,
+        f"{found['workers']} workers of one thread each, rounds in turns, data {found['data']}. The bare loop sends, "
+        "averages and keeps nothing. Whatever else this machine does falls on both.",
+    )
+    if as_json:
+        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
+        return
+    _show(f"workload W1: {clients} clients x {samples} samples, {found['workers']} workers", rows)
+    show(note)
+
+
 def size_bytes(text: str) -> int:
     """Bytes of ``0.5MB``, ``45 MB`` or ``500000``.
 

@@ -24,7 +24,8 @@ class _Told:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, plan = simulation, simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
-        self.rounds, self.cohort = plan.rounds, max(1, round(plan.fraction * clients))
+        share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
+        self.rounds, self.cohort = plan.rounds, max(1, round(share * (clients - plan.new_clients)))
         self.total = plan.rounds * self.cohort + clients
         record = simulation.state.journal.replay(simulation.run)
         self.closed = record.round

@@ -38,7 +38,16 @@ Alpha = Annotated[float | None, typer.Option("--alpha", help="dirichlet: small =
 Size = Annotated[int | None, typer.Option("--size", help="iid, fedpac: samples of one client.")]
 MinSize = Annotated[int | None, typer.Option("--min-size", help="Least samples of a client; default: 10.")]
 TestFraction = Annotated[float | None, typer.Option("--test-fraction", help="Held back where data have no test part.")]
-Fraction = Annotated[float | None, typer.Option("--fraction", help="Share of the clients in a round; default: 1.")]
+Fraction = Annotated[
+    str | None,
+    typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each; default: 1."),
+]
+Dropout = Annotated[
+    float | None, typer.Option("--dropout", help="Probability that a client vanishes, or trains and never delivers.")
+]
+NewClients = Annotated[
+    int | None, typer.Option("--new-clients", help="The last so many only come at the end and fit a head: acc.new.")
+]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds; default: 10.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, weights, cohorts and clients.")]
 Encoder = Annotated[str | None, typer.Option("--encoder", help="Encoder; default: one that suits the inputs.")]
@@ -56,7 +65,13 @@ KeepEvery = Annotated[
     int | None, typer.Option("--keep-every", help="Keep the states of every so many rounds for 'headwater analyze'.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="Torch threads; default: 1, which is repeatable.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Torch threads of a worker; default: 1, which is repeatable.")
+]
+Engine = Annotated[
+    str | None, typer.Option("--engine", help="serial, or pool = worker processes; default: what suits the machine.")
+]
+Workers = Annotated[int | None, typer.Option("--workers", help="Processes of the pool; default: as many as cores.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the request.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; it knows what was asked for.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these options; options win.")]
@@ -75,6 +90,8 @@ def simulate(
     min_size: MinSize = None,
     test_fraction: TestFraction = None,
     fraction: Fraction = None,
+    dropout: Dropout = None,
+    new_clients: NewClients = None,
     rounds: Rounds = None,
     seed: Seed = None,
     encoder: Encoder = None,
@@ -86,16 +103,19 @@ def simulate(
     keep_every: KeepEvery = None,
     device: Device = None,
     threads: Threads = None,
+    engine: Engine = None,
+    workers: Workers = None,
     out: Out = None,
     resume: Resume = False,
     config: Config = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run a method on many clients in this one process: the coordinator's own rounds, the devices' own method files.
+    """Run a method on many clients on this one machine: the coordinator's own rounds, the devices' own method files.
 
-    Sources are those of devices. Accuracies of a round are of what its clients received, before they trained. Ctrl-C
-    leaves a run that --resume goes on with.
+    The same seed gives the same bits on every engine and with any number of workers. Sources are those of devices.
+    Accuracies of a round are of what its clients received, before they trained. Ctrl-C leaves a run that --resume
+    goes on with.
 
     Example: headwater simulate -m fedper -d digits --partition domains --set local_epochs=1 --rounds 5 --out sim
     """
@@ -117,7 +137,23 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     given = {name: typed.get(name) for name in Plan.model_fields}
     given |= {name: parameters(typed[option] or []) for name, option in pairs.items()}
     given["data"] = tuple(typed["data"] or ())
+    given |= shares(typed["fraction"])
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
+
+
+def shares(text: str | None) -> dict[str, float | None]:
+    """Fields of a plan from ``0.1`` or ``0.1:1.0``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if text is None:
+        return {"fraction": None, "fraction_max": None}
+    try:
+        least, *most = (float(word) for word in text.split(":", 1))
+    except ValueError as error:
+        raise UsageError(f"--fraction '{text}': expected a share such as 0.1, or two of them: 0.1:1.0") from error
+    return {"fraction": least, "fraction_max": most[0] if most else None}
 
 
 def rounds_table(result: dict[str, Any]) -> Table:
@@ -129,6 +165,7 @@ def rounds_table(result: dict[str, Any]) -> Table:
         "round",
         "acc.\nglobal",
         "acc.\npersonal",
+        "std",
         "worst\n10 %",
         "after\ntraining",
         "loss",
@@ -145,26 +182,47 @@ def rounds_table(result: dict[str, Any]) -> Table:
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """What the numbers are, and where the rest is."""
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
+    for scope, last in result["last"]["acc"].items():
+        yield (
+            f"last {_NAMES[scope]}: {last['clients_mean']:.4f} ± {last['std']:.4f} over clients, "
+            f"{last['samples_mean']:.4f} over samples, worst tenth {last['worst10']:.4f}"
+        )
     for scope, best in result["best"].items():
         after = counted(int(best["rounds_done"]), "round")
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, chosen on the test samples"
+    workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     yield (
-        f"{result['seconds']:.1f} s of rounds, partition {result['partition_hash'][:16]}, "
-        f"encoder {result['encoder_sha256'][:16]}"
+        f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
+        f"partition {result['partition_hash'][:16]}, encoder {result['encoder_sha256'][:16]}"
     )
     yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
 
 
-_NAMES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.personal after local training"}
+_NAMES = {
+    "global": "acc.global",
+    "personal": "acc.personal",
+    "after": "acc.personal after local training",
+    "new": "acc.new (clients that never trained: a head on the frozen encoder)",
+    "new_global": "acc.global of clients that never trained",
+}
 
 
 def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
     acc = one["acc"]
     means = [acc[scope]["clients_mean"] if scope in acc else None for scope in ("global", "personal", "after")]
-    worst = acc["personal"]["worst10"] if "personal" in acc else None
+    std, worst = (acc["personal"][name] if "personal" in acc else None for name in ("std", "worst10"))
     seconds, sent = one.get("seconds"), [one.get(name) for name in ("bytes_up", "bytes_down")]
     told = [None if size is None else f"{size / 1e6:.1f}" for size in sent]
-    return (name, *means[:2], worst, means[2], one.get("loss"), None if seconds is None else f"{seconds:.1f}", *told)
+    return (
+        name,
+        *means[:2],
+        std,
+        worst,
+        means[2],
+        one.get("loss"),
+        None if seconds is None else f"{seconds:.1f}",
+        *told,
+    )
 
 
 def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
@@ -190,18 +248,20 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulate import planned
+    from ..simulate import Plan, planned
+    from ..simulate.plan import HOW_NOT_WHAT
 
     if out is None or config is not None:
         raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
     plan = planned(out)
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
+    how = {name: wished.pop(name) for name in HOW_NOT_WHAT if name in wished}
     other = {name: value for name, value in wished.items() if getattr(plan, name) != value}
     if other:
         told = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
         raise UsageError(f"--resume keeps what the run in {out} was asked for: {told}; leave that out")
-    return plan, out
+    return parse(Plan, {**plan.model_dump(), **how}, where="--resume"), out
 
 
 def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
@@ -212,7 +272,7 @@ def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
     try:
         busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
         with busy:
-            prepared = Prepared.of(plan, folder / PARTITION if resume else None)
+            prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
         with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
             result = simulation.finish(watch)
     except KeyboardInterrupt:

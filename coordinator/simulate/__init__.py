@@ -1,4 +1,4 @@
-"""A whole federation in one process: the coordinator's own round loop, its journal, and clients that work in turn.
+"""A whole federation on one machine: the coordinator's own round loop, its journal, and clients that an engine serves.
 
 Nothing sleeps: the clock of leases and deadlines stands still while anybody works, and moves when nobody has anything
 to do. A run that was stopped, however, goes on where it stood, and ends in the same bits.
@@ -8,36 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent import methods
 from edge_agent.config import parse
-from edge_agent.data.partition import Division
 from edge_agent.errors import RunFailed, UsageError
-from edge_agent.methods import Method
-from edge_agent.store import read_json, write_json
-from edge_agent.task import Task
-from edge_agent.training.session import Built
+from edge_agent.store import read_json, sweep, write_json
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 
-from ..config import CoordinatorConfig
-from ..request import Request
 from ..service import Coordinator
 from ..store import StateFolder
-from .clients import Crowd, Shared
+from .clients import Crowd
+from .dropouts import Dropouts
+from .engines import Engine
 from .plan import Plan
-from .pools import Pools, prepare
+from .prepared import Prepared
 
 __all__ = ["Plan", "Prepared", "Simulation", "open_simulation", "planned"]
 
-FEDERATION = "simulation"
 PLAN, PARTITION, CLIENTS = "simulation.json", "partition.json", "clients"
 SHORTEST_PAUSE_S = 0.01
-LONGEST_ROUND_S = 7 * 86_400.0
 
 
 class StandingClock:
@@ -50,83 +42,39 @@ class StandingClock:
         return self.now
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that can be wrong has been looked at; nothing has been written."""
-
-    plan: Plan
-    method: Method
-    pools: Pools
-    division: Division
-    task: Task
-    model: Built
-
-    @classmethod
-    def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:
-        """Data, partition, method and model of a plan. ``saved``: the partition of a run that is gone on with.
-
-        Raises:
-            UsageError: of any kind: names, parameters, data, or things that do not go together.
-        """
-        import torch
-
-        if plan.threads:
-            torch.set_num_threads(plan.threads)
-        method = methods.create(plan.method, plan.params)
-        pools, division, task = prepare(plan, saved)
-        model = Built.of(method, task, seed=plan.seed, device=plan.device)
-        return cls(plan, method, pools, division, task, model)
-
-    def request(self) -> Request:
-        """The run to ask for."""
-        params = self.method.params.model_dump(mode="json")
-        plan = self.plan
-        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every)
-
-    def config(self, folder: Path) -> CoordinatorConfig:
-        """A coordinator that waits for everybody: who cannot deliver in a simulation never will."""
-        raw = {
-            "federation": FEDERATION,
-            "state": folder,
-            "task": self.task,
-            "cohort": {"fraction": self.plan.fraction},
-            "round": {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S},
-            "export": {"after_run": False},
-            "evaluate_every": self.plan.evaluate_every,
-        }
-        return parse(CoordinatorConfig, raw, where="the simulation's coordinator")
-
-
 class Simulation:
     """One run in one folder, which this process has locked. `step` until `is_over`."""
 
-    def __init__(self, prepared: Prepared, state: StateFolder, run: str) -> None:
-        self.prepared, self.state, self.run = prepared, state, run
+    def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
+        self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
         self.clock, broker = StandingClock(), MemoryBroker()
         self.coordinator = Coordinator(
             prepared.config(state.path), state, broker.transport(), clock=self.clock, stopwatch=time.perf_counter
         )
-        folder, plan = state.path / CLIENTS, prepared.plan
-        shared = Shared(
-            prepared.pools,
-            prepared.division,
-            prepared.model,
-            folder,
-            plan.device,
-            evaluate_after=plan.evaluate_after,
-            keep_every=plan.keep_every,
+        plan = prepared.plan
+        self.crowd = Crowd(
+            broker,
+            self.coordinator.topics,
+            self.coordinator.distributor,
+            engine,
+            {client: len(share.train) for client, share in prepared.division.clients.items()},
+            newcomers=prepared.newcomers,
+            dropouts=Dropouts(plan.dropout, plan.seed) if plan.dropout else None,
+            attempt=self._attempt,
         )
-        duties = {client: shared.duties(client) for client in prepared.division.clients}
-        self.crowd = Crowd(broker, self.coordinator.topics, self.coordinator.distributor, duties)
         self._is_over = False
 
     def start(self) -> None:
         """Everybody connects."""
+        self.engine.start()
         self.coordinator.start()
-        self.crowd.start(self.coordinator.roster)
+        record = self.state.journal.replay(self.run)
+        begun = record.round + (record.open_round is not None)
+        self.crowd.start(self.coordinator.roster, is_late=begun >= self.prepared.plan.rounds)
 
     def close(self) -> None:
         """Leave everything on disk so that it can be gone on with."""
+        self.engine.close()
         self.coordinator.close()
 
     @property
@@ -135,14 +83,26 @@ class Simulation:
         return self._is_over
 
     def step(self) -> Job | None:
-        """Let everybody say what they have to say, then let one client work; returns the job that it did."""
+        """Let everybody say what they have to say, then let clients work; returns the job that one has done."""
+        self.talk()
+        return self.work()
+
+    def talk(self) -> None:
+        """Let everybody say what they have to say."""
         while self.coordinator.step(0) or self.crowd.hear():
             pass
+
+    def work(self) -> Job | None:
+        """Let clients work until one has done a job, which is returned; where there is none, the clock moves."""
         job = self.crowd.work()
         if job is None:
             self._is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
             self.clock.now += max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
         return job
+
+    def closed(self) -> int:
+        """How many rounds have closed."""
+        return len(self.state.journal.entries(self.run, ("round_closed",)))
 
     def finish(self, watch: Callable[[Job], None] = lambda _: None) -> dict[str, Any]:
         """`step` to the end; ``watch`` hears of each job that was done. Returns the result as JSON.
@@ -159,17 +119,26 @@ class Simulation:
         record = self.state.journal.replay(self.run)
         if record.status != "finished":
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
-        return result_of(self.state, self.run, self.prepared.plan, self.prepared.division)
+        return result_of(self.state, self.run, self.prepared)
+
+    def _attempt(self, number: int) -> int:
+        """Which attempt at a round is under way."""
+        opened = self.state.journal.entries(self.run, ("round_opened",), round=number)
+        return int(opened[-1].body["attempt"]) if opened else 1
 
 
 @contextlib.contextmanager
-def open_simulation(prepared: Prepared, folder: Path) -> Iterator[Simulation]:
+def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ()) -> Iterator[Simulation]:
     """A started simulation in ``folder``: a new one, or the one that was left there.
+
+    ``setup``: functions (``module:function``) that each worker process is to call before it begins.
 
     Raises:
         UsageError: the folder holds something else, or a run that has failed.
         StateError: another process works there, or what lies there is damaged.
     """
+    from .engines.making import engine_for
+
     is_new = read_json(folder / PLAN) is None
     if is_new and folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
@@ -177,11 +146,13 @@ def open_simulation(prepared: Prepared, folder: Path) -> Iterator[Simulation]:
         if is_new:
             prepared.division.write(folder / PARTITION)
             write_json(folder / PLAN, prepared.plan.model_dump(mode="json", exclude_defaults=True))
+        sweep(folder / CLIENTS)
         runs = state.journal.runs()
         run = runs[0] if runs else state.journal.request_run(prepared.request().body())
-        simulation = Simulation(prepared, state, run)
-        simulation.start()
+        engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
+        simulation = Simulation(prepared, state, run, engine)
         try:
+            simulation.start()
             yield simulation
         finally:
             simulation.close()

@@ -1,147 +1,74 @@
-"""All clients of a simulation behind one connection: they hear their jobs, work one after another, and answer.
+"""All clients of a simulation behind one connection: they hear their jobs, have them done by an engine, and answer.
 
-They speak the protocol of devices over the transport in memory, and do a device's own duties. What they receive is
-handed to them whole instead of in chunks; what they send goes the whole way, so nothing but bytes passes.
+They speak the protocol of devices over the transport in memory. What they receive is handed to them whole instead of in
+chunks; what they send goes the whole way, so nothing but bytes passes.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
-import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from edge_agent import __version__, methods
-from edge_agent.agent.duties import LAST_ROUND, Duties, resident_mb
-from edge_agent.agent.jobs import fault
-from edge_agent.agent.kept import KeptFiles
-from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
-from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError
-from edge_agent.task import Tensors
-from edge_agent.training.session import Arrays, Built, Outcome, Session
+from edge_agent import __version__
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.flow import Sending
 from edge_agent.wire.memory import MemoryBroker
-from edge_agent.wire.tensors import decode, encode
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ..distribute import Distributor
 from ..roster import Roster
-from .pools import Pools
+from .dropouts import Dropouts, Fate
+from .durations import Durations
+from .engines import Done, Engine, Work
 
 log = logging.getLogger(__name__)
 
 BOOT = "simulated"
 
 
-class HeldOutbox:
-    """A client's outbox in memory: what a kill takes is computed again, bit for bit."""
-
-    def __init__(self) -> None:
-        self.blob: Outgoing | None = None
-
-    def put(
-        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: Mapping[str, float]
-    ) -> wire.UpdateManifest:
-        """Keep an update until it has been sent."""
-        self.blob = Outgoing.of(encode(tensors))
-        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        return wire.UpdateManifest(run=run, round=round_number, blob=self.blob.ref, samples=samples, metrics=told)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all clients of a run have in common: pools, partition, one model object, and where they keep things."""
-
-    pools: Pools
-    division: Division
-    model: Built
-    folder: Path
-    device: str = "auto"
-    evaluate_after: bool = False
-    keep_every: int = 0
-
-    def duties(self, client: str) -> SimulatedDuties:
-        """The duties of one client."""
-        return SimulatedDuties(self, client)
-
-
-class SimulatedDuties(Duties):
-    """A device's duties on rows of the common pool, with the common model, which belongs to it only while it works."""
-
-    outbox: HeldOutbox  # type: ignore[assignment]
-
-    def __init__(self, shared: Shared, client: str) -> None:
-        config = AgentConfig(
-            id=client,
-            state=shared.folder / client,
-            data=DataConfig(source="simulation:"),
-            training=TrainingConfig(device=shared.device),
-        )
-        super().__init__(config, "train")
-        self._shared, self.outbox = shared, HeldOutbox()
-        self.samples = len(shared.division.clients[client].train)
-
-    def kept_files(self, run: str) -> KeptFiles:
-        """What this client keeps of a run: also of the rounds whose states the coordinator keeps."""
-        return KeptFiles(self.config.state / "runs" / run, self._shared.keep_every)
-
-    def _session_for(self, job: wire.Job) -> Session:
-        """A session for this one job: its samples lie in memory only until the job is done."""
-        train, test = self._arrays()
-        method = methods.create(job.method, job.params)
-        return Session(
-            method,
-            job.task,
-            self.config.id,
-            train,
-            test,
-            seed=job.seed,
-            device=self.config.training.device,
-            model=self._shared.model,
-            evaluate_after=self._shared.evaluate_after,
-        )
-
-    def _arrays(self) -> tuple[Arrays, Arrays]:
-        return self._shared.pools.arrays(self._shared.division.clients[self.config.id])
-
-    def _report(self, job: wire.Job, session: Session, outcome: Outcome, files: KeptFiles) -> wire.Report:
-        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
-        return wire.Report(
-            run=job.run,
-            samples=self.samples,
-            head=session.method.head_name,
-            acc_global=outcome.metrics.get("acc.global"),
-            acc_personal=outcome.metrics.get("acc.personal"),
-            rss_mb=resident_mb(),
-            torch_loaded=True,
-        )
-
-
 class Crowd:
-    """All clients of one federation. `hear` what has come, then `work` at the next job, and so on."""
+    """All clients of one federation. `hear` what has come, then `work`, and so on."""
 
     def __init__(
-        self, broker: MemoryBroker, topics: Topics, distributor: Distributor, duties: Mapping[str, SimulatedDuties]
+        self,
+        broker: MemoryBroker,
+        topics: Topics,
+        distributor: Distributor,
+        engine: Engine,
+        samples: Mapping[str, int],
+        *,
+        newcomers: Collection[str] = (),
+        dropouts: Dropouts | None = None,
+        attempt: Callable[[int], int] = lambda _: 1,
     ) -> None:
-        self._topics, self._distributor, self._duties = topics, distributor, duties
+        """``samples``: of each client. ``attempt`` says of a round how often it has been opened."""
+        self._topics, self._distributor, self._engine = topics, distributor, engine
         self._transport = broker.transport()
-        self._jobs = deque[tuple[str, wire.Job]]()
+        self._samples, self._newcomers = samples, frozenset(newcomers)
+        self._absent = tuple(self._newcomers)
+        self._dropouts, self._attempt = dropouts, attempt
+        self._jobs: list[tuple[float, int, str, wire.Job]] = []
+        self._gone = deque[wire.Job]()
+        self._durations = Durations(samples)
+        self._roster: Roster | None = None
+        self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
-        self._seq = 0
+        self._seq = self._heard = 0
 
-    def start(self, roster: Roster) -> None:
-        """Listen, and be there: all of them before the first round looks who is."""
+    def start(self, roster: Roster, *, is_late: bool = False) -> None:
+        """Listen, and be there: all of them before the first round looks who is.
+
+        Newcomers wait for the last round; ``is_late`` says that it has begun.
+        """
+        self._roster = roster
         self._transport.subscribe(self._topics.down("+"))
         self._transport.start()
-        for client, duties in self._duties.items():
-            hello = wire.Hello(boot=BOOT, software=__version__, tier="train", samples=duties.samples)
-            roster.hello(client, hello)
+        self._absent = () if is_late else tuple(self._newcomers)
+        self._greet(client for client in self._samples if client not in self._absent)
 
     def hear(self) -> bool:
         """Take one message that has come; False when there is none."""
@@ -152,25 +79,29 @@ class Crowd:
         return event is not None
 
     def work(self) -> wire.Job | None:
-        """Do the next job, if there is one, and say what came out."""
-        if not self._jobs:
+        """Have jobs done until one is, and say what came out of it; the job, or None where there is none."""
+        self._hand_out()
+        if self._gone:
+            return self._gone.popleft()
+        if not self._engine.is_busy:
             return None
-        client, job = self._jobs.popleft()
-        received = self._received(client, job)
-        if received is not None:
-            try:
-                self._say(client, self._duties[client].do(job, received))
-            except Exception as error:
-                if not isinstance(error, HeadwaterError):
-                    log.exception("work_broke client=%s", client)
-                self._say(client, fault(error, job.run, job.round))
-        return job
+        done = self._engine.take()
+        self._durations.note(done.work.client, done.work.job.purpose, done.seconds)
+        self._hand_out()  # before anything is said: while this update is looked at, nobody is idle
+        self._say_done(done)
+        return done.work.job
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _greet(self, clients: Iterable[str]) -> None:
+        for client in clients:
+            hello = wire.Hello(boot=BOOT, software=__version__, tier="train", samples=self._samples[client])
+            if self._roster is not None:
+                self._roster.hello(client, hello)
+
     def _on_control(self, client: str, message: wire.Control) -> None:
         if isinstance(message, wire.Job):
-            self._jobs.append((client, message))
+            self._on_job(client, message)
         elif isinstance(message, wire.Grant):
             self._grant(client, message)
         elif isinstance(message, wire.Ack):
@@ -182,18 +113,46 @@ class Crowd:
         elif not isinstance(message, wire.Welcome):
             log.warning("not_expected client=%s message=%s", client, message)
 
-    def _received(self, client: str, job: wire.Job) -> Tensors | None:
-        """The tensors of all blobs of a job; None when it is not on offer any more."""
-        received: Tensors = {}
-        for ref in job.blobs:
-            blob = self._distributor.take(client, ref.digest)
-            if blob is None:
-                return None
-            received.update(decode(blob.data))
-        return received
+    def _on_job(self, client: str, job: wire.Job) -> None:
+        """In the order in which they are to begin: the longest first, so that no worker is left with it at the end."""
+        if job.purpose == "train" and job.round == job.rounds and self._absent:
+            self._greet(self._absent)  # the last cohort has been chosen, so nobody asks them to train
+            self._absent = ()
+        self._heard += 1
+        expected = self._durations.expected(client, job.purpose)
+        heapq.heappush(self._jobs, (-expected, self._heard, client, job))
+
+    def _hand_out(self) -> None:
+        while self._jobs and self._engine.room > 0:
+            _, _, client, job = heapq.heappop(self._jobs)
+            if self._fate(client, job) == "vanishes":
+                self._gone.append(job)
+            elif (blobs := self._received(client, job)) is not None:
+                self._engine.give(Work(client, job, blobs))
+
+    def _fate(self, client: str, job: wire.Job) -> Fate:
+        if job.purpose == "train" and client in self._newcomers:  # a last round that all others dropped out of
+            return "vanishes"
+        if self._dropouts is None or job.purpose != "train":
+            return "delivers"
+        return self._dropouts.fate(client, job.round, self._attempt(job.round))
+
+    def _received(self, client: str, job: wire.Job) -> tuple[Outgoing, ...] | None:
+        """All blobs of a job; None when it is not on offer any more."""
+        blobs = [self._distributor.take(client, ref.digest) for ref in job.blobs]
+        found = tuple(blob for blob in blobs if blob is not None)
+        return found if len(found) == len(blobs) else None
+
+    def _say_done(self, done: Done) -> None:
+        client, job = done.work.client, done.work.job
+        if self._fate(client, job) == "trains_in_vain":
+            return
+        if done.blob is not None:
+            self._held[client] = done.blob
+        self._say(client, done.said)
 
     def _grant(self, client: str, message: wire.Grant) -> None:
-        blob = self._duties[client].outbox.blob
+        blob = self._held.get(client)
         if blob is None or blob.ref.digest != message.digest:
             return
         ahead = message.credits * blob.ref.chunk_bytes
@@ -211,11 +170,12 @@ class Crowd:
 
     def _forget(self, client: str) -> None:
         self._sendings.pop(client, None)
-        self._duties[client].outbox.blob = None
+        self._held.pop(client, None)
 
     def _cancel(self, client: str, message: wire.Cancel) -> None:
         over = (message.run, message.round)
-        self._jobs = deque(item for item in self._jobs if item[0] != client or (item[1].run, item[1].round) != over)
+        self._jobs = [item for item in self._jobs if item[2] != client or (item[3].run, item[3].round) != over]
+        heapq.heapify(self._jobs)
         self._forget(client)
 
     def _say(self, client: str, message: wire.Control) -> None:

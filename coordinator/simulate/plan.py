@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -27,6 +27,12 @@ _OPTIONS_OF = {
 """Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
 
 
+EngineName = Literal["serial", "pool"]
+
+HOW_NOT_WHAT = ("engine", "workers")
+"""Fields that change no bit of what comes out: a run may be gone on with by others."""
+
+
 class Plan(Frozen):
     """One simulated run: method, data, who gets what, and how long."""
 
@@ -43,6 +49,15 @@ class Plan(Frozen):
         0.25, gt=0, lt=1, description="held back by each client where the data have no test part"
     )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the clients that takes part in a round")
+    fraction_max: float | None = Field(
+        None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability that a client of a round vanishes, or trains and never delivers"
+    )
+    new_clients: int = Field(
+        0, ge=0, le=100_000, description="the last clients of the partition never train; at the end they fit a head"
+    )
     rounds: int = Field(10, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
     encoder: str | None = Field(
@@ -60,8 +75,12 @@ class Plan(Frozen):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     threads: int = Field(
-        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+        1, ge=0, le=256, description="torch threads of a worker; 0 = torch's own choice. 1 keeps results repeatable"
     )
+    engine: EngineName | None = Field(
+        None, description="serial: one client after another; pool: worker processes; default: what suits the machine"
+    )
+    workers: int | None = Field(None, ge=1, le=1024, description="processes of the pool; default: as many as cores")
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Plan:
@@ -75,6 +94,10 @@ class Plan(Frozen):
             yield "partition dirichlet needs alpha, for example --alpha 0.5"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
+        if self.engine == "serial" and self.workers is not None:
+            yield f"workers = {self.workers} means nothing to engine serial; it is for pool"
+        if self.fraction_max is not None and self.fraction_max < self.fraction:
+            yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
         for option, rules in _OPTIONS_OF.items():
             value = getattr(self, option)
             if value is not None and rule not in rules:

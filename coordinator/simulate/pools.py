@@ -17,6 +17,7 @@ from edge_agent.data.partition import Division
 from edge_agent.errors import DataError, UsageError
 from edge_agent.task import InputSpec, Task
 from edge_agent.training.session import Arrays
+from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
 
@@ -45,6 +46,28 @@ class Pools:
             Arrays(self.train.inputs[train], self.train.labels[train]),
             Arrays(tested.inputs[test], tested.labels[test]),
         )
+
+    def content(self) -> list[bytes | memoryview]:
+        """Inputs and labels as bytes in pieces; `from_memory` takes them joined."""
+        parts = {"train": self.train, **({} if self.test is None else {"test": self.test})}
+        inputs = {f"{name}.inputs": samples.inputs for name, samples in parts.items()}
+        return [*pieces({**inputs, **{f"{name}.labels": samples.labels for name, samples in parts.items()}})]
+
+    @classmethod
+    def from_memory(cls, memory: memoryview, task: Task) -> Pools:
+        """The pools that lie in ``memory``, which is not copied."""
+        arrays = decode(memory)
+        train, test = (
+            Samples(arrays[f"{name}.inputs"], arrays[f"{name}.labels"], task.class_names, task.input)
+            if f"{name}.inputs" in arrays
+            else None
+            for name in ("train", "test")
+        )
+        if train is None:
+            raise DataError(
+                "the shared memory holds no training samples; nobody but this program writes it, report this"
+            )
+        return cls(train, test)
 
 
 def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Task]:

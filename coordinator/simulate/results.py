@@ -6,15 +6,15 @@ Only seconds and bytes of the round that it was stopped in are those of what was
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
 from edge_agent.data.partition import Division
 
 from ..journal import Entry
 from ..store import StateFolder
-from .plan import Plan
+from .prepared import Prepared
 
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
@@ -22,15 +22,17 @@ SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.afte
 WORST_SHARE = 0.1
 
 
-def result_of(state: StateFolder, run: str, plan: Plan, division: Division) -> dict[str, Any]:
+def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any]:
     """The run as one JSON object.
 
     ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
-    clients got after the last round and after personalizing. ``best`` is chosen on the same test samples.
+    clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder.
+    ``best`` is chosen on the same test samples.
     """
+    plan, division = prepared.plan, prepared.division
     record, summary = state.journal.replay(run), state.run(run).summary() or {}
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
-    last = _last(summary, division)
+    last = _last(summary, division, prepared.newcomers)
     return {
         "run_id": run,
         "method": plan.method,
@@ -41,8 +43,13 @@ def result_of(state: StateFolder, run: str, plan: Plan, division: Division) -> d
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
         "clients": len(division.clients),
-        "fraction": plan.fraction,
+        "new_clients": plan.new_clients,
+        "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],
+        "dropout": plan.dropout,
         "seed": plan.seed,
+        "engine": prepared.choice.engine,
+        "workers": prepared.choice.workers,
+        "threads": plan.threads,
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
         "best": best_of(rounds, record.round, last),
@@ -70,13 +77,14 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
 
 
 def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
-    """Mean over clients, mean over their test samples, and the mean of the worst tenth of the clients."""
+    """Over clients: mean, standard deviation, and mean of the worst tenth; and the mean over all test samples."""
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
     worst = sorted(scores.values())[: max(1, math.ceil(WORST_SHARE * len(scores)))]
     found = {
         "clients_mean": fmean(scores.values()),
         "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
+        "std": pstdev(scores.values()),
         "worst10": fmean(worst),
     }
     return {name: round(value, 6) for name, value in found.items()}
@@ -123,10 +131,18 @@ def _scores(told: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, f
     return {client: metrics[metric] for client, metrics in told.items() if metric in metrics}
 
 
-def _last(summary: Mapping[str, Any], division: Division) -> dict[str, dict[str, float]]:
-    agents = summary.get("agents", [])
+def _last(summary: Mapping[str, Any], division: Division, newcomers: Collection[str]) -> dict[str, dict[str, float]]:
+    told = {agent["id"]: agent["acc"] for agent in summary.get("agents", [])}
+    trained = {client: acc for client, acc in told.items() if client not in newcomers}
+    new = {client: acc for client, acc in told.items() if client in newcomers}
     found = {
-        scope: {a["id"]: a["acc"][scope] for a in agents if a["acc"].get(scope) is not None}
-        for scope in ("global", "personal")
+        "global": _given(trained, "global"),
+        "personal": _given(trained, "personal"),
+        "new": _given(new, "personal"),
+        "new_global": _given(new, "global"),
     }
     return {scope: spread(scores, division) for scope, scores in found.items() if scores}
+
+
+def _given(told: Mapping[str, Mapping[str, float | None]], scope: str) -> dict[str, float]:
+    return {client: value for client, acc in told.items() if (value := acc.get(scope)) is not None}

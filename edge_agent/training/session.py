@@ -121,6 +121,11 @@ class Session:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
 
+    @property
+    def test(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The held-back inputs (n, ...) and labels (n,), on the device."""
+        return self._test
+
     def before_round(self, received: Tensors, kept: Kept, *, round_number: int, rounds: int) -> Client:
         """The client as it begins a round: its model holds what was received and what was kept."""
         return self._client(received, kept, round_number, rounds)

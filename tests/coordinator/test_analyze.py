@@ -73,6 +73,7 @@ def simulated(images, out, method="fedavg", **changes):
         "encoder": "linear",
         "encoder_params": {"feature_dim": 6},
         "device": "cpu",
+        "engine": "serial",
         "keep_every": 2,
     }
     with open_simulation(Prepared.of(Plan(**{**wished, **changes})), out) as simulation:
@@ -619,6 +620,6 @@ def test_keep_every_is_an_option_of_simulate(images, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("-d", images, "--encoder", "linear", "--clients", "2", "--rounds", "3", "--keep-every", "1", "--out", "s")
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", *words, "--device", "cpu"])
+        main(["simulate", *words, "--device", "cpu", "--engine", "serial"])
     assert not ended.value.code
     assert [one["round"] for one in analyzed(tmp_path / "s")["rounds"]] == [0, 1, 2, 3]

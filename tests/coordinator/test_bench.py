@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coordinator.bench import device, noop, processes, rounds, sample, tcp, transport, w1
+from coordinator.bench import bare_rounds, device, noop, processes, rounds, sample, simulate, tcp, transport, w1
 from coordinator.bench.figures import Row, caveat, machine, median, quantile, rounded
 from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
@@ -246,7 +246,55 @@ def test_transport_is_measured_in_both_directions(tmp_path):
     json.dumps(found)
 
 
-@pytest.mark.parametrize("command", ["transport", "round", "device"])
+def test_ratios_are_medians_of_pairs_and_not_of_all():
+    """Load that falls on one pair falls on both: 2 / 1, 30 / 20 and 3 / 2 have the median 1.5."""
+    turns = simulate.Turns(
+        "fedavg", ((2, 4.4), (30, 4), (3, 4)), ((1, 4), (20, 4), (2, 4)), ((2, 4.84), (30, 5), (3, 4))
+    )
+    found = {row.name: row for row in turns.rows()}
+    assert found["fedavg: round over bare loop"].value == 1.5
+    assert found["fedavg: round over bare loop"].is_met is False
+    assert found["fedavg: round over bare loop, CPU of all processes"].value == 1.0
+    assert found["fedavg: CPU of a round with evaluation over one without"].value == pytest.approx(1.1)
+    assert turns.seconds() == {"ours": [2, 30, 3], "bare": [1, 20, 2], "evaluated": [2, 30, 3]}
+
+
+def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
+    """30 samples in batches of 20 are two steps: five epochs of all weights; FedPAC: one of the head, five without."""
+    monkeypatch.setitem(w1.PARAMS, "batch_size", 20)
+    steps, step = [], torch.optim.SGD.step
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self: (steps.append(len(self.param_groups[0]["params"])), step(self))
+    )
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(30, 1, 28, 28), torch.arange(30) % 10
+    bare_rounds._fedavg(bare_rounds._model(), inputs, labels)
+    assert steps == [8] * 10
+    steps.clear()
+    bare_rounds._fedpac(bare_rounds._model(), inputs, labels)
+    assert steps == [2] * 2 + [6] * 10
+    means = bare_rounds._means(torch.tensor([[1.0], [3.0], [7.0]]), torch.tensor([4, 4, 9]))
+    assert means[:, 0].tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0, 7]
+
+
+def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(w1, "has_fashion", lambda: False)
+    size = simulate.Size(
+        clients=2, samples=20, rounds=1, workers=1, many=0, methods=("fedavg",), has_evaluation=False
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.callback(models.registry._extra.pop, w1.ENCODER, None)
+        found = simulate.report(size, tmp_path)
+    assert [len(found["seconds"]["fedavg"][kind]) for kind in ("ours", "bare", "evaluated")] == [1, 1, 0]
+    assert [row.unit for row in found["rows"]] == ["s", "s", "x", "x"]
+    assert all(row.value > 0 for row in found["rows"])
+    assert found["workers"] == 1
+    assert simulate.proportional_mb(os.getpid()) > 50
+    with pytest.raises(OSError, match="999999999"):
+        simulate.proportional_mb(999_999_999)
+
+
+@pytest.mark.parametrize("command", ["transport", "round", "device", "simulate"])
 def test_every_benchmark_shows_an_example(command):
     shown = CliRunner().invoke(app, ["bench", command, "--help"])
     assert shown.exit_code == 0

@@ -10,7 +10,8 @@ import pytest
 from federation_harness import Federation
 
 from coordinator import simulate
-from coordinator.simulate import Plan, Prepared, open_simulation, results
+from coordinator.simulate import Plan, Prepared, open_simulation, pools, results
+from coordinator.simulate.duties import Shared
 from edge_agent import methods
 from edge_agent.agent.duties import Duties
 from edge_agent.data import Samples, partition
@@ -40,6 +41,7 @@ def plan_for(images, method="fedavg", **changes):
         "encoder": "linear",
         "encoder_params": {"feature_dim": 4},
         "device": "cpu",
+        "engine": "serial",
     }
     return Plan(**{**wished, **changes})
 
@@ -102,7 +104,7 @@ def test_bytes_are_those_that_the_federation_counts(tmp_path, images):
 def test_one_model_object_serves_all_clients(images):
     """What 100 clients need together is what one of them needs."""
     prepared = Prepared.of(plan_for(images, "local"))
-    shared = simulate.Shared(prepared.pools, prepared.division, prepared.model, prepared.plan.folder)
+    shared = Shared(prepared.pools, prepared.division, prepared.model, prepared.plan.folder)
     request = prepared.request()
     job = simulate.Job(
         run="run-0001", round=1, rounds=2, seed=0, method="local", params=request.params, task=request.task,
@@ -206,11 +208,15 @@ def test_seconds_are_real_while_the_clock_of_deadlines_stands_still(tmp_path, im
 
 
 def test_the_spread_of_a_round_worked_out_by_hand():
-    """Ten clients 0.0 .. 0.9, the last one with 11 of 20 test samples: (0 + .. + .8 + 11 * 0.9) / 20 = 13.5 / 20."""
+    """Ten clients 0.0 .. 0.9, the last one with 11 of 20 test samples: (0 + .. + .8 + 11 * 0.9) / 20 = 13.5 / 20.
+
+    The variance of n equally spaced values is (n^2 - 1) / 12 steps squared: 0.0825, its root is 0.287228.
+    """
     shares = {f"c{n}": (np.array([n]), np.arange(1 if n < 9 else 11)) for n in range(10)}
     division = partition.divided("iid", {}, partition.Pool.of(np.zeros(20, np.int64), np.zeros(20, np.int64)), shares)
     scores = {f"c{n}": n / 10 for n in range(10)}
-    assert results.spread(scores, division) == {"clients_mean": 0.45, "samples_mean": 0.675, "worst10": 0.0}
+    expected = {"clients_mean": 0.45, "samples_mean": 0.675, "std": 0.287228, "worst10": 0.0}
+    assert results.spread(scores, division) == expected
     assert results.spread({"c8": 0.8, "c9": 0.9}, division)["worst10"] == 0.8
 
 
@@ -257,7 +263,7 @@ def idx_folder(folder, train=400, test=200, classes=10):
 
 
 def prepared_pools(plan):
-    return simulate.prepare(plan)
+    return pools.prepare(plan)
 
 
 def test_idx_files_are_divided_by_their_own_training_and_test_part(tmp_path):

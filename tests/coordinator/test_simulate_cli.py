@@ -44,7 +44,8 @@ def images(tmp_path):
     labels = np.arange(60) % 3
     inputs = np.random.default_rng(0).integers(0, 256, (60, 4, 4)).astype(np.uint8)
     np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
-    return ("--data", "npz:i.npz", "--encoder", "linear", "--encoder-param", "feature_dim=4", "--device", "cpu")
+    encoder = ("--encoder", "linear", "--encoder-param", "feature_dim=4")
+    return ("--data", "npz:i.npz", *encoder, "--device", "cpu", "--engine", "serial")
 
 
 SHORT = ("--clients", 3, "--rounds", 2, "--set", "lr=0.05", "--params", "batch_size=8")
@@ -105,7 +106,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypat
     work, done = Crowd.work, []
 
     def interrupted(self):
-        if self._jobs:
+        if self._jobs or self._engine.is_busy:
             done.append(1)
             if len(done) == 5:
                 raise KeyboardInterrupt
@@ -141,7 +142,8 @@ def test_ctrl_c_before_the_run_leaves_nothing(call, images, monkeypatch, tmp_pat
 def test_a_file_holds_what_options_say_and_options_win(call, images, tmp_path):
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / "plan.toml").write_text(
-        'data = "npz:../i.npz"\nencoder = "linear"\nrounds = 7\nclients = 2\n[encoder_params]\nfeature_dim = 4\n'
+        'data = "npz:../i.npz"\nencoder = "linear"\nrounds = 7\nclients = 2\nengine = "serial"\n'
+        "[encoder_params]\nfeature_dim = 4\n"
         "[params]\nlr = 0.05\nbatch_size = 8\n"
     )
     code, out, err = call("--config", "plans/plan.toml", "--rounds", 1, "--set", "lr=0.25", "--out", "sim", "--json")
@@ -159,13 +161,17 @@ def test_a_file_holds_what_options_say_and_options_win(call, images, tmp_path):
         (("--alpha", "0.5"), "alpha = 0.5 means nothing to partition iid"),
         (("--clients", 0), "clients = 0"),
         (("--clients", 61), "60 samples for 61 clients"),
-        (("--method", "fedpre"), "did you mean 'fedper'?"),
+        (("--method", "fedpicc"), "did you mean 'fedpick'?"),
         (("--set", "lrr=1"), "did you mean 'lr'?"),
         (("--set", "lr"), "expected name=value"),
         (("--encoder-param", "width=3"), "width"),
         (("--input", "hight=3"), "did you mean 'height'?"),
         (("--partition", "none.json"), "no such file"),
         (("--fraction", "1.5", "--rounds", "0"), "2 mistakes"),
+        (("--fraction", "half"), "--fraction 'half': expected a share such as 0.1, or two of them: 0.1:1.0"),
+        (("--fraction", "0.9:0.1"), "fraction from 0.9 to 0.1: expected the smaller one first"),
+        (("--workers", 2), "workers = 2 means nothing to engine serial"),
+        (("--new-clients", 20), "somebody has to train before"),
         (("--device", "cuda:99"), "cuda:99"),
         (("--partition", "domains", "--data", "npz:nowhere.npz"), "nowhere.npz"),
     ],
@@ -225,6 +231,27 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(call, images, monkeypa
     assert "acc.personal" in err
     assert "round 1 of 2:" not in err
     assert "run-0001: fedavg" in out
+
+
+def test_who_takes_part_is_told_in_the_result_and_the_table(call, images):
+    words = (*images, "--clients", 6, "--rounds", 3, "--new-clients", 2, "--fraction", "0.5:1.0", "--dropout", 0.1)
+    code, out, err = call(*words, "--method", "fedper", "--out", "sim")
+    assert code == 0, err
+    assert "acc.new (clients that never trained: a head on the frozen encoder)" in out
+    result = json.loads(Path("sim/result.json").read_text())
+    assert {"rounds", "best", "last", "engine", "workers", "threads", "seed", "partition_hash"} <= set(result)
+    assert (result["fraction"], result["new_clients"], result["dropout"]) == ([0.5, 1.0], 2, 0.1)
+    assert {"clients_mean", "samples_mean", "std", "worst10"} <= set(result["last"]["acc"]["new"])
+
+
+def test_a_run_may_be_gone_on_with_on_another_engine(call, images):
+    whole = json.loads(call(*images, *SHORT, "--out", "sim", "--json")[1])
+    code, out, err = call("--resume", "--out", "sim", "--engine", "serial", "--json")
+    assert code == 0, err
+    assert json.loads(out) == whole
+    code, _, err = call("--resume", "--out", "sim", "--engine", "poool")
+    assert code == 2
+    assert "'serial' or 'pool'" in err
 
 
 def test_saved_partition_of_the_run_can_be_given_to_another(call, images):

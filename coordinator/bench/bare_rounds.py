@@ -1,0 +1,125 @@
+"""The work of a round without any framework: a plain loop over the clients of one worker, one thread, channels last.
+
+Nothing here is our training code; only the shape of the network is the same. Nothing is sent, averaged over workers or
+kept on disk, so this is the hardest yardstick that a round can have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import w1
+from .processes import say
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+FEATURES, CLASSES = 512, 10
+BATCH_AT_ONCE = 512
+HEAD_LR, WEIGHT_DECAY = 0.1, 5e-4
+"""FedPAC's own, beside those of the workload."""
+
+
+def main() -> None:
+    """Train the named clients each time a line comes in: ``FILE METHOD CLIENT...``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("method", choices=("fedavg", "fedpac"))
+    parser.add_argument("mine", nargs="+")
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    with np.load(arguments.file, allow_pickle=False) as arrays:
+        data = {name: tuple(torch.from_numpy(arrays[f"{name}.{kind}"]) for kind in "xy") for name in arguments.mine}
+    train = _fedavg if arguments.method == "fedavg" else _fedpac
+    start = _model().state_dict()
+    mean = {name: tensor.clone() for name, tensor in start.items()}
+    say("ready")
+    for _ in sys.stdin:
+        mean = _round(train, mean, data)
+        say("done")
+
+
+def _round(train: Any, received: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Each client from what was received; the mean of all."""
+    sums = {name: tensor * 0 for name, tensor in received.items()}
+    model = _model()
+    for inputs, labels in data.values():
+        model.load_state_dict(received)
+        train(model, inputs, labels)
+        for name, tensor in model.state_dict().items():
+            sums[name] += tensor / len(data)
+    return sums
+
+
+def _model() -> Any:
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(w1.Encoder.build(w1.task()), nn.Linear(FEATURES, CLASSES))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _fedavg(model: nn.Sequential, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    import torch
+    from torch.nn import functional as F
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=w1.PARAMS["lr"], fused=True)
+    for _ in range(w1.PARAMS["local_epochs"]):
+        for rows in torch.split(torch.randperm(len(labels)), w1.PARAMS["batch_size"]):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
+def _fedpac(model: nn.Sequential, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Features, statistics, one epoch of the classifier on them, five of the encoder drawn to centroids, features."""
+    import torch
+    from torch.nn import functional as F
+
+    encoder, head = model[0], model[1]
+    before = _features(encoder, inputs)
+    centroids = _means(before, labels)
+    (before * before).sum(dim=1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR, weight_decay=WEIGHT_DECAY, fused=True)
+    for rows in torch.split(torch.randperm(len(labels)), w1.PARAMS["batch_size"]):
+        optimizer.zero_grad()
+        F.cross_entropy(head(before[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    head.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=w1.PARAMS["lr"], weight_decay=WEIGHT_DECAY, fused=True)
+    for _ in range(w1.PARAMS["local_epochs"]):
+        for rows in torch.split(torch.randperm(len(labels)), w1.PARAMS["batch_size"]):
+            optimizer.zero_grad()
+            features = encoder(inputs[rows])
+            loss = F.cross_entropy(head(features), labels[rows]) + F.mse_loss(features, centroids[labels[rows]])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    head.requires_grad_(requires_grad=True)
+    _means(_features(encoder, inputs), labels)
+
+
+def _features(encoder: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    with torch.inference_mode():
+        found = torch.cat([encoder(piece) for piece in torch.split(inputs, BATCH_AT_ONCE)])
+    return found.clone()
+
+
+def _means(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    sums = torch.zeros(CLASSES, features.shape[1]).index_add_(0, labels, features)
+    return sums / torch.bincount(labels, minlength=CLASSES).clamp(min=1)[:, None]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A simulated client's duties: those of a device, on rows of the common pools, with a model that takes turns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_agent import methods
+from edge_agent.agent.duties import LAST_ROUND, Duties, resident_mb
+from edge_agent.agent.jobs import fault
+from edge_agent.agent.kept import KeptFiles
+from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
+from edge_agent.data.partition import Division
+from edge_agent.errors import HeadwaterError, TrainingFailed
+from edge_agent.store import sha256_of
+from edge_agent.task import Tensors
+from edge_agent.training.session import Arrays, Built, Outcome, Session
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import CHUNK_BYTES
+from edge_agent.wire.tensors import pieces
+
+from .newcomers import fit_head
+from .pools import Pools
+
+log = logging.getLogger(__name__)
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What torch's allocators say; only the one of GPUs has an error class of its own."""
+
+
+class HeldOutbox:
+    """A client's outbox in memory: what a kill takes is computed again, bit for bit."""
+
+    def __init__(self) -> None:
+        self.content: list[bytes | memoryview] = []
+
+    def put(
+        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: Mapping[str, float]
+    ) -> wire.UpdateManifest:
+        """Keep an update, in pieces that belong together, until somebody takes it."""
+        self.content = [*pieces(tensors)]
+        size = sum(memoryview(piece).nbytes for piece in self.content)
+        ref = wire.BlobRef(digest=sha256_of(*self.content), size_bytes=size, chunk_bytes=CHUNK_BYTES)
+        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=told)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all clients of a process have in common: pools, partition, one model object, and where they keep things.
+
+    ``newcomers`` never train; after the last round they take the frozen encoder and fit a head on it.
+    """
+
+    pools: Pools
+    division: Division
+    model: Built
+    folder: Path
+    device: str = "auto"
+    evaluate_after: bool = False
+    keep_every: int = 0
+    newcomers: frozenset[str] = frozenset()
+
+    def duties(self, client: str) -> SimulatedDuties:
+        """The duties of one client."""
+        return SimulatedDuties(self, client)
+
+
+class SimulatedDuties(Duties):
+    """A device's duties on rows of the common pools, with the common model, which belongs to it only while it works."""
+
+    outbox: HeldOutbox  # type: ignore[assignment]
+
+    def __init__(self, shared: Shared, client: str) -> None:
+        config = AgentConfig(
+            id=client,
+            state=shared.folder / client,
+            data=DataConfig(source="simulation:"),
+            training=TrainingConfig(device=shared.device),
+        )
+        super().__init__(config, "train")
+        self._shared, self.outbox = shared, HeldOutbox()
+        self.samples = len(shared.division.clients[client].train)
+
+    def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
+        """As on devices; somebody new has kept nothing and fits a head on the encoder as it is.
+
+        Raises:
+            TrainingFailed: training stopped.
+        """
+        if job.purpose == "finish" and self.config.id in self._shared.newcomers:
+            return self._begin(job, received)
+        return super().do(job, received)
+
+    def kept_files(self, run: str) -> KeptFiles:
+        """What this client keeps of a run: also of the rounds whose states the coordinator keeps."""
+        return KeptFiles(self.config.state / "runs" / run, self._shared.keep_every)
+
+    def _session_for(self, job: wire.Job) -> Session:
+        """A session for this one job: its samples lie in memory only until the job is done."""
+        train, test = self._arrays()
+        method = methods.create(job.method, job.params)
+        return Session(
+            method,
+            job.task,
+            self.config.id,
+            train,
+            test,
+            seed=job.seed,
+            device=self.config.training.device,
+            model=self._shared.model,
+            evaluate_after=self._shared.evaluate_after,
+        )
+
+    def _arrays(self) -> tuple[Arrays, Arrays]:
+        return self._shared.pools.arrays(self._shared.division.clients[self.config.id])
+
+    def _begin(self, job: wire.Job, received: Tensors) -> wire.Report:
+        session = self._session_for(job)
+        head, overall, personal = fit_head(session, received, rounds=job.rounds)
+        return self._told(job, head, overall, personal)
+
+    def _report(self, job: wire.Job, session: Session, outcome: Outcome, files: KeptFiles) -> wire.Report:
+        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
+        metrics = outcome.metrics
+        return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
+
+    def _told(self, job: wire.Job, head: str, overall: float | None, personal: float | None) -> wire.Report:
+        return wire.Report(
+            run=job.run,
+            samples=self.samples,
+            head=head,
+            acc_global=overall,
+            acc_personal=personal,
+            rss_mb=resident_mb(),
+            torch_loaded=True,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client says to a job, the bytes of its update in pieces, and how long it worked."""
+
+    said: wire.UpdateManifest | wire.Report | wire.Fault
+    content: list[bytes | memoryview]
+    seconds: float
+
+
+def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Answer:
+    """Let a client do its job; whatever goes wrong becomes its `Fault`, as on a device."""
+    begin = time.perf_counter()
+    said: wire.UpdateManifest | wire.Report | wire.Fault
+    content: list[bytes | memoryview] = []
+    try:
+        duties = shared.duties(client)
+        said = duties.do(job, received)
+        content = duties.outbox.content
+    except Exception as error:
+        if not isinstance(error, HeadwaterError) and not is_out_of_memory(error):
+            log.exception("work_broke client=%s", client)
+        said = fault(no_memory(client, job, str(error)) if is_out_of_memory(error) else error, job.run, job.round)
+    return Answer(said, content, time.perf_counter() - begin)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory, on the host or on a GPU."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+def no_memory(client: str, job: wire.Job, reason: str) -> TrainingFailed:
+    """What to say of a client for which there was not enough memory."""
+    size = job.params.get("batch_size")
+    batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
+    first = " ".join(reason.split())[:200] or "the system gave no reason"
+    return TrainingFailed(
+        f"client '{client}' ran out of memory in round {job.round} ({first}); "
+        f"try {batch}, fewer --workers, or a smaller encoder"
+    )

@@ -1,0 +1,101 @@
+"""A worker process: ``python -m coordinator.simulate.engines.worker DESCRIPTOR``. It begins as it is told, then works.
+
+One torch thread, one model object, the pools mapped. Whoever started it holds its standard input; when that ends,
+because its owner was killed, say, the worker ends in the middle of whatever it does: nobody would hear of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edge_agent import methods
+from edge_agent.data.partition import Division
+from edge_agent.task import Task
+from edge_agent.training.session import Built
+from edge_agent.wire.messages import Job
+
+from ..duties import Shared, answer
+from ..plan import Plan
+from ..pools import Pools
+from .areas import Area
+from .base import received
+from .line import Line
+
+
+def main() -> None:
+    """Say "ready", then answer one job after another until the owner hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner decides
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        shared = _begin(*line.receive())
+        line.send({"ready": os.getpid()})
+        while True:
+            _work(shared, line)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _end_with_owner() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+def _begin(words: dict[str, Any], areas: list[Area]) -> Shared:
+    import torch
+
+    plan = Plan.model_validate(words["plan"])
+    for name in words["setup"]:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    folder, task = Path(words["folder"]), Task.model_validate(words["task"])
+    model = Built.of(methods.create(plan.method, plan.params), task, seed=plan.seed, device=plan.device)
+    (pool,) = areas
+    pools = Pools.from_memory(pool.map(), task)
+    pool.close()
+    division = Division.read(folder / words["partition"])
+    return Shared(
+        pools,
+        division,
+        model,
+        folder / words["clients"],
+        plan.device,
+        evaluate_after=plan.evaluate_after,
+        keep_every=plan.keep_every,
+        newcomers=frozenset(words["newcomers"]),
+    )
+
+
+def _work(shared: Shared, line: Line) -> None:
+    words, areas = line.receive()
+    job = Job.model_validate_json(words["job"])
+    found = answer(shared, words["client"], job, received(_mapped(areas)))
+    area = [Area.of(*found.content)] if found.content else []
+    said = {"type": found.said.type, "said": found.said.model_dump_json(), "seconds": found.seconds}
+    line.send(said, area)
+    for one in area:
+        one.close()
+
+
+def _mapped(areas: Sequence[Area]) -> list[memoryview]:
+    views = [area.map() for area in areas]
+    for area in areas:
+        area.close()
+    return views
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A simulation before its first step: data, partition, method and model, and the coordinator's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edge_agent import methods
+from edge_agent.config import parse
+from edge_agent.data.partition import Division
+from edge_agent.errors import UsageError
+from edge_agent.methods import Method
+from edge_agent.task import Task
+from edge_agent.training.session import Built
+
+from ..config import CoordinatorConfig
+from ..request import Request
+from .engines.areas import Area
+from .engines.choice import Choice
+from .plan import Plan
+from .pools import Pools, prepare
+
+FEDERATION = "simulation"
+LONGEST_ROUND_S = 7 * 86_400.0
+LEASE_S = 3600.0
+GRACE_S, LONGEST_SILENCE_S = 0.01, 1.0
+"""Of the standing clock, which moves only when nobody has anything to do: whoever has not delivered then never will."""
+
+ANYBODY = 1e-6
+"""Quorum where clients drop out: one update is enough."""
+
+MANY_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that can be wrong has been looked at; nothing has been written."""
+
+    plan: Plan
+    method: Method
+    pools: Pools
+    division: Division
+    task: Task
+    model: Built
+    choice: Choice = field(default_factory=Choice)
+    memory: Area | None = None
+    """Where the pools lie that workers are to share."""
+
+    @classmethod
+    def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:
+        """Data, partition, method and model of a plan. ``saved``: the partition of a run that is gone on with.
+
+        Raises:
+            UsageError: of any kind: names, parameters, data, or things that do not go together.
+        """
+        import torch
+
+        if plan.threads:
+            torch.set_num_threads(plan.threads)
+        method = methods.create(plan.method, plan.params)
+        pools, division, task = prepare(plan, saved)
+        if plan.new_clients >= len(division.clients):
+            raise UsageError(
+                f"new_clients = {plan.new_clients} of {len(division.clients)} clients; somebody has to train before"
+            )
+        model = Built.of(method, task, seed=plan.seed, device=plan.device)
+        return cls(plan, method, pools, division, task, model, Choice.of(plan, len(division.clients)))
+
+    def shared(self) -> Prepared:
+        """The same with its pools, where processes are to share them, in memory that they can; forget the original."""
+        if self.choice.engine == "serial":
+            return self
+        area = Area.of(*self.pools.content())
+        owners = self.pools.owners
+        pools = replace(Pools.from_memory(area.map(), self.task), owners=owners)
+        return replace(self, memory=area, pools=pools)
+
+    @property
+    def newcomers(self) -> tuple[str, ...]:
+        """Clients that never train."""
+        clients = tuple(self.division.clients)
+        return clients[len(clients) - self.plan.new_clients :]
+
+    def request(self) -> Request:
+        """The run to ask for."""
+        params = self.method.params.model_dump(mode="json")
+        plan = self.plan
+        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every)
+
+    def config(self, folder: Path) -> CoordinatorConfig:
+        """A coordinator that waits for everybody who can still deliver."""
+        plan = self.plan
+        patient = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
+        lenient = {
+            "quorum": ANYBODY,
+            "max_attempts": MANY_ATTEMPTS,
+            "grace_s": GRACE_S,
+            "deadline_s": LONGEST_SILENCE_S,
+        }
+        closing = lenient if plan.dropout else patient
+        raw = {
+            "federation": FEDERATION,
+            "state": folder,
+            "task": self.task,
+            "cohort": {"fraction": plan.fraction, "fraction_max": plan.fraction_max},
+            "round": {"lease_s": LEASE_S, **closing},
+            "export": {"after_run": False},
+            "evaluate_every": plan.evaluate_every,
+        }
+        return parse(CoordinatorConfig, raw, where="the simulation's coordinator")
