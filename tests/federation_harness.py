@@ -19,6 +19,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.request import Request
 from coordinator.service import Coordinator
 from coordinator.store import StateFolder
+from edge_agent import methods
 from edge_agent.agent import Agent, will_of
 from edge_agent.agent.duties import Duties
 from edge_agent.agent.uploads import Outbox
@@ -47,6 +48,16 @@ WIDE_TASK = TASK.model_copy(
 """Nine chunks: 4096 * 32 numbers and some more, 524 kB."""
 
 LONGEST_PAUSE_S = 0.5
+
+SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
+QUICK = {"augment": False, "local_steps": 2, "tune_epochs": 1, "tune_rounds": 1, "head_epochs": 1, "ala_most_epochs": 2}
+
+
+def quick_params(method: str) -> dict[str, Any]:
+    """Parameters of a method with which a dozen samples are trained on in no time."""
+    fields = methods.get(method).Params.model_fields
+    head = {"head": "prototype"} if method == "repper" else {}
+    return {**SMALL, **{name: value for name, value in QUICK.items() if name in fields}, **head}
 
 
 class Killed(BaseException):

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from federation_harness import TASK, Federation, TinyDuties
+from federation_harness import SMALL, TASK, Federation, TinyDuties, quick_params
 
 from edge_agent import methods
 from edge_agent.agent.kept import KeptFiles
@@ -14,14 +14,11 @@ from edge_agent.training.parts import to_arrays
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 
-SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
-PARAMS = {"repper": {**SMALL, "augment": False, "head": "prototype"}}
-
 
 def finished(folder, method, **options):
     fed = Federation(folder, duties=TinyDuties, capture=True)
     with fed:
-        fed.request(method, rounds=2, params=PARAMS.get(method, SMALL), **options)
+        fed.request(method, rounds=2, params=quick_params(method), **options)
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome
     return fed
@@ -31,9 +28,22 @@ def summary_of(fed):
     return fed.state.run(fed.run).summary()
 
 
+@pytest.fixture(scope="module")
+def first_of(tmp_path_factory):
+    """A function that gives the first run of a method; each is done once."""
+    runs = {}
+
+    def first(method):
+        if method not in runs:
+            runs[method] = finished(tmp_path_factory.mktemp(method), method)
+        return runs[method]
+
+    return first
+
+
 @pytest.mark.parametrize("method", methods.names())
-def test_every_method_finishes_and_the_same_seed_gives_the_same_bits(tmp_path, method):
-    first, second = finished(tmp_path / "1", method), finished(tmp_path / "2", method)
+def test_every_method_finishes_and_the_same_seed_gives_the_same_bits(first_of, tmp_path, method):
+    first, second = first_of(method), finished(tmp_path, method)
     shas = {summary_of(fed)["encoder_sha256"] for fed in (first, second)}
     assert len(shas) == 1
     assert len(summary_of(first)["agents"]) == 3
@@ -56,9 +66,9 @@ def uploads(fed):
 
 
 @pytest.mark.parametrize("method", methods.names())
-def test_uploads_hold_exactly_the_names_that_the_method_declares(tmp_path, method):
-    fed = finished(tmp_path, method)
-    made = methods.create(method, PARAMS.get(method, SMALL))
+def test_uploads_hold_exactly_the_names_that_the_method_declares(first_of, method):
+    fed = first_of(method)
+    made = methods.create(method, quick_params(method))
     declared = {*made.shared_names(made.build(TASK)), *made.sends(made.build(TASK), TASK)}
     sent = list(uploads(fed))
     assert len(sent) == 2 * 3

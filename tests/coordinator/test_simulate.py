@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from federation_harness import Federation
+from federation_harness import SMALL, Federation, quick_params
 
 from coordinator import simulate
 from coordinator.simulate import Plan, Prepared, open_simulation, pools, results
@@ -16,9 +16,6 @@ from edge_agent import methods
 from edge_agent.agent.duties import Duties
 from edge_agent.data import Samples, partition
 from edge_agent.errors import ConfigError, DataError, RunFailed, UnknownName, UsageError
-
-SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
-PARAMS = {"repper": {**SMALL, "augment": False, "head": "prototype"}}
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def images(tmp_path):
 def plan_for(images, method="fedavg", **changes):
     wished = {
         "method": method,
-        "params": PARAMS.get(method, SMALL),
+        "params": quick_params(method),
         "data": (images,),
         "clients": 3,
         "rounds": 2,
