@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..task import Tensors
-from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.tuning import has_copy, make_copy, on_features, wearing_copy
 from .base import Client
 from .base import Method as Base
@@ -48,12 +48,12 @@ class Tuned(Base):
     def _tune_head(self, client: Client, epochs: int, lr: float | None) -> None:
         """SGD on the linear classifier alone; the encoder is frozen in eval mode. ``lr`` None: that of training."""
         above = on_features(client)
-        optimizer = sgd(above.model.head.parameters(), self.params, lr=lr)
+        optimizer = local_optimizer(above.model.head.parameters(), self.params, lr=lr)
         loss = cross_entropy(above.model.head)
         train_epochs(above, loss, optimizer, epochs=epochs, batch_size=self.params.batch_size)
 
     def _tune_all(self, client: Client, epochs: int, lr: float | None) -> None:
         """SGD on every part, batch norm in train mode."""
-        optimizer = sgd(client.model.parameters(), self.params, lr=lr)
+        optimizer = local_optimizer(client.model.parameters(), self.params, lr=lr)
         loss = cross_entropy(client.model)
         train_epochs(client, loss, optimizer, epochs=epochs, batch_size=self.params.batch_size)

@@ -12,7 +12,7 @@ then overwrites it by the mixture, which is another method.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.loops import predict_probabilities, sgd, train_by_steps
+from ..training.loops import local_optimizer, predict_probabilities, train_by_steps
 from ..training.parts import to_arrays
 from ..training.second import pairs, probabilities_with, second
 from ._personal import TwoNetworks
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class Params(MethodParams):
     """The paper's defaults."""
 
+    optimizer: Literal["sgd"] = Field("sgd", description="alpha scales steps, which Adam would undo")
     alpha: float = Field(0.5, ge=0, le=1, description="alpha at the start: 1 = local training; FedRep's code: 0.75")
     adaptive: bool = Field(True, description="learn alpha by Eq. 10; false: it keeps its value")
     alpha_lr: float = Field(0.01, ge=0, description="step size of alpha in Eq. 10; the paper: that of the networks")
@@ -76,7 +77,7 @@ class Method(TwoNetworks):
 
     def _optimizer(self, model: Parts) -> torch.optim.Optimizer:
         weights = [weight for pair in pairs(model) for weight in pair]
-        optimizer = sgd(weights, self.params)
+        optimizer = local_optimizer(weights, self.params)
         if self.params.adaptive:
             alone = {"lr": self.params.alpha_lr, "momentum": 0.0, "weight_decay": 0.0}
             optimizer.add_param_group({"params": [share(model)], **alone})

@@ -36,7 +36,8 @@ Exactness = Mapping[str, tuple[Literal["exact", "approximate"], str]]
 class MethodParams(Frozen):
     """Fields that every method has; methods add theirs, each with its symbol and source."""
 
-    lr: float = Field(0.01, gt=0, description="learning rate of local SGD")
+    lr: float = Field(0.01, gt=0, description="learning rate of local training")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="of local training; adam takes no heed of momentum")
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(50, ge=1)

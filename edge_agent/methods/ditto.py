@@ -16,7 +16,7 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..task import Tensors
-from ..training.loops import sgd, train_by_steps
+from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import to_arrays
 from ..training.proximal import pulled_to
 from ..training.second import pairs, second, shared_weights
@@ -41,7 +41,8 @@ class Method(TwoNetworks):
         model, params = client.model, self.params
         personal, anchors = zip(*pairs(model), strict=True)
         pull = pulled_to(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
-        shared_optimizer, own_optimizer = sgd(shared_weights(model), params), sgd(personal, params)
+        shared_optimizer = local_optimizer(shared_weights(model), params)
+        own_optimizer = local_optimizer(personal, params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             shared_optimizer.zero_grad(set_to_none=True)

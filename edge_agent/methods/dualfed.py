@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.augment import Augment, flips_and_turns
 from ..training.ensembles import Ensemble, ensemble
-from ..training.loops import Loss, evaluate, sgd, train_epochs
+from ..training.loops import Loss, evaluate, local_optimizer, train_epochs
 from ..training.losses import supervised_contrastive
 from ..training.optimizers import OptimizerState, lasting
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
@@ -123,7 +123,7 @@ class Method(Base):
 
     def _train(self, client: Client, trained: Sequence[Part], loss: Loss, log: str = "loss") -> None:
         weights = [weight for part in trained for weight in client.model.part(part).parameters()]
-        optimizer = sgd(weights, self.params)
+        optimizer = local_optimizer(weights, self.params)
         with lasting(client, optimizer, trained[0], self.params.optimizer_state):
             train_epochs(
                 client,

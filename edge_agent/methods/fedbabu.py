@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..task import Tensors
-from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
 from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams
@@ -58,7 +58,7 @@ class Method(Tuned):
         train_epochs(
             client,
             cross_entropy(model),
-            sgd(model.encoder.parameters(), params),
+            local_optimizer(model.encoder.parameters(), params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
             frozen=("head",),

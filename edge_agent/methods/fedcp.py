@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ..task import Task, Tensors
 from ..training.gumbel import gumbel
-from ..training.loops import Loss, evaluate, predict_probabilities, sgd, train_epochs
+from ..training.loops import Loss, evaluate, local_optimizer, predict_probabilities, train_epochs
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams
 from .base import Method as Base
@@ -78,7 +78,7 @@ class Method(Base):
         train_epochs(
             client,
             self._loss(client),
-            sgd(trained, params),
+            local_optimizer(trained, params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
             frozen=("head",),

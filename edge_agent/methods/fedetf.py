@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..task import State, Task, Tensors
 from ..training.classifiers import simplex
-from ..training.loops import Loss, cross_entropy, sgd, train_epochs
+from ..training.loops import Loss, cross_entropy, local_optimizer, train_epochs
 from ..training.losses import balanced_softmax
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from ..training.tuning import on_features
@@ -115,7 +115,7 @@ class Method(Tuned):
         params = self.params
         weights = [weight for weight in client.model.parameters() if weight.requires_grad]
         epochs, size = params.local_epochs, params.batch_size
-        train_epochs(client, self._balanced(client), sgd(weights, params), epochs=epochs, batch_size=size)
+        train_epochs(client, self._balanced(client), local_optimizer(weights, params), epochs=epochs, batch_size=size)
 
     def _balanced(self, client: Client) -> Loss:
         model, gamma = client.model, self.params.gamma
@@ -129,7 +129,7 @@ class Method(Tuned):
         for weight in learns:
             weight.requires_grad_(any(weight is one for one in weights))
         try:
-            optimizer, epochs = sgd(weights, params, lr=lr), params.tune_epochs
+            optimizer, epochs = local_optimizer(weights, params, lr=lr), params.tune_epochs
             train_epochs(above, cross_entropy(head), optimizer, epochs=epochs, batch_size=params.batch_size)
         finally:
             for weight, before in learns.items():

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ..errors import TrainingFailed
 from ..task import State, Task, Tensors
-from ..training.loops import cross_entropy, evaluate, sgd, train_epochs
+from ..training.loops import cross_entropy, evaluate, local_optimizer, train_epochs
 from ..training.parts import load_arrays, to_arrays
 from ..training.second import copy_tensors, second, shared_weights
 from ._clients import names_in, numbers_for, packed
@@ -144,7 +144,7 @@ class Method(TwoNetworks):
         train, _ = held_back(client)
         params, rate = self.params, self.params.lr * self.params.lr_decay ** (client.round - 1)
         part = replace(client, train_inputs=client.train_inputs[train], train_labels=client.train_labels[train])
-        optimizer, loss = sgd(shared_weights(client.model), params, lr=rate), cross_entropy(client.model)
+        optimizer, loss = local_optimizer(shared_weights(client.model), params, lr=rate), cross_entropy(client.model)
         train_epochs(part, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
 
     def personalize(self, client: Client, received: Tensors) -> None:

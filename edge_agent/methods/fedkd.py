@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, predict_probabilities, sgd, train_epochs
+from ..training.loops import Loss, local_optimizer, predict_probabilities, train_epochs
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from ..training.second import second
 from ._lowrank import compressed
@@ -118,7 +118,7 @@ class Method(Base):
         train_epochs(
             client,
             mutual_loss(model),
-            sgd(model.parameters(), params),
+            local_optimizer(model.parameters(), params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
             before_step=clip,

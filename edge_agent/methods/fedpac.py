@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from ..errors import TrainingFailed
 from ..heads import fedpac as steps
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, features_of, sgd, train_epochs
+from ..training.loops import Loss, features_of, local_optimizer, train_epochs
 from ..training.parts import Parts, to_arrays
 from ._clients import names_in, packed
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
@@ -190,7 +190,7 @@ class Method(Base):
         head = client.model.head
         inputs = torch.from_numpy(features).to(client.device)
         cached = replace(client, model=Parts(head=head), train_inputs=inputs)
-        optimizer = sgd(head.parameters(), self.params, lr=self.params.head_lr)
+        optimizer = local_optimizer(head.parameters(), self.params, lr=self.params.head_lr)
         loss = _classify(head)
         epochs, size = self.params.head_epochs, self.params.batch_size
         train_epochs(cached, loss, optimizer, epochs=epochs, batch_size=size, log="head_loss")
@@ -200,7 +200,7 @@ class Method(Base):
         train_epochs(
             client,
             self._loss(client.model, targets),
-            sgd(client.model.encoder.parameters(), self.params),
+            local_optimizer(client.model.encoder.parameters(), self.params),
             epochs=self.params.local_epochs,
             batch_size=self.params.batch_size,
             frozen=("head",),

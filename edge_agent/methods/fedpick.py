@@ -28,7 +28,7 @@ from ..heads._selection import fisher_score, keep_top, mistake_of_share
 from ..task import Task, Tensors
 from ..training.ensembles import ensemble
 from ..training.gumbel import drawn_mask, mask_noise, steady_mask
-from ..training.loops import Loss, evaluate, features_of, sgd, train_epochs
+from ..training.loops import Loss, evaluate, features_of, local_optimizer, train_epochs
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams
@@ -116,7 +116,7 @@ class Method(Base):
         train_epochs(
             client,
             self._loss(client, shares.append),
-            sgd(client.model.parameters(), params),
+            local_optimizer(client.model.parameters(), params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
             weights={"irrelevant_weight": params.irrelevant_weight},

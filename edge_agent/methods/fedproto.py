@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..errors import TrainingFailed
 from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, evaluate, features_of, sgd, train_epochs
+from ..training.loops import Loss, evaluate, features_of, local_optimizer, train_epochs
 from ..training.parts import encoder_and_head, feature_dim
 from .base import Client, Exactness, MethodParams, Update
 from .base import Method as Base
@@ -147,7 +147,7 @@ class Method(Base):
     def _train(self, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
         """Train; returns the features (m, d) and labels (m,) that the client's prototypes are means of."""
         params, seen = self.params, _Seen()
-        optimizer = sgd([*client.model.encoder.parameters(), *client.model.head.parameters()], params)
+        optimizer = local_optimizer([*client.model.encoder.parameters(), *client.model.head.parameters()], params)
         loss, weights = self._loss(client.model, seen), {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
             seen.clear()

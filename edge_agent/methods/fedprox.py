@@ -17,7 +17,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from ..task import Tensors
-from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
 from ..training.proximal import pulled_back
 from .base import Client, Exactness, MethodParams
@@ -43,7 +43,7 @@ class Method(FedAvg):
         train_epochs(
             client,
             cross_entropy(client.model),
-            sgd(weights, params),
+            local_optimizer(weights, params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
             before_step=pulled_back(weights, params.mu) if params.mu else None,

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..task import Tensors
-from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
 from ..training.tuning import on_features
 from .base import Client, Exactness, MethodParams
@@ -50,7 +50,7 @@ class Method(FedPer):
         """``head_epochs`` of the head with the encoder frozen, then E epochs the other way round."""
         self._train_head(client)
         params, model = self.params, client.model
-        optimizer = sgd(model.encoder.parameters(), params)
+        optimizer = local_optimizer(model.encoder.parameters(), params)
         loss = cross_entropy(model)
         epochs, size = params.local_epochs, params.batch_size
         train_epochs(client, loss, optimizer, epochs=epochs, batch_size=size, frozen=("head",))
@@ -58,7 +58,7 @@ class Method(FedPer):
 
     def _train_head(self, client: Client) -> None:
         params, head = self.params, client.model.head
-        optimizer = sgd(head.parameters(), params, lr=params.head_lr)
+        optimizer = local_optimizer(head.parameters(), params, lr=params.head_lr)
         epochs, size = params.head_epochs, params.batch_size
         if params.frozen_norm == "eval":
             train_epochs(

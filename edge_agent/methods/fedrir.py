@@ -47,6 +47,7 @@ class Params(MethodParams):
     """The paper's settings; [C] marks what only the authors' code says."""
 
     lr: float = Field(5e-4, gt=0, description="step size of each Adam (paper, 4.2)")
+    optimizer: Literal["adam"] = Field("adam", description="paper, 4.2")
     momentum: float = Field(0.0, ge=0, le=0, description="none: all optimizers are Adam")
     batch_size: int = Field(100, ge=1, description="paper, 4.2")
     local_epochs: int = Field(1, ge=0, description="E, passes over local data in each of the two stages (paper, 4.2)")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, sgd, train_epochs
+from ..training.loops import Loss, evaluate, local_optimizer, train_epochs
 from ..training.losses import balanced_softmax
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams
@@ -55,7 +55,7 @@ class Method(Base):
         train_epochs(
             client,
             self._loss(client),
-            sgd(client.model.parameters(), params),
+            local_optimizer(client.model.parameters(), params),
             epochs=params.local_epochs,
             batch_size=params.batch_size,
         )

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..task import Tensors
-from ..training.loops import sgd, train_by_steps
+from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import to_arrays
 from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams
@@ -38,6 +38,7 @@ class Params(MethodParams):
     """Step sizes of PFLlib: the paper's are for its own networks."""
 
     lr: float = Field(0.005, gt=0, description="beta, step size of the start; paper: 0.001; PFLlib: 0.005")
+    optimizer: Literal["sgd"] = Field("sgd", description="the method is made of SGD steps")
     momentum: float = Field(0.0, ge=0, lt=1, description="of the start's steps; the paper: none")
     adapt_lr: float = Field(0.005, gt=0, description="alpha, step size of the adaptation; paper: 0.01; PFLlib: 0.005")
     adapt_steps: int = Field(1, ge=1, description="batches of the adaptation before a test; the paper: 1")
@@ -67,7 +68,7 @@ class Method(Tuned):
     def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
         """E epochs of meta steps."""
         model, params = client.model, self.params
-        weights, optimizer = list(model.parameters()), sgd(model.parameters(), params)
+        weights, optimizer = list(model.parameters()), local_optimizer(model.parameters(), params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             first, last = halves(len(labels))

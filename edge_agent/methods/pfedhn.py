@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..task import State, Tensors
-from ..training.loops import sgd, train_by_steps
+from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import load_arrays, to_arrays
 from ._clients import names_in, numbers_for, packed
 from ._server import is_learned
@@ -179,7 +179,7 @@ class Method(Base):
     def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
         """K steps of SGD from H(e)."""
         model, params = client.model, self.params
-        optimizer = sgd(model.parameters(), params)
+        optimizer = local_optimizer(model.parameters(), params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad(set_to_none=True)

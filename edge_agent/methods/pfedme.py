@@ -13,13 +13,14 @@ server takes the mean, whatever beta. The authors' optimizer also decays theta b
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch.nn import functional as F
 
 from ..task import State, Tensors
-from ..training.loops import Step, sgd, train_by_steps
+from ..training.loops import Step, local_optimizer, train_by_steps
 from ..training.parts import to_arrays
 from ..training.proximal import pulled_to
 from ..training.second import copy_tensors, pairs, second
@@ -32,6 +33,7 @@ class Params(MethodParams):
     """Those of the official scripts."""
 
     lr: float = Field(0.005, gt=0, description="eta, step size of w; eta times lambda should be at most 1")
+    optimizer: Literal["sgd"] = Field("sgd", description="the method is made of SGD steps")
     momentum: float = Field(0.0, ge=0, lt=1, description="of the steps of theta; the paper: none")
     batch_size: int = Field(20, ge=1, description="|D|")
     local_steps: int = Field(20, ge=0, description="R, batches in a round; 0: as many as local_epochs passes take")
@@ -71,7 +73,8 @@ class Method(TwoNetworks):
     def _step(self, client: Client) -> Step:
         params, both = self.params, pairs(client.model)
         own, shared = [theta for theta, _ in both], [w for _, w in both]
-        optimizer, pull = sgd(own, params, lr=params.personal_lr), pulled_to(own, shared, params.proximal_weight)
+        optimizer = local_optimizer(own, params, lr=params.personal_lr)
+        pull = pulled_to(own, shared, params.proximal_weight)
         network = second(client.model)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

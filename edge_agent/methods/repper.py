@@ -43,6 +43,7 @@ class Params(MethodParams):
     """The paper's defaults."""
 
     lr: float = Field(1e-3, gt=0, description="step size of Adam")
+    optimizer: Literal["adam"] = Field("adam", description="of the encoder; paper")
     weight_decay: float = Field(1e-4, ge=0)
     batch_size: int = Field(256, ge=1, description="images in a batch; with two views each, twice as many vectors")
     local_epochs: int = Field(10, ge=0, description="E")

@@ -15,14 +15,14 @@ gradient only of plain SGD, so ``momentum`` should stay 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from ..task import State, Task, Tensors
-from ..training.loops import cross_entropy, sgd, train_epochs
+from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
 from ._clients import names_in, packed
 from ._server import AT_HOME, is_learned, towards
@@ -38,6 +38,7 @@ _SENT, _OWN, _SEEN = "extra.control.", "control.", AT_HOME + "clients"
 class Params(MethodParams):
     """The paper's defaults."""
 
+    optimizer: Literal["sgd"] = Field("sgd", description="control variates correct steps of SGD")
     momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none, see the module's text")
     server_lr: float = Field(1.0, gt=0, description="eta_g; the paper's experiments: 1")
 
@@ -109,7 +110,7 @@ class Method(FedAvg):
         train_epochs(
             client,
             cross_entropy(client.model),
-            sgd(client.model.parameters(), self.params),
+            local_optimizer(client.model.parameters(), self.params),
             epochs=self.params.local_epochs,
             batch_size=self.params.batch_size,
             before_step=correct,

@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..heads import get as head_called
 from ..task import State, Task, Tensors
 from ..training.classifiers import orthonormal
-from ..training.loops import Loss, features_of, sgd, train_epochs
+from ..training.loops import Loss, features_of, local_optimizer, train_epochs
 from ..training.parts import encoder_and_head, to_arrays
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
 from .base import Method as Base
@@ -136,7 +136,7 @@ class Method(Base):
         train_epochs(
             client,
             self._loss(client),
-            sgd(model.encoder.parameters(), params),
+            local_optimizer(model.encoder.parameters(), params),
             epochs=0 if calibrates else params.local_epochs,
             batch_size=params.batch_size,
             frozen=("head",),

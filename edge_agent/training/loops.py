@@ -43,25 +43,34 @@ def batches(
     return np.split(order, cuts) if samples else []
 
 
-def sgd(parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None) -> torch.optim.Optimizer:
-    """SGD with the method's step size, momentum and weight decay; fused (one pass over the weights) where torch can."""
-    chosen = list(parameters)
+def local_optimizer(
+    parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that the parameters ask for: SGD with step size, momentum and weight decay, or Adam."""
+    if params.optimizer == "adam":
+        return adam(parameters, params, lr=lr)
     make = functools.partial(
-        torch.optim.SGD, chosen, lr=lr or params.lr, momentum=params.momentum, weight_decay=params.weight_decay
+        torch.optim.SGD,
+        list(parameters),
+        lr=lr or params.lr,
+        momentum=params.momentum,
+        weight_decay=params.weight_decay,
     )
-    try:
-        return make(fused=True)
-    except RuntimeError:  # this device has no fused version
-        return make()
+    return _fused(make)
 
 
 def adam(parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None) -> torch.optim.Optimizer:
-    """Adam with the method's step size and weight decay (added to the gradient); fused where torch can."""
-    chosen = list(parameters)
-    make = functools.partial(torch.optim.Adam, chosen, lr=lr or params.lr, weight_decay=params.weight_decay)
+    """Adam with the method's step size and weight decay (added to the gradient)."""
+    return _fused(
+        functools.partial(torch.optim.Adam, list(parameters), lr=lr or params.lr, weight_decay=params.weight_decay)
+    )
+
+
+def _fused(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One pass over the weights where torch can."""
     try:
         return make(fused=True)
-    except RuntimeError:
+    except RuntimeError:  # this device has no fused version
         return make()
 
 
@@ -71,12 +80,12 @@ def cross_entropy(model: nn.Module) -> Loss:
 
 
 def train_all_parts(client: Client, params: MethodParams) -> float:
-    """E epochs of cross entropy by SGD on every part of ``client.model``; returns the last epoch's mean loss.
+    """E epochs of cross entropy on every part of ``client.model``; returns the last epoch's mean loss.
 
     Raises:
         TrainingFailed: as `train_epochs`.
     """
-    optimizer = sgd(client.model.parameters(), params)
+    optimizer = local_optimizer(client.model.parameters(), params)
     loss = cross_entropy(client.model)
     return train_epochs(client, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
 

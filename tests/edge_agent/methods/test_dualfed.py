@@ -16,7 +16,7 @@ from edge_agent.methods.base import Update
 from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.augment import flips_and_turns
 from edge_agent.training.ensembles import ensemble
-from edge_agent.training.loops import features_of, sgd, train_epochs
+from edge_agent.training.loops import features_of, local_optimizer, train_epochs
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import encode
 
@@ -397,7 +397,7 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
     rng = copy.deepcopy(client.rng)
     for _ in range(5):
         trainer.epoch(features, client.train_labels.numpy(), rng)
-    optimizer = sgd([w for part in trained for w in client.model.part(part).parameters()], method.params)
+    optimizer = local_optimizer([w for part in trained for w in client.model.part(part).parameters()], method.params)
     loss = method._personal_loss(client)
     train_epochs(client, loss, optimizer, epochs=5, batch_size=16, frozen=("encoder", "head"))
     for name, array in arrays.items():

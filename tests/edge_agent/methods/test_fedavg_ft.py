@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from edge_agent import methods
 from edge_agent.errors import TrainingFailed
 from edge_agent.training import tuning
-from edge_agent.training.loops import sgd, train_epochs
+from edge_agent.training.loops import local_optimizer, train_epochs
 from edge_agent.wire.tensors import encode
 
 
@@ -50,7 +50,7 @@ def test_tuning_the_head_equals_training_through_the_frozen_encoder(received):
     seed = int.from_bytes(tuning.fingerprint(model)[:7].tobytes(), "little")
     client.rng = np.random.default_rng(seed)
     loss = lambda inputs, labels: F.cross_entropy(model(inputs), labels)
-    optimizer = sgd(model.head.parameters(), params, lr=0.1)
+    optimizer = local_optimizer(model.head.parameters(), params, lr=0.1)
     before = model.head.weight.detach().clone()
     train_epochs(client, loss, optimizer, epochs=3, batch_size=4, frozen=("encoder",))
     assert not torch.equal(model.head.weight, before)

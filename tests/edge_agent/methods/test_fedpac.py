@@ -15,7 +15,7 @@ from edge_agent.heads.fedpac import contribute
 from edge_agent.methods.base import Update
 from edge_agent.methods.fedpac import _Member, prototype_losses
 from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.training.loops import features_of, sgd, train_epochs
+from edge_agent.training.loops import features_of, local_optimizer, train_epochs
 from edge_agent.training.session import Arrays, Kept, Session
 from edge_agent.wire.tensors import decode, encode, specs_of
 
@@ -173,7 +173,12 @@ def test_the_epoch_on_cached_features_equals_the_one_through_the_frozen_encoder(
     plain.rng = np.random.default_rng([0, 1])
     loss = lambda x, y: torch.nn.functional.cross_entropy(twin(x), y)
     train_epochs(
-        plain, loss, sgd(twin.head.parameters(), fed.method.params, lr=0.1), epochs=3, batch_size=4, frozen=("encoder",)
+        plain,
+        loss,
+        local_optimizer(twin.head.parameters(), fed.method.params, lr=0.1),
+        epochs=3,
+        batch_size=4,
+        frozen=("encoder",),
     )
     assert not torch.equal(client.model.head.weight, fed.fresh_model(1).head.weight)
     torch.testing.assert_close(client.model.head.weight, twin.head.weight, atol=1e-5, rtol=0)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from edge_agent.errors import DataError, TrainingFailed
+from edge_agent import methods
+from edge_agent.errors import ConfigError, DataError, TrainingFailed
 from edge_agent.methods.base import Client, MethodParams
 from edge_agent.task import Task, WindowInput
 from edge_agent.training import loops
@@ -99,7 +100,7 @@ def test_one_step_of_sgd_by_hand():
     def loss(inputs, labels):
         return F.cross_entropy(torch.cat([weight, torch.zeros(1)])[None], torch.zeros(1, dtype=torch.long))
 
-    optimizer = loops.sgd([weight], MethodParams(lr=0.4, momentum=0.0))
+    optimizer = loops.local_optimizer([weight], MethodParams(lr=0.4, momentum=0.0))
     mean = loops.train_epochs(client, loss, optimizer, epochs=1, batch_size=2)
     assert weight.item() == pytest.approx(0.2)
     assert mean == pytest.approx(math.log(2))
@@ -110,7 +111,7 @@ def test_fused_and_plain_sgd_agree():
     for fused in (True, False):
         client = client_with(linear_parts())
         params = MethodParams(lr=0.1, momentum=0.9, weight_decay=0.01)
-        optimizer = loops.sgd(client.model.parameters(), params)
+        optimizer = loops.local_optimizer(client.model.parameters(), params)
         if not fused:
             optimizer = torch.optim.SGD(client.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=False)
         loops.train_epochs(client, loops.cross_entropy(client.model), optimizer, epochs=3, batch_size=2)
@@ -118,7 +119,26 @@ def test_fused_and_plain_sgd_agree():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("make, kind", [(loops.sgd, "SGD"), (loops.adam, "Adam")])
+def test_adam_where_it_is_asked_for_follows_the_papers_recursion():
+    """Two steps on one weight with gradients 0.5 and -0.25, worked out by Kingma and Ba's algorithm in float64."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = loops.local_optimizer([weight], MethodParams(optimizer="adam", lr=0.1, momentum=0.9))
+    expected, mean, square = 0.0, 0.0, 0.0
+    for step, gradient in enumerate((0.5, -0.25), 1):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        expected -= 0.1 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)) ** 0.5 + 1e-8)
+    assert weight.item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["apfl", "per_fedavg", "pfedme", "scaffold"])
+def test_methods_that_are_made_of_sgd_steps_refuse_adam(method):
+    with pytest.raises(ConfigError, match="optimizer"):
+        methods.create(method, {"optimizer": "adam"})
+
+
+@pytest.mark.parametrize("make, kind", [(loops.local_optimizer, "SGD"), (loops.adam, "Adam")])
 def test_a_device_without_fused_steps_gets_plain_ones(monkeypatch, make, kind):
     plain = getattr(torch.optim, kind)
 
@@ -138,7 +158,7 @@ def test_frozen_parts_keep_their_bits_and_their_statistics():
     model = Parts(encoder=nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), head=nn.Linear(5, 3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     client = client_with(model)
-    optimizer = loops.sgd(model.head.parameters(), MethodParams(lr=0.1))
+    optimizer = loops.local_optimizer(model.head.parameters(), MethodParams(lr=0.1))
     loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, frozen=("encoder",))
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("encoder."))
@@ -154,7 +174,7 @@ def test_frozen_parts_are_thawed_also_after_a_failure():
         loops.train_epochs(
             client,
             loops.cross_entropy(model),
-            loops.sgd(model.head.parameters(), MethodParams()),
+            loops.local_optimizer(model.head.parameters(), MethodParams()),
             epochs=1,
             batch_size=3,
             frozen=("encoder",),
@@ -170,7 +190,7 @@ def test_gradients_may_be_changed_before_a_step():
         for parameter in model.parameters():
             parameter.grad.zero_()
 
-    optimizer = loops.sgd(model.parameters(), MethodParams())
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     loops.train_epochs(
         client_with(model), loops.cross_entropy(model), optimizer, epochs=1, batch_size=3, before_step=silence
     )
@@ -185,7 +205,7 @@ def test_the_reported_loss_weighs_each_sample_once():
     mean = loops.train_epochs(
         client,
         lambda _inputs, labels: labels.double().mean() + 0 * weight.sum(),
-        loops.sgd([weight], MethodParams()),
+        loops.local_optimizer([weight], MethodParams()),
         epochs=1,
         batch_size=3,
     )
@@ -194,7 +214,7 @@ def test_the_reported_loss_weighs_each_sample_once():
 
 def test_zero_epochs_change_nothing_and_report_no_loss():
     model = linear_parts()
-    optimizer = loops.sgd(model.parameters(), MethodParams())
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     client = client_with(model)
     mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=0, batch_size=3)
     assert math.isnan(mean)
@@ -204,14 +224,14 @@ def test_zero_epochs_change_nothing_and_report_no_loss():
 def test_the_last_loss_is_logged_under_the_given_name():
     model = linear_parts()
     client = client_with(model)
-    optimizer = loops.sgd(model.parameters(), MethodParams())
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, log="loss.head")
     assert client.log == {"loss.head": mean}
 
 
 def test_a_loss_that_explodes_names_client_epoch_and_step_size():
     model = linear_parts()
-    optimizer = loops.sgd(model.parameters(), MethodParams(lr=1e30))
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams(lr=1e30))
     with pytest.raises(TrainingFailed) as caught:
         loops.train_epochs(client_with(model), loops.cross_entropy(model), optimizer, epochs=5, batch_size=2)
     message = str(caught.value)
@@ -222,14 +242,14 @@ def test_a_loss_that_explodes_names_client_epoch_and_step_size():
 
 def test_a_client_without_samples_is_told_so():
     model = linear_parts()
-    optimizer = loops.sgd(model.parameters(), MethodParams())
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     with pytest.raises(TrainingFailed, match="'lamp' has no training samples"):
         loops.train_epochs(client_with(model, n=0), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
 
 
 def test_one_sample_under_batch_norm_is_explained():
     model = Parts(encoder=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
-    optimizer = loops.sgd(model.parameters(), MethodParams())
+    optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     with pytest.raises(TrainingFailed, match="1 training sample; batch norm needs at least 2"):
         loops.train_epochs(client_with(model, n=1), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
 
@@ -241,7 +261,11 @@ def test_other_value_errors_of_a_loss_are_not_disguised():
     model = linear_parts()
     with pytest.raises(ValueError, match="a mistake in a method"):
         loops.train_epochs(
-            client_with(model), broken, loops.sgd(model.parameters(), MethodParams()), epochs=1, batch_size=2
+            client_with(model),
+            broken,
+            loops.local_optimizer(model.parameters(), MethodParams()),
+            epochs=1,
+            batch_size=2,
         )
 
 
