@@ -233,7 +233,7 @@ class Collector:
         digest = message.blob.digest
         arrived = self._folder(agent) / f"{digest}.whole"
         try:
-            upload.receiving.incoming.finish(arrived, durable=True)
+            upload.receiving.incoming.finish(arrived, durable=True, is_final=False)
         except ChunkError as error:
             log.warning("update_damaged agent=%s reason=%s", agent, error)
             self._grant(agent, message)

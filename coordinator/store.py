@@ -23,7 +23,7 @@ from typing import Any
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.store import folder_lock, read_json, sha256_file, sha256_of, sync_folder, write_atomic, write_json
+from edge_agent.store import folder_lock, read_json, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
 
 from .journal import Journal
 
@@ -62,7 +62,7 @@ class BlobStore:
             return target
         self.folder.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as file:
-            os.fsync(file.fileno())
+            sync(file.fileno())
         shutil.move(source, target)
         sync_folder(self.folder)
         return target
@@ -165,7 +165,7 @@ class RunFolder:
             _cut_torn_line(file)
             file.write(line)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records in order; empty before the first, without a last line that a crash has torn.

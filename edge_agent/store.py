@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,35 @@ from .errors import StateError, cause
 from .task import Tensors
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
+
+_syncs = ContextVar("syncs", default=True)
+
+
+@contextlib.contextmanager
+def without_syncs() -> Iterator[None]:
+    """Inside, nothing waits for the disk: what is written survives a kill of this process, but no power cut.
+
+    For work that is cheap to do again, such as simulations; a device never works so. When it ends, all is handed to
+    the disk at once.
+    """
+    token = _syncs.set(False)
+    try:
+        yield
+    finally:
+        _syncs.reset(token)
+        if _syncs.get() and hasattr(os, "sync"):
+            os.sync()
+
+
+def is_synced() -> bool:
+    """Whether files are to survive a power cut from the moment that they are written."""
+    return _syncs.get()
+
+
+def sync(descriptor: int) -> None:
+    """Wait until an open file's bytes are on the disk, unless nothing waits for it now (`without_syncs`)."""
+    if _syncs.get():
+        os.fsync(descriptor)
 
 
 def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) -> None:
@@ -31,7 +61,7 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) ->
             file.writelines(data)
             if durable:
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -53,6 +83,8 @@ def sweep(folder: Path) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
+    if not _syncs.get():
+        return
     with contextlib.suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,8 +1,9 @@
 """What happened, in order: one append-only, hash-chained table in SQLite that survives ``kill -9`` and power cuts.
 
-An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``). Each entry's hash covers its content and
-the hash before it, so that an edited, removed or reordered entry is found by `Journal.verify`. Several processes may
-write: appends are serialised by the database. What a run is doing is never stored, only derived: see `Journal.replay`.
+An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except where nothing waits for the disk
+(`store.without_syncs`). Each entry's hash covers its content and the hash before it, so that an edited, removed or
+reordered entry is found by `Journal.verify`. Several processes may write: appends are serialised by the database. What
+a run is doing is never stored, only derived: see `Journal.replay`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from edge_agent.errors import StateError, UnknownName
+from edge_agent.store import is_synced
 
 from .entry import KINDS, WHAT_TO_DO, Entry, Kind, draft, hash_of
 from .replay import FINAL, Accepted, OpenRound, RunRecord, RunStatus, step
@@ -247,7 +249,7 @@ def _engine(path: Path) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _set_up(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # sqlite3 would open transactions at moments of its own choice
-        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+        for pragma in ("journal_mode = WAL", f"synchronous = {'FULL' if is_synced() else 'OFF'}"):
             connection.execute(f"PRAGMA {pragma}").close()
 
     @sa.event.listens_for(engine, "begin")

@@ -14,7 +14,7 @@ from typing import Any
 
 from edge_agent.config import parse
 from edge_agent.errors import RunFailed, UsageError
-from edge_agent.store import read_json, sweep, write_json
+from edge_agent.store import read_json, sweep, without_syncs, write_json
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 
@@ -131,6 +131,8 @@ class Simulation:
 def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ()) -> Iterator[Simulation]:
     """A started simulation in ``folder``: a new one, or the one that was left there.
 
+    Kills of any process cost nothing. A power cut may cost the run, for nothing waits for the disk before the end.
+
     ``setup``: functions (``module:function``) that each worker process is to call before it begins.
 
     Raises:
@@ -142,7 +144,7 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     is_new = read_json(folder / PLAN) is None
     if is_new and folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
-    with StateFolder(folder).open("headwater simulate") as state:
+    with without_syncs(), StateFolder(folder).open("headwater simulate") as state:
         if is_new:
             prepared.division.write(folder / PARTITION)
             write_json(folder / PLAN, prepared.plan.model_dump(mode="json", exclude_defaults=True))

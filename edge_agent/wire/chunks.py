@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChunkError, StateError, cause
-from ..store import sync_folder, write_atomic
+from ..store import sync, sync_folder, write_atomic
 from .messages import MAX_RANGES, BlobRef
 
 FRAME_BYTES = 61_440
@@ -223,8 +223,8 @@ class Incoming:
             self.save_notes()
         return True
 
-    def finish(self, place: Path, *, durable: bool) -> None:
-        """Check the whole blob and move it to ``place``.
+    def finish(self, place: Path, *, durable: bool, is_final: bool = True) -> None:
+        """Check the whole blob and move it to ``place``. ``is_final``: it stays there, and the move is to last, too.
 
         Raises:
             ChunkError: the bytes are not those that the digest names; everything is forgotten, to be sent again.
@@ -236,11 +236,11 @@ class Incoming:
             raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 begins {found}; everything is asked for again")
         place.parent.mkdir(parents=True, exist_ok=True)
         if durable:
-            os.fsync(self._file)
+            sync(self._file)
         self._close_file()
         self._path.replace(place)
         self._notes.unlink(missing_ok=True)
-        if durable:
+        if durable and is_final:
             sync_folder(place.parent)
 
     def save_notes(self) -> None:

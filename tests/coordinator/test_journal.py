@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from coordinator.journal import KINDS, Accepted, Entry, Journal, RunRecord
 from coordinator.journal.replay import step
 from edge_agent.errors import StateError, UnknownName
+from edge_agent.store import without_syncs
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 
@@ -344,3 +346,11 @@ def test_what_append_returned_survives_a_kill(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
     with Journal(path) as journal:
         assert journal.verify() >= said[-1] == 25
+
+
+@pytest.mark.parametrize("is_simulated, level", [(False, 2), (True, 0)])
+def test_a_journal_waits_for_the_disk_except_where_nothing_does(tmp_path, is_simulated, level):
+    """SQLite's own word for it: 2 is FULL, 0 is OFF."""
+    with without_syncs() if is_simulated else contextlib.nullcontext(), Journal(tmp_path / "j.sqlite3") as journal:
+        with journal._engine.connect() as connection:
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level

@@ -241,3 +241,19 @@ def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_o
             pass
     with store.folder_lock(tmp_path, "second"):
         os.close(copies[0])
+
+
+def test_without_syncs_nothing_waits_for_the_disk_until_the_end(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(os, "fsync", lambda _: waited.append("file"))
+    monkeypatch.setattr(os, "sync", lambda: waited.append("all"))
+    with store.without_syncs():
+        with store.without_syncs():
+            store.write_atomic(tmp_path / "a", b"one")
+        store.sync_folder(tmp_path)
+        assert waited == []
+        assert not store.is_synced()
+        assert (tmp_path / "a").read_bytes() == b"one"
+    assert waited == ["all"]
+    store.write_atomic(tmp_path / "a", b"two")
+    assert waited == ["all", "file", "file"]  # the file and its folder

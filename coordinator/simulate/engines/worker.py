@@ -19,6 +19,7 @@ from typing import Any
 
 from edge_agent import methods
 from edge_agent.data.partition import Division
+from edge_agent.store import without_syncs
 from edge_agent.task import Task
 from edge_agent.training.session import Built
 from edge_agent.wire.messages import Job
@@ -37,6 +38,11 @@ def main() -> None:
     threading.Thread(target=_end_with_owner, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     line = Line(socket.socket(fileno=int(sys.argv[1])))
+    with without_syncs():
+        _serve(line)
+
+
+def _serve(line: Line) -> None:
     try:
         shared = _begin(*line.receive())
         line.send({"ready": os.getpid()})
