@@ -110,6 +110,22 @@ class DataConfig(Frozen):
     folder: Path = Field(Path(), description="what a relative place in source counts from; default: this file's folder")
     test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held back for evaluation")
     seed: int = Field(0, ge=0, description="seed of that split")
+    partition: Path | None = Field(
+        None, description="file of a partition that several share; this device has its rows of the source alone"
+    )
+    client: str | None = Field(
+        None, pattern=NAME_PATTERN, description="whose rows of the partition; default: those of the agent's id"
+    )
+
+    @model_validator(mode="after")
+    def _one_split(self) -> DataConfig:
+        fields = type(self).model_fields
+        given = [name for name in ("seed", "test_fraction") if getattr(self, name) != fields[name].default]
+        if self.partition is not None and given:
+            raise ValueError(f"{' and '.join(given)} of a partition, which says itself which rows test; leave it out")
+        if self.partition is None and self.client is not None:
+            raise ValueError(f"client = '{self.client}' without partition; name the file that has this client")
+        return self
 
 
 class TrainingConfig(Frozen):
@@ -204,7 +220,7 @@ def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
 
 def _mistake(detail: Any, model: type[BaseModel]) -> str:
     place = tuple(str(step) for step in detail["loc"])
-    key = ".".join(place) or "(whole)"
+    key = ".".join(place)
     if detail["type"] == "extra_forbidden":
         known = _fields_at(model, place[:-1])
         close = nearest(place[-1], known)
@@ -212,13 +228,16 @@ def _mistake(detail: Any, model: type[BaseModel]) -> str:
         return f"{key}: unknown key; {hint}"
     if detail["type"] == "missing":
         return f"{key}: is missing"
-    return f"{key} = {_short(detail.get('input'))}: {str(detail['msg']).removeprefix('Value error, ')}"
+    words = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{key} = {_short(detail.get('input'))}: {words}" if key else words
 
 
 def _fields_at(model: type[BaseModel], place: Iterable[str]) -> list[str]:
     """Field names of the nested model that ``place`` leads to; empty where that cannot be told."""
     found = [model]
     for step in place:
+        if step.isdigit():  # one of a list, which has all models of one kind
+            continue
         if len(found) > 1:  # one of several, chosen by its kind, which is a step of its own
             found = [one for one in found if "kind" in one.model_fields and one.model_fields["kind"].default == step]
             continue
@@ -254,4 +273,6 @@ def _anchor(model: Model, base: Path) -> Model:
             changes[name] = (base / value).resolve()  # shown to people: without dots on the way
         elif isinstance(value, BaseModel):
             changes[name] = _anchor(value, base)
+        elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
+            changes[name] = tuple(_anchor(one, base) for one in value)
     return model.model_copy(update=changes)

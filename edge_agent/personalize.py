@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from .heads.base import softmax
 from .store import read_tensors, write_tensors
 
 _log = logging.getLogger(__name__)
+Given: TypeAlias = "Samples | tuple[Samples, Samples]"
+"""All samples of a device, or those to learn from and those held back."""
+
 _RAW_DIMENSIONS = 4096
 """Raw inputs above this size are averaged down before the local baseline sees them."""
 
@@ -106,7 +109,7 @@ class Features:
 
 def personalize(
     bundle: Bundle,
-    samples: Samples,
+    samples: Given,
     head: str = "lr",
     params: Mapping[str, Any] | None = None,
     *,
@@ -167,7 +170,7 @@ def evaluate_heads(
 
 def extract(
     bundle: Bundle,
-    samples: Samples,
+    samples: Given,
     encoder: Encoder,
     *,
     test_fraction: float,
@@ -176,7 +179,7 @@ def extract(
     progress: Progress | None = None,
 ) -> Features:
     """The samples split, with their features, which come from ``cache`` where they were computed before."""
-    train, test = split(samples, test_fraction, seed)
+    train, test = samples if isinstance(samples, tuple) else split(samples, test_fraction, seed)
     return Features(
         train,
         test,

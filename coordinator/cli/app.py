@@ -6,7 +6,23 @@ import typer
 
 from edge_agent import __version__
 
-from . import analyze, bench, cancel, demo, doctor, enroll, export, methods, report, run, serve, simulate, status
+from . import (
+    analyze,
+    bench,
+    cancel,
+    demo,
+    doctor,
+    enroll,
+    export,
+    methods,
+    partition,
+    report,
+    reproduce,
+    run,
+    serve,
+    simulate,
+    status,
+)
 
 app = typer.Typer(
     name="headwater",
@@ -39,6 +55,8 @@ app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("simulate")(simulate.simulate)
+app.command("partition")(partition.partition)
+app.command("reproduce")(reproduce.reproduce)
 app.command("cancel")(cancel.cancel)
 app.command("status")(status.status)
 app.command("export")(export.export)

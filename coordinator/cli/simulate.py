@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,14 +30,23 @@ Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source, as
 Rule = Annotated[
     str | None,
     typer.Option(
-        "--partition", help="iid, dirichlet, pathological, fedpac, domains, subjects, or a saved partition.json."
+        "--partition",
+        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json.",
     ),
 ]
 Clients = Annotated[int | None, typer.Option("--clients", "-n", help="Clients; default: 20, or what the data name.")]
-Alpha = Annotated[float | None, typer.Option("--alpha", help="dirichlet: small = few classes for each client.")]
+Alpha = Annotated[
+    float | None, typer.Option("--alpha", help="dirichlet: small = few classes each; quantity: small = few have most.")
+]
 Size = Annotated[int | None, typer.Option("--size", help="iid, fedpac: samples of one client.")]
+TestSize = Annotated[int | None, typer.Option("--test-size", help="fedpac: test samples of one client.")]
+ClassesEach = Annotated[int | None, typer.Option("--classes-each", help="pathological: classes of one client.")]
 MinSize = Annotated[int | None, typer.Option("--min-size", help="Least samples of a client; default: 10.")]
 TestFraction = Annotated[float | None, typer.Option("--test-fraction", help="Held back where data have no test part.")]
+Validation = Annotated[
+    float | None,
+    typer.Option("--validation", help="Score on this share of the training samples; to try settings with."),
+]
 Fraction = Annotated[
     str | None,
     typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each; default: 1."),
@@ -87,8 +96,11 @@ def simulate(
     clients: Clients = None,
     alpha: Alpha = None,
     size: Size = None,
+    test_size: TestSize = None,
+    classes_each: ClassesEach = None,
     min_size: MinSize = None,
     test_fraction: TestFraction = None,
+    validation: Validation = None,
     fraction: Fraction = None,
     dropout: Dropout = None,
     new_clients: NewClients = None,
@@ -141,6 +153,17 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
 
 
+def sources(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The data sources that were given.
+
+    Raises:
+        UsageError: none was.
+    """
+    if not given:
+        raise UsageError("no data: give a source, for example --data digits, or --data idx:FOLDER")
+    return tuple(given)
+
+
 def shares(text: str | None) -> dict[str, float | None]:
     """Fields of a plan from ``0.1`` or ``0.1:1.0``.
 
@@ -189,7 +212,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         )
     for scope, best in result["best"].items():
         after = counted(int(best["rounds_done"]), "round")
-        yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, chosen on the test samples"
+        words = f"{best['clients_mean']:.4f} after {after}, chosen on the {result['scored_on']} samples"
+        yield f"best {_NAMES[scope]}: {words}"
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     yield (
         f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
@@ -234,12 +258,11 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     if "data" in wished and config is not None:
         raw["folder"] = str(Path.cwd())
     if isinstance(raw.get("data"), str):
-        raw["data"] = (raw["data"],)
+        raw["data"] = [raw["data"]]
     raw |= {
         name: {**raw.get(name, {}), **value} if isinstance(value, dict) else value for name, value in wished.items()
     }
-    if not raw.get("data"):
-        raise UsageError("no data: give a source, for example --data digits, or --data idx:FOLDER")
+    raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
     folder = out or Path(f"simulation-{plan.method}-{Path(plan.partition).stem}-seed{plan.seed}")
     if planned(folder) is not None:
@@ -265,19 +288,29 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
 
 
 def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
+    try:
+        return run_plan(plan, folder, resume=resume)
+    except KeyboardInterrupt:
+        console.print(_how_to_go_on(folder), soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
+    """Simulate to the end, showing how far it is; all files of the result are in ``folder``.
+
+    Raises:
+        HeadwaterError: it cannot be done, or failed.
+        KeyboardInterrupt: it was stopped, and can be gone on with.
+    """
     from ..simulate import PARTITION, Prepared, open_simulation
     from ..simulate.curves import curves
     from .progress import shown
 
-    try:
-        busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
-        with busy:
-            prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
-        with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
-            result = simulation.finish(watch)
-    except KeyboardInterrupt:
-        console.print(_how_to_go_on(folder), soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
+    busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
+    with busy:
+        prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
+    with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
+        result = simulation.finish(watch)
     picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
     write_atomic(picture, curves(result).encode())
     result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,10 +19,13 @@ FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 
 _GIVEN_BY_DATA = ("domains", "subjects")
 _OPTIONS_OF = {
-    "alpha": ("dirichlet",),
+    "alpha": ("dirichlet", "quantity"),
     "size": ("fedpac", "iid"),
-    "min_size": ("dirichlet", "pathological"),
-    "clients": ("dirichlet", "fedpac", "iid", "pathological", *_GIVEN_BY_DATA),
+    "test_size": ("fedpac",),
+    "starts": ("fedpac",),
+    "classes_each": ("pathological",),
+    "min_size": ("dirichlet", "pathological", "quantity"),
+    "clients": ("dirichlet", "fedpac", "iid", "pathological", "quantity", *_GIVEN_BY_DATA),
 }
 """Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
 
@@ -42,11 +45,23 @@ class Plan(Frozen):
     folder: Path = Field(Path(), description="what a relative place in data counts from")
     partition: str = Field("iid", min_length=1, description="a rule, or a file that an earlier simulation has written")
     clients: int | None = Field(None, ge=1, le=100_000, description=f"default {CLIENTS}, or as many as the data name")
-    alpha: float | None = Field(None, gt=0, description="dirichlet: concentration; small = few classes each")
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="small: few classes for each client (dirichlet), nearly all for a few clients (quantity)",
+    )
     size: int | None = Field(None, ge=1, description=f"samples of one client; fedpac: {SIZE} by default")
+    test_size: int | None = Field(None, ge=1, description="fedpac: test samples of one client; default: size")
+    starts: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="fedpac: of which sample of each class its pointers start, training and test; default: 0, 0"
+    )
+    classes_each: int | None = Field(None, ge=1, description="pathological: classes of one client; default: 2")
     min_size: int | None = Field(None, ge=1, description=f"drawn again until everybody has that many; {MIN_SIZE}")
     test_fraction: float = Field(
         0.25, gt=0, lt=1, description="held back by each client where the data have no test part"
+    )
+    validation: float | None = Field(
+        None, gt=0, lt=1, description="score on this share of each client's training samples; test samples stay unseen"
     )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the clients that takes part in a round")
     fraction_max: float | None = Field(
@@ -90,8 +105,8 @@ class Plan(Frozen):
 
     def _mistakes(self) -> Iterator[str]:
         rule = self.rule
-        if rule == "dirichlet" and self.alpha is None:
-            yield "partition dirichlet needs alpha, for example --alpha 0.5"
+        if rule in _OPTIONS_OF["alpha"] and self.alpha is None:
+            yield f"partition {rule} needs alpha, for example --alpha 0.5"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
         if self.engine == "serial" and self.workers is not None:
@@ -125,7 +140,7 @@ class Plan(Frozen):
 
     def settings(self) -> dict[str, Any]:
         """What the partition depends on beside the data, for people who read its file."""
-        given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "seed")}
+        given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "validation", "seed")}
         return {name: value for name, value in given.items() if value is not None}
 
     def encoder_for(self, spec: InputSpec, rule: str) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
 
@@ -25,27 +23,13 @@ Shares = dict[str, tuple[np.ndarray, np.ndarray]]
 """Client -> (training rows, test rows)."""
 
 
-@dataclass(frozen=True)
-class Pools:
-    """All samples: ``test`` None where each client holds back a part of its own. ``owners``: who has which rows."""
-
-    train: Samples
-    test: Samples | None = None
-    owners: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def mark(self) -> partition.Pool:
-        """By what the pools are recognised."""
-        return partition.Pool.of(self.train.labels, None if self.test is None else self.test.labels)
+class Pools(partition.Pools):
+    """All samples, for sessions as arrays, and for processes as bytes that they share."""
 
     def arrays(self, share: partition.Share) -> tuple[Arrays, Arrays]:
         """One client's training and test samples, copied out of the pools."""
-        tested = self.train if self.test is None else self.test
-        train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
-        return (
-            Arrays(self.train.inputs[train], self.train.labels[train]),
-            Arrays(tested.inputs[test], tested.labels[test]),
-        )
+        train, test = self.rows_of(share)
+        return Arrays(train.inputs, train.labels), Arrays(test.inputs, test.labels)
 
     def content(self) -> list[bytes | memoryview]:
         """Inputs and labels as bytes in pieces; `from_memory` takes them joined."""
@@ -86,12 +70,16 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
     pools = _load(plan, sources, spec)
     if known is not None:
+        pools = pools.like(known)
         known.check_pool(pools.mark, str(path))
     division = known or divide(plan, pools)
+    if plan.validation is not None and saved is None:
+        division = without_test(division, pools.train, plan)
     if plan.standardise:
         rows = np.unique(np.concatenate([np.asarray(share.train, np.int64) for share in division.clients.values()]))
         spec = data.standardised(pools.train.take(rows))
         pools = _load(plan, sources, spec)
+    pools = pools.like(division)
     names, encoder = pools.train.class_names, plan.encoder_for(spec, rule)
     task = Task(input=spec, class_names=names, encoder=encoder, encoder_params=plan.encoder_params)
     return pools, division, task
@@ -107,7 +95,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
     rng = np.random.default_rng(plan.seed)
     train = _named(plan, pools, rng)
     if pools.test is None:
-        shares = {name: _held_back(pools.train, rows, plan) for name, rows in train.items()}
+        shares = {name: _held_back(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
         shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
@@ -131,28 +119,45 @@ def _named(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.n
 def _by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.Generator) -> partition.Rows:
     least = plan.min_size or MIN_SIZE
     if plan.partition == "fedpac":
-        return partition.fedpac(labels, clients, size=plan.size or SIZE)
+        return partition.fedpac(labels, clients, size=plan.size or SIZE, first=(plan.starts or (0, 0))[0])
     if plan.partition == "dirichlet":
         return partition.dirichlet(labels, clients, plan.alpha or 1.0, rng, min_size=least)
+    if plan.partition == "quantity":
+        return partition.quantity(labels, clients, plan.alpha or 1.0, rng, min_size=least)
     if plan.partition == "pathological":
-        return partition.pathological(labels, clients, rng, min_size=least)
+        return partition.pathological(labels, clients, rng, classes_each=plan.classes_each or 2, min_size=least)
     return partition.iid(labels, clients, rng, size=plan.size)
 
 
 def _test_rows(
     plan: Plan, pools: Pools, test: Samples, train: Mapping[str, np.ndarray], rng: np.random.Generator
 ) -> partition.Rows:
-    """FedPAC divides the test part by the very same rule; else each client tests on its own mixture of classes."""
+    """Its own rows where the data say so; FedPAC's by the very same rule; else each client's own mixture of classes."""
+    if pools.tested:
+        return [pools.tested[name] for name in train]
     if plan.partition == "fedpac":
-        return partition.fedpac(test.labels, len(train), size=plan.size or SIZE)
+        size = plan.test_size or plan.size or SIZE
+        return partition.fedpac(test.labels, len(train), size=size, first=(plan.starts or (0, 0))[1])
     return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
 
 
-def _held_back(samples: Samples, rows: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+def without_test(division: Division, train: Samples, plan: Plan) -> Division:
+    """The same clients scored on a part of what they would have trained on: settings can be tried out on that.
+
+    Whoever has a single sample keeps it for training.
+    """
+    share = plan.validation or 0.0
+    rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
+    shares = {name: _held_back(train, mine, share, plan.seed) for name, mine in rows.items()}
+    settings = {**division.settings, "validation": share}
+    return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
+
+
+def _held_back(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A client's rows split as a device would split them."""
     mine = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])
     mine = mine if samples.groups is None else replace(mine, groups=samples.groups[rows])
-    train, test = data.split(mine, plan.test_fraction, plan.seed)
+    train, test = data.split(mine, share, seed)
     return train.inputs, test.inputs
 
 
@@ -171,45 +176,27 @@ def _sources(plan: Plan, rule: str) -> dict[str, str]:
 
 
 def _domains(plan: Plan) -> dict[str, str]:
-    """One source for each domain: those that were given, all styles of 'digits', or the folders of 'images:DIR'."""
+    """One source for each domain: those that were given, or those of a set that has several."""
     if len(plan.data) > 1:
         return _distinct({source: source.partition(":")[2] or source for source in plan.data})
-    kind, where, options = data.parse_source(plan.data[0])
-    if kind == "digits" and not where:
-        from edge_agent.data.digits import DOMAINS
-
-        parts = [{"client": n, "clients": len(DOMAINS), "seed": plan.seed, **options} for n in range(len(DOMAINS))]
-        return {name: _source(kind, name, part) for name, part in zip(DOMAINS, parts, strict=True)}
-    if kind == "images":
-        folders = _folders(plan.folder / Path(where).expanduser())
-        return _distinct({_source(kind, str(folder), options): folder.name for folder in folders})
-    raise UsageError(
-        f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "
-        "styles, or 'images:DIR' where DIR has a folder for each domain"
-    )
-
-
-def _folders(root: Path) -> list[Path]:
-    found = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else []
+    found = data.domains(plan.data[0], seed=plan.seed, folder=plan.folder)
     if not found:
-        raise DataError(f"images: no folders in '{root}'; expected one for each domain, with one for each class in it")
-    return found
+        raise UsageError(
+            f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "
+            "styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or 'images:DIR' where "
+            "DIR has a folder for each domain"
+        )
+    return _distinct({source: name for name, source in found.items()})
 
 
 def _subjects(plan: Plan) -> dict[str, str]:
-    from edge_agent.data import windows
-
-    kind, where, options = data.parse_source(plan.data[0])
-    if kind != "windows" or "subject" in options:
-        raise UsageError(f"partition subjects with '{plan.data[0]}': expected windows:FILE, without the option subject")
-    left_out = set(filter(None, options.get("exclude_subject", "").split(",")))
-    people = windows.subjects(str(plan.folder / Path(where).expanduser()))
-    chosen = [number for number in people if str(number) not in left_out]
-    return {f"subject-{number}": _source(kind, where, {**options, "subject": number}) for number in chosen}
-
-
-def _source(kind: str, where: str, options: Mapping[str, Any]) -> str:
-    return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
+    found = data.subjects(plan.data[0], folder=plan.folder)
+    if not found:
+        raise UsageError(
+            f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
+            "subject and with somebody left"
+        )
+    return {f"subject-{number}": source for number, source in found.items()}
 
 
 def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
@@ -226,22 +213,20 @@ def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
 
 def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
     if list(sources) == [""]:
-        return _load_one(sources[""], spec, plan.folder)
-    found = [data.load(source, spec, folder=plan.folder) for source in sources.values()]
-    ends = np.cumsum([len(samples) for samples in found])
-    owners = {name: np.arange(end - len(own), end) for name, own, end in zip(sources, found, ends, strict=True)}
-    return Pools(_joined(found), None, owners)
+        found = partition.read_pools(sources[""], spec, folder=plan.folder)
+        return Pools(found.train, found.test)
+    if all(map(partition.parts_of, sources.values())):
+        parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
+        train, test = [own.train for own in parts], [own.test for own in parts if own.test is not None]
+        return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
+    each = [data.load(source, spec, folder=plan.folder) for source in sources.values()]
+    return Pools(_joined(each), None, _rows_of(sources, each))
 
 
-def _load_one(source: str, spec: InputSpec, folder: Path) -> Pools:
-    """Both parts where this kind of source keeps them apart and the source does not name one of them."""
-    kind, where, options = data.parse_source(source)
-    has_parts = "split" in data.registry.load(kind).Options.model_fields
-    if not has_parts or "split" in options:
-        return Pools(data.load(source, spec, folder=folder))
-    train = data.load(_source(kind, where, {**options, "split": "train"}), spec, folder=folder)
-    test = data.load(_source(kind, where, {**options, "split": "test"}), spec, train.class_names, folder=folder)
-    return Pools(train, test)
+def _rows_of(owners: Iterable[str], each: Sequence[Samples]) -> dict[str, np.ndarray]:
+    """Rows of each owner where their samples are joined."""
+    ends = np.cumsum([len(samples) for samples in each])
+    return {name: np.arange(end - len(own), end) for name, own, end in zip(owners, each, ends, strict=True)}
 
 
 def _joined(found: Sequence[Samples]) -> Samples:

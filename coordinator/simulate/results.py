@@ -27,7 +27,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 
     ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
     clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder.
-    ``best`` is chosen on the same test samples.
+    ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
     """
     plan, division = prepared.plan, prepared.division
     record, summary = state.journal.replay(run), state.run(run).summary() or {}
@@ -42,6 +42,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "partition": division.rule,
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
+        "scored_on": "validation" if "validation" in division.settings else "test",
         "clients": len(division.clients),
         "new_clients": plan.new_clients,
         "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],

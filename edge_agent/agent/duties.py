@@ -22,7 +22,7 @@ from .uploads import Outbox
 
 if TYPE_CHECKING:
     from ..data import Samples
-    from ..training.session import Kept, Outcome, Session
+    from ..training.session import Built, Kept, Outcome, Session
 
 log = logging.getLogger(__name__)
 
@@ -141,23 +141,28 @@ class Duties:
             Arrays(test.inputs, test.labels),
             seed=job.seed,
             device=self.config.training.device,
+            model=self._model_for(job),
         )
         self._session = (job.run, session)
         return session
 
+    def _model_for(self, job: Job) -> Built | None:  # noqa: ARG002 - of use to those who share a process
+        """The model that several clients use in turn; None: one of its own."""
+        return None
+
     def _samples(self, task: Task) -> tuple[Samples, Samples]:
         if self._data is None or self._data[0] != task:
-            from .. import data
-
-            config = self.config.data
-            samples = data.load(config.source, task.input, task.class_names, folder=config.folder)
-            train, test = data.split(samples, config.test_fraction, config.seed)
+            train, test = self._read(task)
             if not len(train):
-                raise DataError(
-                    f"{config.source}: no training samples are left after the split; lower data.test_fraction"
-                )
+                source = self.config.data.source
+                raise DataError(f"{source}: no training samples are left after the split; lower data.test_fraction")
             self._data, self.samples = (task, train, test), len(train)
         return self._data[1], self._data[2]
+
+    def _read(self, task: Task) -> tuple[Samples, Samples]:
+        from ..data.partition import own_samples
+
+        return own_samples(self.config.data, self.config.id, task.input, task.class_names)
 
     def _give_norm(self, job: Job, session: Session, kept: Kept) -> UpdateManifest:
         if not self.config.training.share_norm:

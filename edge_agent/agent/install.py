@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import bundle as bundles
-from .. import data
 from ..bundle import Bundle
 from ..config import AgentConfig
+from ..data import Samples
+from ..data.partition import own_samples
 from ..encoder import Encoder
 from ..errors import BundleDamaged, BundleError, HeadwaterError
 from ..heads.saved import SavedHead
@@ -22,6 +23,9 @@ from ..personalize import Result, accuracy, features_of, load_head, personalize
 from ..wire.messages import Install, Report
 
 log = logging.getLogger(__name__)
+
+Split = tuple[Samples, Samples]
+"""What to learn from, and what is held back."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class _Trial:
     not fit, notices it at the next start, and gets the bundle again.
     """
 
-    def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: data.Samples) -> None:
+    def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: Split) -> None:
         self._config, self._announced, self._old, self._samples = config, announced, old, samples
         self._result: Result | None = None
         self.refusal = ""
@@ -91,8 +95,8 @@ class _Trial:
             about=message.fingerprint,
             fingerprint=runs,
             rolled_back=why,
-            samples=len(self._samples),
-            one_class=self._samples.is_one_class,
+            samples=sum(map(len, self._samples)),
+            one_class=_is_one_class(*self._samples),
             metrics={"rolled_back": float(bool(why))},
         )
         return report if self._result is None else report.model_copy(update=_figures(self._result, report.metrics))
@@ -139,12 +143,16 @@ def _self_test(bundle: Bundle) -> None:
         Encoder.open(bundle, precision).self_test(golden)
 
 
-def _samples(config: AgentConfig, path: Path) -> data.Samples:
+def _samples(config: AgentConfig, path: Path) -> Split:
     task = bundles.open_bundle(path).manifest.task
-    return data.load(config.data.source, task.input, task.class_names, folder=config.data.folder)
+    return own_samples(config.data, config.id, task.input, task.class_names)
 
 
-def _refit(config: AgentConfig, bundle: Bundle, samples: data.Samples) -> Result:
+def _is_one_class(train: Samples, test: Samples) -> bool:
+    return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
+
+
+def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
     encoder = Encoder.open(bundle, config.head.precision, config.training.threads)
     log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
     return personalize(
@@ -153,7 +161,6 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: data.Samples) -> Result
         config.head.name,
         config.head.params,
         encoder=encoder,
-        test_fraction=config.data.test_fraction,
         seed=config.data.seed,
         cache=config.state / "features",
     )
@@ -169,12 +176,11 @@ def _old_pair(config: AgentConfig) -> _OldPair | None:
         return None
 
 
-def _score(config: AgentConfig, old: _OldPair, samples: data.Samples) -> float | None:
+def _score(config: AgentConfig, old: _OldPair, samples: Split) -> float | None:
     """acc.personal of the old pair on the samples that the new one is judged by; None where it knows other classes."""
-    task = old.bundle.manifest.task
-    if (task.class_names, task.input) != (samples.class_names, samples.input):
+    task, (_, test) = old.bundle.manifest.task, samples
+    if (task.class_names, task.input) != (test.class_names, test.input):
         return None
-    _, test = data.split(samples, config.data.test_fraction, config.data.seed)
     encoder = Encoder.open(old.bundle, old.head.precision, config.training.threads)
     rows = features_of(old.bundle, test, encoder, config.state / "features")
     return accuracy(old.head.head.predict_proba, rows, test.labels)

@@ -39,7 +39,7 @@ def run(config: AgentConfig) -> None:
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts threads that would only cost memory
     tier = choose_tier(config)
-    _check_data(config.data)
+    _check_data(config.data, config.id)
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), _signals() as stop:
         if left := sweep(config.state):
@@ -72,25 +72,25 @@ def choose_tier(config: AgentConfig) -> str:
     return tier
 
 
-def _check_data(config: DataConfig) -> None:
-    """`data.check` in a child where the system can fork: an idle agent does without the 16 MB that it would leave."""
+def _check_data(config: DataConfig, agent: str = "") -> None:
+    """`check_own` in a child where the system can fork: an idle agent does without the 16 MB that it would leave."""
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
-            _check_and_exit(config)
+            _check_and_exit(config, agent)
         if os.waitpid(child, 0)[1] == 0:
             return
-    from .. import data
+    from ..data.partition import check_own
 
-    data.check(config.source, config.folder)  # once more, to say what is wrong
+    check_own(config, agent)  # once more, to say what is wrong
 
 
-def _check_and_exit(config: DataConfig) -> None:
+def _check_and_exit(config: DataConfig, agent: str) -> None:
     code = 1
     try:
-        from .. import data
+        from ..data.partition import check_own
 
-        data.check(config.source, config.folder)
+        check_own(config, agent)
         code = 0
     finally:
         os._exit(code)

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import parse_qsl
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 from pydantic import ValidationError
@@ -29,12 +30,15 @@ __all__ = [
     "Raw",
     "Samples",
     "check",
+    "domains",
     "images_from_files",
     "load",
     "natural_input",
     "registry",
     "split",
     "standardised",
+    "subjects",
+    "with_options",
 ]
 
 _log = logging.getLogger(__name__)
@@ -134,6 +138,48 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
     if len(options) != len(pairs):
         raise ConfigError(f"data source '{source}'", [f"an option occurs twice in '{query}'"])
     return kind, where, options
+
+
+def with_options(kind: str, where: str, options: Mapping[str, Any]) -> str:
+    """A source string, as `parse_source` takes apart."""
+    return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
+
+
+def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
+    """Domain -> source of it alone, for a set of several domains; empty where ``source`` is not one.
+
+    ``seed`` is for kinds that have such an option and sources that do not give it. A kind has domains by a function
+    ``domains(where, options)`` that returns, for each, the place and the options to change.
+
+    Raises:
+        HeadwaterError: as `check`.
+    """
+    kind, where, given = parse_source(source)
+    member = _member(kind, source, folder)
+    if not hasattr(member, "domains"):
+        return {}
+    given = {**({"seed": str(seed)} if "seed" in member.Options.model_fields else {}), **given}
+    place = _place(member, where, folder)
+    place = str(Path(place).absolute()) if getattr(member, "NEEDS_PATH", False) else place
+    found = member.domains(place, _options(member.Options, given, source))
+    return {name: with_options(kind, own, {**given, **changed}) for name, (own, changed) in found.items()}
+
+
+def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
+    """Number of each person -> source of that person alone; empty where ``source`` does not tell people apart.
+
+    A kind does so by an option ``subject`` and a function ``subjects(where, options)`` that returns the numbers.
+
+    Raises:
+        HeadwaterError: as `check`.
+    """
+    kind, where, given = parse_source(source)
+    member = _member(kind, source, folder)
+    if not hasattr(member, "subjects") or "subject" in given:
+        return {}
+    given = {**({"split": "all"} if "split" in member.Options.model_fields else {}), **given}
+    people = member.subjects(_place(member, where, folder), _options(member.Options, given, source))
+    return {number: with_options(kind, where, {**given, "subject": number}) for number in people}
 
 
 def _read(source: str, folder: Path | None) -> Raw:

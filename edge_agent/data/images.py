@@ -57,7 +57,7 @@ def read(where: str, options: Options) -> Raw:
     root = Path(where).expanduser()
     if not root.is_dir():
         raise DataError(f"images: no folder '{where}'; expected a folder with one sub-folder of images for each class")
-    found = {folder.name: _images_in(folder)[: options.limit] for folder in _sorted(root) if folder.is_dir()}
+    found = {folder.name: images_in(folder)[: options.limit] for folder in visible(root) if folder.is_dir()}
     found = {name: paths for name, paths in found.items() if paths}
     if not found:
         raise DataError(
@@ -70,17 +70,32 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", ImageFiles(paths), labels, tuple(found), names=names)
 
 
+def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own
+    """For a folder that holds one of class folders for each domain: domain -> place and options.
+
+    Raises:
+        DataError: no folders there.
+    """
+    root = Path(where).expanduser()
+    folders = [path for path in visible(root) if path.is_dir()] if root.is_dir() else []
+    if not folders:
+        raise DataError(f"images: no folders in '{root}'; expected one for each domain, with one for each class in it")
+    return {folder.name: (str(folder), {}) for folder in folders}
+
+
 def look(where: str, options: Options) -> None:
     """Return quietly when there are class folders with images; none is opened."""
     read(where, options)
 
 
-def _sorted(folder: Path) -> Iterable[Path]:
+def visible(folder: Path) -> Iterable[Path]:
+    """What a folder holds, by name, without what begins with a dot."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def _images_in(folder: Path) -> list[Path]:
-    return [path for path in _sorted(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
+def images_in(folder: Path) -> list[Path]:
+    """Image files that lie in a folder itself, by name."""
+    return [path for path in visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 
 def _decode(path: Path) -> Any:

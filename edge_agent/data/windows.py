@@ -48,8 +48,8 @@ def read(where: str, options: Options) -> Raw:
     return Raw("recording", items, labels[rows], names, rows, natural, tuple(f"recording {row}" for row in rows))
 
 
-def subjects(where: str) -> tuple[int, ...]:
-    """Numbers of the people in a file, sorted.
+def subjects(where: str, options: Options) -> tuple[int, ...]:
+    """Numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
         DataError: the file cannot be read, or does not say who moved.
@@ -58,7 +58,7 @@ def subjects(where: str) -> tuple[int, ...]:
     _check(arrays, where)
     if "subject" not in arrays:
         raise DataError(f"windows: '{where}' has no array 'subject', so nobody knows whose recordings they are")
-    return tuple(int(subject) for subject in np.unique(arrays["subject"]))
+    return tuple(int(subject) for subject in np.setdiff1d(arrays["subject"], np.array(options.exclude_subject, int)))
 
 
 def _check(arrays: dict[str, np.ndarray], where: str) -> None:

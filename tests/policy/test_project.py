@@ -101,9 +101,12 @@ def wheel(root, tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_wheel_holds_exactly_the_three_packages(root, wheel, project):
-    info = f"headwater-{project['project']['version']}.dist-info"
-    assert {name.split("/")[0] for name in wheel.namelist()} == {"edge_agent", "export", "coordinator", info}
+def test_wheel_holds_exactly_the_three_packages_and_the_tables_to_reproduce(root, wheel, project):
+    name = f"headwater-{project['project']['version']}"
+    info, shared = f"{name}.dist-info", f"{name}.data"
+    assert {path.split("/")[0] for path in wheel.namelist()} == {"edge_agent", "export", "coordinator", info, shared}
+    tables = {f"{shared}/data/share/headwater/reproduce/{path.name}" for path in root.glob("configs/reproduce/*.toml")}
+    assert {path for path in wheel.namelist() if path.startswith(f"{shared}/")} == tables != set()
 
 
 def test_wheel_holds_every_file_of_the_packages(root, wheel):
@@ -113,7 +116,7 @@ def test_wheel_holds_every_file_of_the_packages(root, wheel):
         for path in (root / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name and ".data/" not in name}
     assert held == wanted
 
 

@@ -10,6 +10,7 @@ random colour, rotation, blur, neighbours; needs no scikit-learn). Options: ``n`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -62,6 +63,15 @@ def read(where: str, options: Options) -> Raw:
     else:
         raise UnknownName("digits domain", domain, DOMAINS)
     return Raw("image", images, labels, tuple("0123456789"), natural=ImageInput(channels=3, height=32, width=32))
+
+
+def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+    """For each style its name and the options that give it digits of its own; nothing where one style was named."""
+    if where:
+        return {}
+    own = not options.model_fields_set & {"client", "clients"}
+    parts = [{"client": number, "clients": len(DOMAINS)} if own else {} for number in range(len(DOMAINS))]
+    return {name: (name, part) for name, part in zip(DOMAINS, parts, strict=True)}
 
 
 def _rendered(options: Options) -> tuple[list[np.ndarray], np.ndarray]:

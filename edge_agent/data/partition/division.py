@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ...config import NAME_PATTERN, mistakes_of
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, nearest
 from ...store import read_json, write_atomic
 from ...task import Frozen
 
@@ -90,6 +90,22 @@ class Division(Frozen):
             raise DataError(f"{path}: its rows have the hash {read.sha256[:16]}, it says {str(told)[:16]}; get it anew")
         read.check_rows(str(path))
         return read
+
+    def share(self, client: str, where: str) -> Share:
+        """The rows of one client.
+
+        Raises:
+            DataError: no such client; the nearest name is suggested.
+        """
+        found = self.clients.get(client)
+        if found is None:
+            close = nearest(client, self.clients)
+            hint = f"did you mean '{close}'?" if close else f"the first is '{next(iter(self.clients))}'."
+            raise DataError(
+                f"{where}: no client '{client}' among {len(self.clients)}: {hint} "
+                "Name one of them as data.client, or as the id"
+            )
+        return found
 
     def check_rows(self, where: str) -> None:
         """Return quietly where all rows lie in their pools and no client has one of them twice.

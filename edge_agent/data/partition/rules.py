@@ -11,7 +11,7 @@ from ...errors import DataError, UnknownName
 Rows = list[np.ndarray]
 """Positions (n,) int64 in a pool, one array for each client."""
 
-RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "subjects")
+RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
 
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""

@@ -320,3 +320,27 @@ def test_a_division_of_other_data_is_refused():
     other = partition.Pool.of(np.array([0, 1, 0, 1]), None)
     with pytest.raises(DataError, match=r"made for 4 training and 2 test samples.*the data are 4 training samples"):
         made().check_pool(other, "partition.json")
+
+
+# --- differences in size ---------------------------------------------------------------------------------------------
+
+
+def test_sizes_follow_dirichlet_and_everybody_has_all_classes_alike():
+    """Sizes are a Dirichlet draw: by its known variance a share's deviation is sqrt((1/n)(1-1/n)/(n a + 1))."""
+    sizes = []
+    for seed in range(200):
+        rows = partition.quantity(TRAIN[:6000], 5, 2.0, np.random.default_rng(seed), min_size=1)
+        assert distinct(rows) == sum(map(len, rows)) == 6000
+        sizes += [len(mine) / 6000 for mine in rows]
+    assert np.std(sizes) == pytest.approx(np.sqrt(0.2 * 0.8 / 11), rel=0.1)
+    largest = max(rows, key=len)
+    assert np.bincount(TRAIN[largest]) / len(largest) == pytest.approx(np.full(10, 0.1), abs=0.03)
+
+
+def test_sizes_have_a_least_one_and_what_cannot_be_is_told():
+    rows = partition.quantity(TRAIN[:1000], 10, 0.5, np.random.default_rng(0), min_size=20)
+    assert min(map(len, rows)) >= 20
+    with pytest.raises(DataError, match=r"100 samples for 10 clients of at least 11; 110 are needed"):
+        partition.quantity(TRAIN[:100], 10, 1.0, np.random.default_rng(0), min_size=11)
+    with pytest.raises(DataError, match=r"alpha 0.01 with 10 clients .*raise --alpha"):
+        partition.quantity(TRAIN[:1000], 10, 0.01, np.random.default_rng(0), min_size=50)

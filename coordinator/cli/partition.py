@@ -1,0 +1,135 @@
+"""``headwater partition``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from edge_agent.config import parse
+from edge_agent.store import write_atomic
+
+from . import simulate
+from .options import Json, Verbose, print_json, ready_for, set_up_logging, show, table
+
+if TYPE_CHECKING:
+    from edge_agent.data.partition import Division
+
+    from ..simulate.pools import Pools
+
+Rule = Annotated[
+    str,
+    typer.Argument(
+        metavar="RULE",
+        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to look at.",
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="File of the partition.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Picture of who has how many of which class: .svg or .png.")]
+
+SHOWN_CLIENTS, SHOWN_CLASSES = 40, 12
+
+
+def partition(
+    rule: Rule,
+    data: simulate.Data = None,
+    clients: simulate.Clients = None,
+    alpha: simulate.Alpha = None,
+    size: simulate.Size = None,
+    test_size: simulate.TestSize = None,
+    classes_each: simulate.ClassesEach = None,
+    min_size: simulate.MinSize = None,
+    test_fraction: simulate.TestFraction = None,
+    validation: simulate.Validation = None,
+    seed: simulate.Seed = None,
+    out: Out = Path("partition.json"),
+    plot: Plot = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Divide data among clients, and keep who has which rows in a file that simulations and devices take.
+
+    headwater simulate --partition partition.json divides as this file says, with any seed and method; a device takes
+    its rows by partition = "partition.json" in the [data] of its configuration. The hash tells whether two files give
+    everybody the same samples.
+
+    Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
+    """
+    from ..simulate import Plan
+    from ..simulate.pools import prepare
+
+    set_up_logging(verbose=verbose, quiet=True)
+    typed = dict(locals())
+    given = {name: typed[name] for name in Plan.model_fields if name in typed and typed[name] is not None}
+    raw = {**given, "partition": rule, "data": simulate.sources(data), "folder": str(Path.cwd())}
+    plan = parse(Plan, raw, where="the partition")
+    for path in filter(None, (out, plot)):
+        ready_for(path)
+    pools, division, task = prepare(plan)
+    division.write(out)
+    told = _told(division, pools, task.class_names)
+    told |= {"file": str(out), "plot": None if plot is None else str(plot)}
+    if plot is not None:
+        from ..report.mixture import mixture
+
+        write_atomic(plot, mixture(told, plot.suffix.lstrip(".").lower()))
+    if as_json:
+        print_json(told)
+        return
+    show(_table(told), *_reading(told))
+
+
+def _told(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
+    tested = pools.train if pools.test is None else pools.test
+
+    def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:
+        return np.bincount(labels[np.asarray(rows, np.int64)], minlength=len(class_names)).tolist()  # type: ignore[no-any-return]
+
+    clients = [
+        {"id": name, "train": counts(pools.train.labels, share.train), "test": counts(tested.labels, share.test)}
+        for name, share in division.clients.items()
+    ]
+    used = {row for share in division.clients.values() for row in share.train}
+    return {
+        "rule": division.rule,
+        "settings": division.settings,
+        "hash": division.sha256,
+        "classes": list(class_names),
+        "clients": clients,
+        "samples": {"train": len(pools.train), "used": len(used)},
+    }
+
+
+def _table(told: dict[str, Any]) -> Any:
+    names = told["classes"][:SHOWN_CLASSES]
+    more = ["…"] if len(told["classes"]) > SHOWN_CLASSES else []
+    rows = [
+        (
+            one["id"],
+            sum(one["train"]),
+            sum(one["test"]),
+            sum(map(bool, one["train"])),
+            *(count or "·" for count in one["train"][:SHOWN_CLASSES]),
+            *more,
+        )
+        for one in told["clients"][:SHOWN_CLIENTS]
+    ]
+    title = f"partition {told['rule']}: training samples of each class"
+    return table(title, ("client", "train", "test", "classes", *names, *more), rows)
+
+
+def _reading(told: dict[str, Any]) -> list[str]:
+    clients, samples = told["clients"], told["samples"]
+    sizes = sorted(sum(one["train"]) for one in clients)
+    hidden = len(clients) - SHOWN_CLIENTS
+    lines = [f"… and {hidden} clients more; --json has them all"] if hidden > 0 else []
+    shared = sum(sizes) - samples["used"]
+    twice = f", {shared} of them draws of a sample that another client has, too" if shared else ""
+    lines.append(
+        f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples (median {sizes[len(sizes) // 2]}); "
+        f"{samples['used']} of {samples['train']} samples of the pool are trained on{twice}"
+    )
+    lines.append(f"hash {told['hash'][:16]}; partition: {told['file']}")
+    return [*lines, f"picture: {told['plot']}"] if told["plot"] else lines

@@ -1,0 +1,176 @@
+"""``headwater reproduce``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edge_agent.errors import DataError, HeadwaterError, UsageError
+from edge_agent.store import write_atomic, write_json
+
+from ..words import counted
+from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, table
+from .simulate import run_plan
+
+if TYPE_CHECKING:
+    from ..reproduce import Cell, Outcome, Reproduction, Table
+
+Name = Annotated[
+    str | None, typer.Argument(metavar="TABLE", help="Name of a table, or its TOML file; none: list the tables.")
+]
+Rows = Annotated[list[str] | None, typer.Option("--row", "-m", help="Only this row; repeatable.")]
+Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this column; repeatable.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas; default: those of the table.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Fewer rounds than the table's; it will say so.")]
+Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source of the data, where they lie elsewhere.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="As for simulate.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="As for simulate.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
+]
+OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; tell what is there so far.")]
+
+
+def reproduce(
+    name: Name = None,
+    rows: Rows = None,
+    columns: Columns = None,
+    seeds: Seeds = None,
+    rounds: Rounds = None,
+    data: Data = None,
+    device: Device = None,
+    engine: Engine = None,
+    workers: Workers = None,
+    out: Out = None,
+    only_show: OnlyShow = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make a published table again, row by row, and say how close it comes.
+
+    Goes on where it was stopped: the same command again runs what is missing. Writes table.md, table.json and
+    curves.svg into --out after each row. Exit code 1 where a row failed.
+
+    Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
+    """
+    from ..reproduce import Reproduction, names, read_table
+
+    set_up_logging(verbose=verbose, quiet=True)
+    if name is None:
+        _list(names(), as_json=as_json)
+        return
+    wanted = {"rounds": rounds, "data": tuple(data or ()), "device": device, "engine": engine, "workers": workers}
+    changes = {field: value for field, value in wanted.items() if value}
+    folder = out or Path(f"reproduce-{Path(name).stem}")
+    asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))
+    cells = asked.cells()
+    if not only_show:
+        _run_all(asked.table, cells, lambda: _write(asked, cells))
+    told = _write(asked, cells)
+    if as_json:
+        print_json(told)
+    else:
+        show(*_shown(asked, cells, told))
+    if any(cell.failure for cell in cells):
+        raise typer.Exit(1)
+
+
+def _list(known: Sequence[str], *, as_json: bool) -> None:
+    from ..reproduce import read_table
+
+    tables = {name: read_table(name) for name in known}
+    if as_json:
+        print_json({"tables": {name: {"title": one.title, "source": one.source} for name, one in tables.items()}})
+        return
+    rows = [(name, one.title, len(one.rows), len(one.columns)) for name, one in tables.items()]
+    show(table("tables that can be made again", ("name", "title", "rows", "columns"), rows, left=2))
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in (text or "").split(",") if word.strip())
+    except ValueError as error:
+        raise UsageError(f"--seeds '{text}': expected numbers with commas, for example 0,1,2") from error
+
+
+def _run_all(wanted: Table, cells: Sequence[Cell], write: Callable[[], object]) -> None:
+    begun = {cell.folder: cell.is_begun() for cell in cells}  # all of them first: nothing is run that will not fit
+    missing = [cell for cell in cells if cell.result is None]
+    for place, cell in enumerate(missing, 1):
+        console.print(f"{place} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
+        try:
+            run_plan(cell.plan, cell.folder, resume=begun[cell.folder])
+        except DataError as error:
+            raise DataError(f"{error}. {wanted.get_data}".strip()) from error
+        except UsageError:
+            raise
+        except HeadwaterError as error:
+            cell.fail(str(error))
+            console.print(f"{cell} failed: {error}", soft_wrap=True)
+        except KeyboardInterrupt:
+            write()
+            words = " ".join(shlex.quote(word) for word in ("headwater", *sys.argv[1:]))
+            console.print(f"stopped in {cell}; nothing is lost, the same command goes on: {words}", soft_wrap=True)
+            raise typer.Exit(INTERRUPTED) from None
+        write()
+
+
+def _write(asked: Reproduction, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Table, figures and curves in their files; the figures."""
+    from ..reproduce import curves, markdown, outcomes, promises
+
+    found = outcomes(asked.table, cells)
+    kept = promises(asked.table, found)
+    told = {
+        "title": asked.table.title,
+        "source": asked.table.source,
+        "measure": asked.table.measure,
+        "average": asked.table.average,
+        "when": asked.table.when,
+        "cells": [one.as_json() for one in found],
+        "promises": kept,
+        "notes": list(asked.table.notes),
+        "folder": str(asked.folder),
+    }
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    write_json(asked.folder / "table.json", told)
+    write_atomic(asked.folder / "table.md", markdown(asked.table, found, kept, _command(asked)).encode())
+    write_atomic(asked.folder / "curves.svg", curves(asked.table, cells))
+    return told
+
+
+def _command(asked: Reproduction) -> str:
+    words = ["headwater", "reproduce", asked.name]
+    words += [word for row in asked.rows for word in ("--row", row)]
+    words += [word for column in asked.columns for word in ("--column", column)]
+    words += ["--seeds", ",".join(map(str, asked.seeds))] if asked.seeds else []
+    words += ["--rounds", str(asked.changes["rounds"])] if "rounds" in asked.changes else []
+    return " ".join(map(shlex.quote, words))
+
+
+def _shown(asked: Reproduction, cells: Sequence[Cell], told: dict[str, Any]) -> Iterator[Any]:
+    from ..reproduce import outcomes
+    from ..reproduce.pages import CAVEAT, said
+
+    found = outcomes(asked.table, cells)
+    columns = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")
+    for column in dict.fromkeys(one.column.name for one in found):
+        rows = [_cells(one) for one in found if one.column.name == column]
+        yield table(f"{asked.table.title}: {column}", columns, rows, left=2)
+        doubt = next(one.column.doubt for one in found if one.column.name == column)
+        yield from [f"doubtful: {doubt}"] if doubt else []
+        yield from (said(one).replace("**", "") for one in told["promises"] if one["column"] == column)
+    yield f"percent; {CAVEAT.replace('`', '')}"
+    yield f"table: {asked.folder}/table.md; curves: {asked.folder}/curves.svg; figures: {asked.folder}/table.json"
+
+
+def _cells(one: Outcome) -> tuple[object, ...]:
+    numbers = (one.paper, one.ours, one.std, one.difference, one.best, one.after)
+    told = [None if value is None else f"{value:.2f}" for value in numbers]
+    return (one.row.name, one.verdict, *told, max(one.rounds, default=None), one.seeds)

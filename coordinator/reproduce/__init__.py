@@ -1,0 +1,21 @@
+"""Published tables made again: a definition file for each, a simulation for each cell, and how close it came."""
+
+from __future__ import annotations
+
+from .cells import Cell, Reproduction
+from .definition import Table, names, read_table
+from .outcome import Outcome, outcomes, promises
+from .pages import curves, markdown
+
+__all__ = [
+    "Cell",
+    "Outcome",
+    "Reproduction",
+    "Table",
+    "curves",
+    "markdown",
+    "names",
+    "outcomes",
+    "promises",
+    "read_table",
+]

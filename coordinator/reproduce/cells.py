@@ -1,0 +1,129 @@
+"""Which simulations a table takes, where they are kept, and which of them are still to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edge_agent import methods
+from edge_agent.config import parse
+from edge_agent.errors import UnknownName, UsageError
+from edge_agent.store import read_json, write_json
+
+from ..simulate import Plan, planned
+from ..simulate.plan import HOW_NOT_WHAT
+from .definition import Column, Row, Table, slug
+
+FAILED = "failed.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One simulation of a table."""
+
+    row: Row
+    column: Column
+    seed: int
+    plan: Plan
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.row.name}, {self.column.name}, seed {self.seed}"
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What came out; None as long as it is not over."""
+        return read_json(self.folder / "result.json")
+
+    @property
+    def failure(self) -> str:
+        """Why it came to no result; empty where it did not fail."""
+        return str((read_json(self.folder / FAILED) or {}).get("reason", ""))
+
+    def fail(self, reason: str) -> None:
+        """Note that it has come to no result."""
+        write_json(self.folder / FAILED, {"reason": reason})
+
+    def is_begun(self) -> bool:
+        """Whether there is a run to go on with.
+
+        Raises:
+            UsageError: what lies there was asked for otherwise.
+        """
+        found = planned(self.folder)
+        if found is None:
+            return False
+        other = [
+            name
+            for name in Plan.model_fields
+            if name not in HOW_NOT_WHAT and getattr(found, name) != getattr(self.plan, name)
+        ]
+        if other:
+            told = "; ".join(f"{name} {getattr(found, name)}, now {getattr(self.plan, name)}" for name in other[:5])
+            raise UsageError(f"{self.folder} was asked for otherwise ({told}); choose another --out")
+        return True
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A table, the part of it that is wanted, and the folder of its runs."""
+
+    name: str
+    table: Table
+    folder: Path
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of all simulations that the caller wants otherwise, such as ``rounds``."""
+    rows: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+
+    def cells(self) -> list[Cell]:
+        """All wanted simulations, seeds last: a table with one seed is whole before the second begins.
+
+        Raises:
+            UsageError: rows or columns that the table does not have, no data, or a plan that cannot be.
+        """
+        rows = chosen(self.table.rows, self.rows, "row")
+        columns = chosen(self.table.columns, self.columns, "column")
+        return [
+            self._cell(row, column, seed)
+            for seed in self.seeds or self.table.seeds
+            for column in columns
+            for row in rows
+        ]
+
+    def _cell(self, row: Row, column: Column, seed: int) -> Cell:
+        layers = (self.table.plan, column.plan, row.plan, dict(self.changes))
+        raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "seed": seed}
+        for layer in layers:
+            raw |= {name: value for name, value in layer.items() if name != "params"}
+        raw["params"] = dict(_merged(layer.get("params", {}) for layer in layers)) | row.params
+        if isinstance(raw.get("data"), str):
+            raw["data"] = (raw["data"],)
+        if not raw.get("data"):
+            raise UsageError(f"{self.table.title}: give its data with --data. {self.table.get_data}".strip())
+        plan = parse(Plan, raw, where=f"{row.name}, {column.name}")
+        methods.create(plan.method, plan.params)
+        return Cell(row, column, seed, plan, self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}")
+
+
+def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list[Any]:
+    """Those whose name or folder name is wanted, in the table's order; all of them where nothing was said.
+
+    Raises:
+        UnknownName: no such name; the nearest one is suggested.
+    """
+    known = {slug(one.name): one for one in all_of_them}
+    picked = []
+    for name in wanted:
+        if slug(name) not in known:
+            raise UnknownName(kind, name, sorted(known))
+        picked.append(slug(name))
+    return [one for name, one in known.items() if not picked or name in picked]
+
+
+def _merged(layers: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for layer in layers:
+        yield from layer.items()

@@ -1,0 +1,147 @@
+"""The samples that a partition divides, and one client's part of them: the same on a device and in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...config import DataConfig
+from ...errors import DataError
+from ...task import InputSpec
+from .. import Samples, load, parse_source, registry, split, with_options
+from .. import check as check_source
+from .division import Division, Pool, Share
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+RULES_OF_SEVERAL = ("domains", "subjects")
+"""Rules whose pool is made of one source for each client: each client is its source, and no file has to say so."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """All samples: ``test`` None where each client holds back a part of its own.
+
+    ``owners``: who has which rows of ``train``, where the data say so; ``tested``: likewise of ``test``.
+    """
+
+    train: Samples
+    test: Samples | None = None
+    owners: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tested: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> Pool:
+        """By what the pools are recognised."""
+        return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
+
+    def like(self, division: Division) -> Self:
+        """These pools; without the test samples where nobody in ``division`` has any of them."""
+        return self if division.pool.test_samples is not None else replace(self, test=None)
+
+    def rows_of(self, share: Share) -> tuple[Samples, Samples]:
+        """One client's training and test samples, copied out of the pools."""
+        tested = self.train if self.test is None else self.test
+        train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
+        return self.train.take(train), tested.take(test)
+
+
+def parts_of(source: str) -> tuple[str, str] | None:
+    """The sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
+
+    Raises:
+        UnknownName: no such kind of source.
+        ConfigError: not of the form kind:where?option=value.
+    """
+    kind, where, options = parse_source(source)
+    if "split" not in registry.load(kind).Options.model_fields or "split" in options:
+        return None
+    train, test = (with_options(kind, where, {**options, "split": part}) for part in ("train", "test"))
+    return train, test
+
+
+def read_pools(
+    source: str,
+    input: InputSpec | None = None,  # noqa: A002 - the task's word
+    class_names: Sequence[str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Pools:
+    """The pools of one source, preprocessed and labelled as `edge_agent.data.load` does.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.load`.
+    """
+    parts = parts_of(source)
+    if parts is None:
+        return Pools(load(source, input, class_names, folder=folder))
+    train = load(parts[0], input, class_names, folder=folder)
+    return Pools(train, load(parts[1], train.input, train.class_names, folder=folder))
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a client has of a partition that it shares with others."""
+
+    division: Division
+    share: Share
+    where: str
+
+    @classmethod
+    def of(cls, path: Path, client: str) -> Own:
+        """A client's rows as the file at ``path`` says.
+
+        Raises:
+            DataError: no such file, no such client, or a rule whose clients are sources of their own.
+            ConfigError: not a partition.
+            StateError: the file is damaged.
+        """
+        division = Division.read(path)
+        if division.rule in RULES_OF_SEVERAL:
+            raise DataError(
+                f"{path}: partition {division.rule} joins one source for each client; "
+                f"give '{client}' its own as data.source, and leave data.partition out"
+            )
+        return cls(division, division.share(client, str(path)), str(path))
+
+    def taken_from(self, pools: Pools) -> tuple[Samples, Samples]:
+        """The client's training and test samples.
+
+        Raises:
+            DataError: the pools are not those that the partition was made for.
+        """
+        pools = pools.like(self.division)
+        self.division.check_pool(pools.mark, self.where)
+        return pools.rows_of(self.share)
+
+
+def own_samples(
+    config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str]
+) -> tuple[Samples, Samples]:
+    """Training and test samples of a device: its rows of a shared partition, or all of its source, split.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client.
+    """
+    if config.partition is None:
+        return split(load(config.source, spec, class_names, folder=config.folder), config.test_fraction, config.seed)
+    own = Own.of(config.partition, config.client or client)
+    return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
+
+
+def check_own(config: DataConfig, client: str) -> None:
+    """Return quietly when the data of a device are there and the partition knows it; no sample is read.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
+    """
+    parts = None if config.partition is None else parts_of(config.source)
+    for source in parts or (config.source,):
+        check_source(source, config.folder)
+    if config.partition is not None:
+        Own.of(config.partition, config.client or client)

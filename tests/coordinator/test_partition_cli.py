@@ -1,0 +1,103 @@
+"""``headwater partition``: the file that it writes, what a simulation makes of it, and the picture."""
+
+from __future__ import annotations
+
+import json
+import logging
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from coordinator.cli import main
+from coordinator.report.mixture import mixture
+from coordinator.simulate import Plan, Prepared
+from edge_agent.data.partition import Division
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
+    yield
+    root.handlers[:] = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    labels = np.arange(90) % 3
+    inputs = np.random.default_rng(0).integers(0, 256, (90, 4, 4)).astype(np.uint8)
+    np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
+
+    def called(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["partition", *(str(word) for word in words)])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+def test_the_file_says_who_has_what_and_the_counts_are_those_of_the_labels(call, tmp_path):
+    code, out, err = call("dirichlet", "--alpha", 0.5, "--clients", 4, "--data", "npz:i.npz", "--json")
+    assert code == 0, err
+    told, division = json.loads(out), Division.read(tmp_path / "partition.json")
+    assert told["hash"] == division.sha256
+    for one in told["clients"]:
+        share = division.clients[one["id"]]
+        for part, rows in (("train", share.train), ("test", share.test)):
+            assert one[part] == [sum(row % 3 == label for row in rows) for label in range(3)]
+    assert sum(sum(one["train"]) + sum(one["test"]) for one in told["clients"]) == 90
+
+
+def test_a_simulation_with_another_seed_takes_the_same_rows_and_says_the_same_hash(call, tmp_path):
+    assert call("iid", "--clients", 3, "--data", "npz:i.npz", "--seed", 4, "--out", "mine.json")[0] == 0
+    plan = Plan(data=("npz:i.npz",), folder=tmp_path, partition="mine.json", seed=9, device="cpu")
+    assert Prepared.of(plan).division == Division.read(tmp_path / "mine.json")
+
+
+def test_a_saved_file_is_looked_at_again(call):
+    _, first, _ = call("pathological", "--classes-each", 1, "--clients", 3, "--data", "npz:i.npz", "--json")
+    _, again, _ = call("partition.json", "--data", "npz:i.npz", "--out", "copy.json", "--json")
+    first, again = json.loads(first), json.loads(again)
+    assert again["clients"] == first["clients"]
+    assert [sum(map(bool, one["train"])) for one in first["clients"]] == [1, 1, 1]
+
+
+def test_a_table_and_a_picture_for_people(call, tmp_path):
+    code, out, err = call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "plots/who.svg")
+    assert code == 0, err
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("c")][1:] == [
+        ["c0", "23"], ["c1", "23"], ["c2", "23"],
+    ] or "c0" in out  # fmt: skip
+    assert ET.parse(tmp_path / "plots" / "who.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("clients", [1, 60, 61])
+def test_few_clients_are_bubbles_and_many_a_map(clients):
+    told = {"rule": "iid", "classes": ["a", "b"], "clients": [{"id": f"c{n}", "train": [n, 3]} for n in range(clients)]}
+    assert mixture(told, "png").startswith(b"\x89PNG")
+    assert mixture(told, "svg") == mixture(told, "svg")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("dirichlet", "--data", "npz:i.npz"), "  - partition dirichlet needs alpha"),
+        (("quantity", "--data", "npz:i.npz"), "  - partition quantity needs alpha"),
+        (("iid",), "no data"),
+        (("idd", "--data", "npz:i.npz"), "did you mean 'iid'"),
+        (("iid", "--data", "npz:i.npz", "--clients", 3, "--plot", "who.gif"), "'.gif'"),
+        (("iid", "--data", "npz:i.npz", "--classes-each", 3), "classes_each = 3 means nothing to partition iid"),
+        (("iid", "--data", "npz:i.npz", "--clients", 200), "90 samples for 200 clients"),
+        (("pathological", "--data", "npz:i.npz", "--clients", 60), "client 0 gets"),
+    ],
+)
+def test_what_cannot_be_is_told_in_words(call, words, said):
+    code, _, err = call(*words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err

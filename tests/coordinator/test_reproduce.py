@@ -1,0 +1,274 @@
+"""A published table made again on small data: what is run, what is kept, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator import reproduce
+from coordinator.cli import main
+from coordinator.reproduce import Reproduction, Table, outcome, read_table
+from coordinator.simulate.clients import Crowd
+from edge_agent.errors import ConfigError, UnknownName, UsageError
+
+TABLE = """
+title = "Two methods"
+source = "a paper"
+measure = "accuracy"
+tolerance = 5
+get_data = "Get it from the shelf."
+[plan]
+data = "npz:i.npz"
+clients = 3
+rounds = 2
+encoder = "linear"
+encoder_params = { feature_dim = 4 }
+device = "cpu"
+engine = "serial"
+[plan.params]
+lr = 0.05
+batch_size = 8
+[[columns]]
+name = "even"
+[[columns]]
+name = "odd"
+plan = { partition = "dirichlet", alpha = 0.7, min_size = 2 }
+doubt = "odd numbers"
+[[rows]]
+name = "Local"
+method = "local"
+paper = { even = 40.0, odd = 99.0 }
+[[rows]]
+name = "Fed Avg"
+method = "fedavg"
+scope = "global"
+paper = { even = 33.3 }
+params = { lr = 0.01 }
+note = "smaller steps"
+[[promises]]
+row = "Local"
+"""
+
+
+@pytest.fixture(autouse=True)
+def quiet_loggers():
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
+    yield
+    root.handlers[:] = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with 60 images of 4 x 4 in three classes, and a table about them; it is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    labels = np.arange(60) % 3
+    inputs = np.random.default_rng(0).integers(0, 256, (60, 4, 4)).astype(np.uint8)
+    np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
+    (tmp_path / "t.toml").write_text(TABLE)
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys):
+    def called(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["reproduce", *(str(word) for word in words)])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+# --- the tables that come with the project ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", reproduce.names())
+def test_every_table_is_about_methods_and_settings_that_exist(name, tmp_path):
+    table = read_table(name)
+    changes = {} if "data" in table.plan else {"data": ("digits",)}
+    cells = Reproduction(name, table, tmp_path, changes).cells()
+    assert len(cells) == len(table.rows) * len(table.columns) * len(table.seeds)
+    assert len({cell.folder for cell in cells}) == len(cells)
+    assert table.get_data
+
+
+def test_the_rows_of_a_table_share_their_settings_and_may_differ(place):
+    cells = Reproduction("t", read_table("t.toml"), place / "out").cells()
+    plans = {(cell.row.name, cell.column.name): cell.plan for cell in cells}
+    assert plans["Local", "even"].params == {"lr": 0.05, "batch_size": 8}
+    assert plans["Fed Avg", "odd"].params == {"lr": 0.01, "batch_size": 8}
+    assert plans["Fed Avg", "odd"].alpha == 0.7
+    assert plans["Fed Avg", "even"].partition == "iid"
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
+    code, out, err = call("t.toml", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert [(one["row"], one["column"]) for one in told["cells"]] == [
+        ("Local", "even"), ("Fed Avg", "even"), ("Local", "odd"), ("Fed Avg", "odd"),
+    ]  # fmt: skip
+    folder = place / "reproduce-t"
+    result = json.loads((folder / "local--even--seed0" / "result.json").read_text())
+    ours = 100 * result["last"]["acc"]["personal"]["clients_mean"]
+    assert told["cells"][0]["ours"] == pytest.approx(ours, abs=1e-3)
+    assert told["cells"][0]["difference"] == pytest.approx(ours - 40, abs=1e-3)
+    assert told["cells"][3]["paper"] is None
+    page = (folder / "table.md").read_text()
+    assert f"| Local | 40.00 | {ours:.2f} |" in page
+    assert "*Doubtful:* odd numbers" in page
+    assert "- Fed Avg: smaller steps" in page
+    assert "headwater reproduce t.toml" in page
+    assert json.loads((folder / "table.json").read_text()) == told
+    assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
+
+
+def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
+    assert call("t.toml", "--column", "even")[0] == 0
+    _, _, err = call("t.toml", "--column", "even", "--seeds", "0,1")
+    assert [line for line in err.splitlines() if " of 2: " in line and "seed" in line] == [
+        "1 of 2: Local, even, seed 1, 2 rounds",
+        "2 of 2: Fed Avg, even, seed 1, 2 rounds",
+    ]
+    _, out, err = call("t.toml", "--column", "even", "--seeds", "0,1", "--json")
+    assert "seed" not in err
+    both = [
+        100 * json.loads(path.read_text())["last"]["acc"]["personal"]["clients_mean"]
+        for path in sorted(place.glob("reproduce-t/local--even--seed*/result.json"))
+    ]
+    cell = json.loads(out)["cells"][0]
+    assert cell["seeds"] == 2
+    assert cell["ours"] == pytest.approx((both[0] + both[1]) / 2, abs=1e-3)
+    assert cell["std"] == pytest.approx(abs(both[0] - both[1]) / 2**0.5, abs=1e-3)
+
+
+def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
+    """Ctrl-C in the third job of the second row; afterwards it is the table of an undisturbed run."""
+    whole = json.loads(call("t.toml", "--column", "even", "--out", "whole", "--json")[1])
+    work, done = Crowd.work, []
+
+    def interrupted(self):
+        done.append(1)
+        if len(done) == 12:
+            raise KeyboardInterrupt
+        return work(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Crowd, "work", interrupted)
+        code, _, err = call("t.toml", "--column", "even", "--out", "cut")
+    assert code == 130
+    assert "the same command goes on" in err
+    assert not (place / "cut" / "fed-avg--even--seed0" / "result.json").exists()
+    assert "not run yet" in (place / "cut" / "table.md").read_text()
+    cut = json.loads(call("t.toml", "--column", "even", "--out", "cut", "--json")[1])
+    assert {**cut, "folder": ""} == {**whole, "folder": ""}
+
+
+def test_a_row_that_fails_is_told_and_the_others_go_on(place, call):
+    text = TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }')
+    (place / "t.toml").write_text(text)
+    code, out, err = call("t.toml", "--column", "even")
+    assert code == 1
+    assert "failed" in err
+    rows = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith(("Local", "Fed Avg"))}
+    assert "failed" in rows["Local"]
+    assert "33.30" in rows["Fed Avg"]
+
+
+def test_runs_that_were_asked_for_otherwise_are_not_mixed_in(place, call):
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 0
+    code, _, err = call("t.toml", "--rounds", 3)
+    assert code == 2
+    assert "rounds 2, now 3" in err
+    assert "--out" in err
+
+
+def test_missing_data_are_told_with_where_to_get_them(place, call):
+    (place / "i.npz").unlink()
+    code, _, err = call("t.toml")
+    assert code == 2
+    assert "Get it from the shelf." in err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("fedpac-t1-fmnist-2",), "did you mean 'fedpac-t1-fmnist-20'"),
+        (("t.toml", "--row", "loca"), "did you mean 'local'"),
+        (("t.toml", "--seeds", "a"), "--seeds 'a'"),
+        (("absent.toml",), "absent.toml"),
+    ],
+)
+def test_a_request_that_cannot_be_is_told(place, call, words, said):
+    code, _, err = call(*words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (('name = "Fed Avg"', 'name = "local"'), "two rows would have the folder local"),
+        (("paper = { even = 33.3 }", "paper = { eve = 33.3 }"), "no column 'eve'"),
+        (('[[promises]]\nrow = "Local"', '[[promises]]\nrow = "Best"'), "'Best', which is no row"),
+        (("tolerance = 5", "tolerance = 0"), "tolerance"),
+    ],
+)
+def test_a_table_with_mistakes_is_refused(place, change, words):
+    (place / "t.toml").write_text(TABLE.replace(*change))
+    with pytest.raises(ConfigError, match=words):
+        read_table("t.toml")
+
+
+def test_a_row_with_a_method_or_parameter_that_is_not_there_is_refused(place):
+    table = read_table("t.toml")
+    for change, error in (({"method": "fedfoo"}, UnknownName), ({"params": {"warmth": 1}}, UsageError)):
+        rows = (table.rows[0].model_copy(update=change),)
+        with pytest.raises(error):
+            Reproduction("t", table.model_copy(update={"rows": rows}), place).cells()
+
+
+def test_tables_are_listed(call):
+    code, out, _ = call()
+    assert code == 0
+    assert all(name in out for name in reproduce.names())
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def found(values, table):
+    base = outcome.Outcome(table.rows[0], table.columns[0], 1, (2,), None, None, None, None, None, 5.0)
+    by_name = {row.name: row for row in table.rows}
+    return [replace(base, row=by_name[name], paper=paper, ours=ours) for name, (paper, ours) in values.items()]
+
+
+@pytest.mark.parametrize(
+    "paper, ours, words",
+    [
+        (40.0, 44.9, "within 5"), (40.0, 45.2, "5.20 points above"), (40.0, 30.0, "10.00 points below"),
+        (None, 30.0, "nothing published"), (40.0, None, "not run yet"),
+    ],
+)  # fmt: skip
+def test_verdicts_in_words(place, paper, ours, words):
+    assert found({"Local": (paper, ours)}, read_table("t.toml"))[0].verdict == words
+
+
+@pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
+def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
+    table = read_table("t.toml")
+    kept = outcome.promises(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))
+    assert kept[0]["holds"] is holds
+    assert isinstance(table, Table)
