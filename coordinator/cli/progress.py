@@ -18,24 +18,28 @@ from .options import console
 __all__ = ["shown"]
 
 
+AT_THE_END = 0.25
+"""What evaluating a client after the last round costs, measured in its training of a round."""
+
+
 class _Told:
-    """How far a run has come, in jobs: one for each client and round, and one for each client at the end."""
+    """How far a run has come, in trainings of a client; what each client does at the end counts `AT_THE_END`."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, plan = simulation, simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
         share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
         self.rounds, self.cohort = plan.rounds, max(1, round(share * (clients - plan.new_clients)))
-        self.total = plan.rounds * self.cohort + clients
+        self.total = plan.rounds * self.cohort + AT_THE_END * clients
         record = simulation.state.journal.replay(simulation.run)
         self.closed = record.round
         updates = len(record.open_round.updates) if record.open_round is not None else 0
-        self.begun = self.done = record.round * self.cohort + updates
+        self.begun = self.done = float(record.round * self.cohort + updates)
         self._began_at = time.monotonic()
 
     def count(self, job: Job) -> dict[str, Any] | None:
         """Note one more job; the figures of the round before when this is the first of the next one."""
-        self.done += 1
+        self.done += 1.0 if job.purpose == "train" else AT_THE_END
         closed = job.round - 1 if job.purpose == "train" else self.rounds
         if closed <= self.closed:
             return None
@@ -45,7 +49,7 @@ class _Told:
 
     def left_s(self) -> float:
         """Seconds that the rest will take if it goes on like this."""
-        done = max(1, self.done - self.begun)
+        done = max(AT_THE_END, self.done - self.begun)
         return (time.monotonic() - self._began_at) / done * (self.total - self.done)
 
 

@@ -262,3 +262,25 @@ def test_saved_partition_of_the_run_can_be_given_to_another(call, images):
     second = json.loads(out)
     assert second["partition_hash"] == first["partition_hash"]
     assert second["partition"] == "dirichlet"
+
+
+def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, monkeypatch):
+    """2 rounds of 3 clients at 4 s each; the reports of 3 clients at the end count a quarter: 3 s are left."""
+    from coordinator.simulate import Plan, Prepared, open_simulation
+
+    seconds = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    plan = Plan(
+        data=(images[1],), folder=tmp_path, clients=3, rounds=2, encoder="linear", device="cpu", engine="serial"
+    )
+    with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
+        told = progress._Told(simulation)
+        trained = 0
+        while trained < 6:
+            job = simulation.step()
+            if job is not None:
+                trained, seconds[0] = trained + 1, seconds[0] + 4.0
+                told.count(job)
+        assert told.left_s() == pytest.approx(3 * 0.25 * 4.0)
+        told.count(job.model_copy(update={"purpose": "finish"}))
+        assert told.left_s() == pytest.approx(24.0 / 6.25 * 0.5)
