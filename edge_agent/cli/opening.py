@@ -19,6 +19,9 @@ SOURCES = """data sources (kind:where?option=value&option=value):
   idx:DIR?split=train            MNIST and the like; split=train, test or all
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
   digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
+  cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
+  pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
+  ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
   python:module:function         a function of your own that returns (inputs, labels)
 Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
 counts from the working folder here, and from the file's own folder in a configuration file.

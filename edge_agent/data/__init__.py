@@ -1,8 +1,9 @@
 """Local data of a device: a source string in, preprocessed samples out. They never leave the device.
 
 A source is ``kind:where?option=value&option=value``: ``images:photos``, ``npz:day1.npz?inputs=x&labels=y``,
-``idx:mnist?split=train``, ``windows:watch.npz?subject=3``, ``digits:rendered?n=500``, ``python:my_data:load``. A kind
-is a file in this folder; packages of others join through the entry-point group ``headwater.data``.
+``idx:mnist?split=train``, ``windows:watch.npz?subject=3``, ``digits:rendered?n=500``, ``python:my_data:load``, and
+public sets by their names: ``cifar:cifar-10-batches-bin``, ``pacs:PACS?domain=sketch``, ``ucihar:DIR?subject=3``. A
+kind is a file in this folder; packages of others join through the entry-point group ``headwater.data``.
 """
 
 from __future__ import annotations

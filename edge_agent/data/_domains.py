@@ -7,6 +7,8 @@ since it is wrong in places (PACS's list ``art_painting_crossval_kfold.txt``, wh
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -20,10 +22,11 @@ from ..task import ImageInput
 from ._sets import Origin, lines_of, near, random_part
 from .base import Options as BaseOptions
 from .base import Raw, Strings
-from .images import ImageFiles, images_in, visible
+from .images import SUFFIXES, ImageFiles, images_in, visible
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
+_ENDINGS = tuple(SUFFIXES)
 
 Split = Literal["train", "test", "all"]
 
@@ -99,6 +102,14 @@ class Layout:
         limit = None if options.split == "test" else options.n
         chosen = random_part(len(sound), limit, (options.seed, self.facts.domains.index(domain)))
         return [sound[row] for row in chosen]
+
+    def counts(self) -> Counter[str]:
+        """Images of each class in these domains, by file name alone: the largest set has more than half a million."""
+        found: Counter[str] = Counter()
+        for folder in (entry for domain in self.folders.values() for entry in _folders_in(domain)):
+            with os.scandir(folder) as entries:
+                found[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
+        return found
 
     def _inner(self, path: Path) -> str:
         return "/".join(path.parts[-3:])

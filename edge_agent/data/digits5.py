@@ -187,6 +187,8 @@ def _digits(labels: np.ndarray, path: Path) -> np.ndarray:
         if not (np.count_nonzero(labels, axis=1) == 1).all():
             raise ORIGIN.damaged(path, "has label rows without a single 1 in them", "one-hot rows")
         return np.asarray(labels.argmax(axis=1), np.int64)
+    if not (labels == np.rint(labels)).all():
+        raise ORIGIN.damaged(path, "has labels that are not whole numbers", "0..9, or 10 for 0")
     values = labels.reshape(-1).astype(np.int64)
     if len(values) and not (values.min() >= 0 and values.max() <= 10):
         raise ORIGIN.damaged(path, f"has labels {values.min()}..{values.max()}", "0..9, or 10 for 0")

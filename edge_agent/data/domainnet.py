@@ -13,7 +13,6 @@ non-commercial research and education only.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -92,10 +91,7 @@ def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:
 
 def _most_frequent(number: int, layout: Layout) -> tuple[str, ...]:
     """Counted over every domain that is there, so that all who hold one of them agree; ties go by name."""
-    whole = _domains.everything(layout)
-    counts: Counter[str] = Counter()
-    for domain in whole.folders:
-        counts.update(path.parent.name for path in whole.images(domain, Options(split="all")))
+    counts = _domains.everything(layout).counts()
     if not 0 < number <= len(counts):
         raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
     return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))

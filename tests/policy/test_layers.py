@@ -29,6 +29,7 @@ ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
     r"edge_agent\.encoder": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
+    r"edge_agent\.data\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
     r"edge_agent\.bundle(\..+)?|export\.(bundle|sign.*|cli)": {"cryptography"},
     r"export\.(runtime|quantize)": {"onnxruntime"},

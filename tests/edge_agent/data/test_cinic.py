@@ -10,7 +10,7 @@ from edge_agent.errors import ConfigError, DataError
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two images of each class in each part, one of them grey; red or grey tells the class, the size of the part too."""
+    """Two images of each class in each part, one of them grey; red or grey tells the class."""
     for place, part in enumerate(cinic.PARTS):
         for label, name in enumerate(cinic.CLASSES):
             where = tmp_path / "CINIC-10" / part / name

@@ -32,6 +32,8 @@ def weights(module: nn.Module) -> int:
         ("fedpac_cnn", ImageInput(channels=3, height=16, width=20), 128),
         ("resnet18", COLOUR, 512),
         ("resnet34", ImageInput(channels=1, height=32, width=32), 512),
+        ("mobilenet_v1", COLOUR, 1024),
+        ("mobilenet_v1", ImageInput(channels=1, height=33, width=40), 1024),
         ("mobilenet_v2", COLOUR, 1280),
         ("mobilenet_v3_small", ImageInput(channels=1, height=32, width=48), 576),
         ("cnn1d", WINDOW, 128),
@@ -51,7 +53,8 @@ def test_features_have_the_promised_form(encoder, spec, width):
 
 def test_every_encoder_file_is_found_and_says_what_it_accepts():
     expected = {
-        "small_cnn", "fedpac_cnn", "resnet18", "resnet34", "mobilenet_v2", "mobilenet_v3_small", "cnn1d", "linear"
+        *("small_cnn", "fedpac_cnn", "resnet18", "resnet34", "cnn1d", "linear"),
+        *("mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small", "alexnet_bn", "digits_cnn", "fedrir_cnn"),
     }  # fmt: skip
     assert expected <= set(models.names())
     for name in models.names():
@@ -72,6 +75,22 @@ def test_resnet18_without_its_classifier_has_the_known_number_of_weights():
     assert weights(models.create(task("resnet18", COLOUR))) == 11_689_512 - 513_000
 
 
+@pytest.mark.parametrize(
+    "encoder, spec, expected",
+    [
+        # The authors and torchvision count whole networks for 1000 classes; the classifiers' weights are subtracted.
+        ("resnet34", COLOUR, 21_797_672 - (512 + 1) * 1000),
+        ("mobilenet_v1", COLOUR, 4_231_976 - (1024 + 1) * 1000),
+        ("mobilenet_v2", COLOUR, 3_504_872 - (1280 + 1) * 1000),
+        ("mobilenet_v3_small", COLOUR, 2_542_856 - (576 + 1) * 1024 - (1024 + 1) * 1000),
+        # Convolutions without bias, and two weights of batch norm for each channel.
+        ("cnn1d", WindowInput(channels=9, length=128), 9 * 32 * 7 + 32 * 64 * 5 + 64 * 128 * 3 + 2 * (32 + 64 + 128)),
+    ],
+)
+def test_encoders_have_the_known_number_of_weights(encoder, spec, expected):
+    assert weights(models.create(task(encoder, spec))) == expected
+
+
 def test_grey_images_change_only_the_first_convolution():
     grey = models.create(task("resnet18", ImageInput(channels=1, height=32, width=32)))
     colour = models.create(task("resnet18", COLOUR))
@@ -79,12 +98,13 @@ def test_grey_images_change_only_the_first_convolution():
     assert changed == ["conv1.weight"]
 
 
-@pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2", "mobilenet_v3_small"])
+@pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small"])
 def test_small_stem_keeps_small_images_larger(encoder):
     def last_side(stem: str) -> int:
         built = models.create(task(encoder, COLOUR, stem=stem)).eval()
         maps: list[int] = []
-        last = built.layer4 if encoder.startswith("resnet") else built.features
+        parts = {"resnet18": "layer4", "mobilenet_v1": "layers.80"}
+        last = built.get_submodule(parts.get(encoder, "features"))
         last.register_forward_hook(lambda _module, _inputs, output: maps.append(output.shape[-1]))
         built(torch.zeros(1, 3, 32, 32))
         return maps[0]
@@ -94,7 +114,7 @@ def test_small_stem_keeps_small_images_larger(encoder):
     assert sides["small"] > 1
 
 
-@pytest.mark.parametrize("encoder", ["mobilenet_v3_small", "mobilenet_v2"])
+@pytest.mark.parametrize("encoder", ["mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small"])
 def test_batch_norm_statistics_follow_a_few_steps(encoder):
     built = models.create(task(encoder, COLOUR))
     momenta = {module.momentum for module in built.modules() if isinstance(module, nn.BatchNorm2d)}
