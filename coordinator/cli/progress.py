@@ -75,7 +75,7 @@ def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=told.total, completed=told.done, words="")
+        bar = progress.add_task("", total=told.total, completed=int(told.done), words="")
 
         def watch(job: Job) -> None:
             figures = told.count(job)

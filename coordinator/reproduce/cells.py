@@ -14,6 +14,7 @@ from edge_agent.store import read_json, write_json
 
 from ..simulate import Plan, planned
 from ..simulate.plan import HOW_NOT_WHAT
+from ..store import StateFolder
 from .definition import Column, Row, Table, slug
 
 FAILED = "failed.json"
@@ -41,6 +42,14 @@ class Cell:
     def failure(self) -> str:
         """Why it came to no result; empty where it did not fail."""
         return str((read_json(self.folder / FAILED) or {}).get("reason", ""))
+
+    @property
+    def closed(self) -> int:
+        """How many rounds of an unfinished run have closed."""
+        if self.result is not None or planned(self.folder) is None:
+            return 0
+        with StateFolder(self.folder).look() as state:
+            return len(state.journal.entries(kinds=("round_closed",)))
 
     def fail(self, reason: str) -> None:
         """Note that it has come to no result."""

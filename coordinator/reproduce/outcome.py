@@ -27,7 +27,10 @@ class Outcome:
     best: float | None
     after: float | None
     tolerance: float
+    of_rounds: int = 0
+    """How many rounds the table asks for."""
     trouble: str = ""
+    under_way: str = ""
 
     @property
     def difference(self) -> float | None:
@@ -43,12 +46,13 @@ class Outcome:
     def verdict(self) -> str:
         """The same in words."""
         if self.ours is None:
-            return f"failed: {self.trouble}" if self.trouble else "not run yet"
+            return f"failed: {self.trouble}" if self.trouble else self.under_way or "not run yet"
+        few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
         if self.difference is None:
-            return "nothing published"
+            return f"nothing published{few}"
         if self.is_within:
-            return f"within {self.tolerance:g}"
-        return f"{abs(self.difference):.2f} points {'above' if self.difference > 0 else 'below'}"
+            return f"within {self.tolerance:g}{few}"
+        return f"{abs(self.difference):.2f} points {'above' if self.difference > 0 else 'below'}{few}"
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -59,6 +63,7 @@ class Outcome:
             "scope": self.row.scope,
             "seeds": self.seeds,
             "rounds": list(self.rounds),
+            "of_rounds": self.of_rounds,
             "paper": self.paper,
             "ours": self.ours,
             "std": self.std,
@@ -97,6 +102,8 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         best=_mean([_percent(result, row.scope, "best", table.average) for result in results]),
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
+        of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", 0)),
+        under_way=next((f"in round {cell.closed + 1}" for cell in cells if cell.closed), ""),
         trouble=next((cell.failure for cell in cells if cell.failure), ""),
     )
 

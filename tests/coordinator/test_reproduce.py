@@ -154,13 +154,13 @@ def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
 
 
 def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
-    """Ctrl-C in the third job of the second row; afterwards it is the table of an undisturbed run."""
+    """Ctrl-C in the second round of the second row; afterwards it is the table of an undisturbed run."""
     whole = json.loads(call("t.toml", "--column", "even", "--out", "whole", "--json")[1])
     work, done = Crowd.work, []
 
     def interrupted(self):
         done.append(1)
-        if len(done) == 12:
+        if len(done) == 16:
             raise KeyboardInterrupt
         return work(self)
 
@@ -170,7 +170,7 @@ def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
     assert code == 130
     assert "the same command goes on" in err
     assert not (place / "cut" / "fed-avg--even--seed0" / "result.json").exists()
-    assert "not run yet" in (place / "cut" / "table.md").read_text()
+    assert "| in round 2 |" in (place / "cut" / "table.md").read_text()
     cut = json.loads(call("t.toml", "--column", "even", "--out", "cut", "--json")[1])
     assert {**cut, "folder": ""} == {**whole, "folder": ""}
 
@@ -249,8 +249,8 @@ def test_tables_are_listed(call):
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def found(values, table):
-    base = outcome.Outcome(table.rows[0], table.columns[0], 1, (2,), None, None, None, None, None, 5.0)
+def found(values, table, **changes):
+    base = outcome.Outcome(table.rows[0], table.columns[0], 1, (2,), None, None, None, None, None, 5.0, **changes)
     by_name = {row.name: row for row in table.rows}
     return [replace(base, row=by_name[name], paper=paper, ours=ours) for name, (paper, ours) in values.items()]
 
@@ -264,6 +264,14 @@ def found(values, table):
 )  # fmt: skip
 def test_verdicts_in_words(place, paper, ours, words):
     assert found({"Local": (paper, ours)}, read_table("t.toml"))[0].verdict == words
+
+
+def test_fewer_rounds_than_the_tables_are_told(place, call):
+    table = read_table("t.toml")
+    assert found({"Local": (40.0, 30.0)}, table, of_rounds=200)[0].verdict == "10.00 points below, 2 of 200 rounds"
+    code, out, _ = call("t.toml", "--row", "local", "--column", "even", "--rounds", 1)
+    assert code == 0
+    assert "1 of 2 rounds" in out
 
 
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
