@@ -11,6 +11,7 @@ from edge_agent.errors import ConfigError, UsageError
 from edge_agent.methods import Method
 
 from .config import CoordinatorConfig
+from .hosted.checking import check_hosted, check_settings, check_warmable
 
 
 def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "") -> Method:
@@ -27,10 +28,13 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
         lambda: made.append(methods.create(name, params)),
         lambda: models.check(config.task),
         lambda: data.check(config.export.calibration, config.export.folder) if config.export.calibration else None,
+        lambda: check_hosted(config),
+        lambda: check_settings(config.warm_start, "[warm_start]"),
+        lambda: check_settings(config.proxy, "[proxy]"),
     )
     mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
-    if made and (unfit := _mistake(lambda: made[0].check(config.task))) is not None:
-        mistakes.append(unfit)
+    later = (lambda: made[0].check(config.task), lambda: check_warmable(made[0], config.warm_start))
+    mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from edge_agent.config import NAME_PATTERN, BrokerConfig
+from edge_agent.config import NAME_PATTERN, AgentConfig, BrokerConfig, DataConfig, TrainingConfig
 from edge_agent.task import Frozen, Task
 
 
@@ -96,6 +96,58 @@ class ExportConfig(Frozen):
     )
 
 
+class HostedConfig(Frozen):
+    """A client whose data lie where the coordinator is: it takes part as any agent does, in a process beside us."""
+
+    id: str = Field(pattern=NAME_PATTERN, description="as an agent's: no agent may have the same")
+    data: DataConfig = Field(description="as in an agent's configuration")
+    device: str = Field(
+        "auto", max_length=64, description="auto, cpu, cuda, cuda:1, mps; auto: cuda where there is one"
+    )
+    threads: int = Field(
+        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+    )
+
+    def agent(self, federation: str, state: Path, lease_s: float) -> AgentConfig:
+        """The configuration of the agent that it is."""
+        return AgentConfig(
+            id=self.id,
+            federation=federation,
+            tier="train",
+            state=state / "hosted" / self.id,
+            heartbeat_s=min(15.0, lease_s / 3),
+            data=self.data,
+            training=TrainingConfig(device=self.device, threads=self.threads),
+        )
+
+
+class WarmStartConfig(Frozen):
+    """What the encoder learns before the first round, from data that the coordinator has."""
+
+    data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
+    folder: Path = Field(Path(), description="what a relative place in data counts from; default: this file's folder")
+    epochs: int = Field(5, ge=1, le=100_000, description="passes over the data")
+    lr: float = Field(0.01, gt=0, le=1000, description="step size of SGD")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(0.0, ge=0, le=1000, description="of SGD")
+    batch_size: int = Field(50, ge=1, le=1_000_000, description="samples in one step")
+    test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held back to score on")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of that split")
+    device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
+    threads: int = Field(
+        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+    )
+
+
+class ProxyConfig(Frozen):
+    """Samples of the coordinator on which the shared model is evaluated after rounds, beside the next one."""
+
+    data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
+    folder: Path = Field(Path(), description="what a relative place in data counts from; default: this file's folder")
+    every: int = Field(1, ge=1, le=1_000_000, description="rounds; the last one is evaluated in any case")
+    device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
+
+
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
@@ -111,6 +163,24 @@ class CoordinatorConfig(Frozen):
     evaluate_every: int = Field(
         1, ge=0, le=1_000_000, description="agents evaluate each so many rounds; 0 = at the end"
     )
+    hosted: tuple[HostedConfig, ...] = Field(
+        (), max_length=10_000, description="clients whose data lie here; they take part like agents"
+    )
+    hosted_processes: int | None = Field(
+        None, ge=1, le=1024, description="processes that they share; default: as many as cores, with a GPU one"
+    )
+
+    warm_start: WarmStartConfig | None = Field(
+        None, description="what the encoder learns here before the first round of a run"
+    )
+    proxy: ProxyConfig | None = Field(None, description="samples to evaluate the shared model on, after rounds")
+
+    @model_validator(mode="after")
+    def _each_hosted_once(self) -> CoordinatorConfig:
+        ids = [client.id for client in self.hosted]
+        if twice := sorted({name for name in ids if ids.count(name) > 1}):
+            raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each an id of its own")
+        return self
 
     @model_validator(mode="after")
     def _one_broker(self) -> CoordinatorConfig:

@@ -11,6 +11,7 @@ from edge_agent.wire.messages import Report
 from .collect import reason_of
 from .encoders import Encoders, Released
 from .fleet import Steps
+from .hosted.figures import own_figures
 from .journal import utc_now
 from .rounds import RunLoop
 
@@ -65,6 +66,7 @@ class Finisher:
                 "faults": dict(sorted(loop.answers.faults.items())),
                 "bundle": released.body() if released else None,
                 "bundle_why_not": None if released else why_not,
+                **own_figures(fleet.state.journal, loop.run),
             }
         )
         write_report(folder)

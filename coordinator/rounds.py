@@ -23,6 +23,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from . import cohort as cohorts
 from .answers import REPORT_DEADLINE_S, Answers
+from .aside import Aside
 from .assignment import Assignment
 from .collect import Collection, updates_of
 from .encoders import Encoders
@@ -48,6 +49,7 @@ class RunLoop:
     fleet: Fleet
     encoders: Encoders | None = None
     finish: Callable[[RunLoop], Steps] | None = None
+    aside: Aside = field(default_factory=Aside)
     state: State = field(default_factory=dict)
     pooled: Tensors = field(default_factory=dict)
     """Batch norm tensors of the encoder that are not in ``state``, once they have been asked for."""
@@ -58,13 +60,15 @@ class RunLoop:
     stopped: str = ""
     """Why the run ended before its last round; empty when it did not."""
 
+    checkpoint: str = ""
+    """Digest of ``state`` in the store."""
+
     norm: dict[str, Spec] = field(default_factory=dict)
     """Batch norm tensors of the encoder that stay on devices."""
 
     _expected: dict[str, Spec] = field(default_factory=dict)
     _extras: dict[str, Spec] = field(default_factory=dict)
     _frozen: Outgoing | None = None
-    _checkpoint: str = ""
 
     def __post_init__(self) -> None:
         self.answers = Answers(self.fleet.roster, self.fleet.clock)
@@ -74,15 +78,18 @@ class RunLoop:
         record = self.fleet.state.journal.replay(self.run)
         self.account = Account.begin(self.fleet, self.run)
         self._begin(record.checkpoint)
+        yield from self.aside.prepare(self)
         last = record.round
         for number in range(record.round + 1, self.request.rounds + 1):
             if self._is_to_stop():
                 break
             resumed = record.open_round if number == record.round + 1 else None
             yield from self._round(number, resumed)
+            self.aside.closed(self, number)
             yield from self._after(number)
             last = number
         yield from self._ask_for_reports()
+        yield from self.aside.rest(self)
         if self.fleet.config.export.after_run:
             self.pooled = yield from pool(self, last)
         if self.finish is not None:
@@ -154,7 +161,7 @@ class RunLoop:
             self.state = decode(blobs.read(checkpoint))
             restore(self.fleet.state, self.run)
             log.info("run_resumed run=%s checkpoint=%s", self.run, checkpoint[:12])
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
 
     # --- one round -------------------------------------------------------------------------------------------------
 
@@ -316,7 +323,7 @@ class RunLoop:
         body = {"clients": clients, **figures}
         keep(journal, self.run, self.request, number, digest)
         journal.append("round_closed", run=self.run, round=number, digest=digest, body=body)
-        self._checkpoint = digest
+        self.checkpoint = digest
         self.forget_blobs()
         record = line(number, figures, collection.accepted, collection.refused, collection.outstanding)
         self.fleet.state.run(self.run).append_metrics(record)
@@ -370,7 +377,7 @@ class RunLoop:
 
     def _blob(self, tensors: Tensors) -> Outgoing:
         if tensors is self.state:  # lies in the store already, under a hash that is known
-            return Outgoing.open(self.fleet.state.blobs.path(self._checkpoint), self._checkpoint)
+            return Outgoing.open(self.fleet.state.blobs.path(self.checkpoint), self.checkpoint)
         return Outgoing.of(encode(tensors))
 
     def _withdraw(self) -> None:
@@ -388,4 +395,4 @@ class RunLoop:
 
     def forget_blobs(self) -> None:
         """Remove blobs that nothing needs any more: updates of closed rounds, older checkpoints."""
-        self.fleet.state.blobs.prune({self._checkpoint, *blobs_in_use(self.fleet.state.journal)})
+        self.fleet.state.blobs.prune({self.checkpoint, *blobs_in_use(self.fleet.state.journal)})

@@ -51,6 +51,7 @@ class Voice:
 def status_of(c: Coordinator) -> dict[str, Any]:
     """What goes on, as JSON."""
     loop, waits = c.loop, c.waits
+    hosted = {client.id for client in c.config.hosted}
     return {
         "federation": c.config.federation,
         "broker": c.broker_url,
@@ -66,6 +67,7 @@ def status_of(c: Coordinator) -> dict[str, Any]:
             {
                 "id": m.id,
                 "tier": m.tier,
+                "transport": "hosted" if m.id in hosted else "mqtt",
                 "present": m.is_present,
                 "samples": m.samples or None,
                 "fingerprint": m.fingerprint,

@@ -21,6 +21,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Transport
 from edge_agent.work import InlineWorker, Worker
 
+from .aside import Aside
 from .collect import Collector, reason_of
 from .config import CoordinatorConfig
 from .distribute import Distributor
@@ -59,12 +60,13 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] | None = None,
         worker: Worker | None = None,
+        aside: Aside | None = None,
         boot: str | None = None,
         broker_url: str = "",
     ) -> None:
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
-        self.worker = worker or InlineWorker()
+        self.worker, self.aside = worker or InlineWorker(), aside or Aside()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self.roster = Roster(clock, config.round.lease_s)
@@ -101,6 +103,7 @@ class Coordinator:
         """Leave everything on disk so that the next start goes on from here."""
         self.collector.pause()
         self.worker.close()
+        self.aside.close()
         self.transport.close()
 
     def step(self, timeout_s: float) -> bool:
@@ -117,6 +120,7 @@ class Coordinator:
         elif isinstance(event, Disconnected):
             self._away = self._without_broker(event.reason)
         self.worker.collect()
+        self.aside.collect()
         self._advance()
         return event is not None
 
@@ -200,7 +204,8 @@ class Coordinator:
             self._fail(run, error)
             return
         encoders = Encoders(self.worker)
-        self.loop = RunLoop(run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders))
+        finish = Finisher(encoders)
+        self.loop = RunLoop(run, request, method, self._fleet(), encoders=encoders, finish=finish, aside=self.aside)
         self._steps = self.loop.steps()
 
     def _fleet(self) -> Fleet:

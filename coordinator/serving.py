@@ -12,10 +12,15 @@ from pathlib import Path
 from edge_agent.config import BrokerConfig, load
 from edge_agent.errors import ConfigError
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Transport
 from edge_agent.work import ThreadWorker
 
 from .broker import EmbeddedBroker
 from .config import CoordinatorConfig
+from .hosted import Hosts, Joined
+from .hosted.desk import Desk
+from .hosted.own import OwnWork
 from .service import Coordinator
 from .store import StateFolder
 
@@ -33,12 +38,21 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
         broker = stack.enter_context(broker_for(config))
-        transport = MqttTransport(broker, f"{config.federation}-coordinator")
-        worker = ThreadWorker(transport.wake)
-        service = Coordinator(config, state, transport, worker=worker, broker_url=broker.url)
+        mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
+        worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
+        own = OwnWork(config.proxy, Desk(state.path / "hosted" / "computing.log"), ThreadWorker(mqtt.wake))
+        service = Coordinator(config, state, transport, worker=worker, aside=own, broker_url=broker.url)
         stack.callback(service.close)
         service.start()
         yield service
+
+
+def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:
+    """The transport to agents, with that to the clients that are hosted here, where there are any."""
+    if not config.hosted:
+        return main
+    topics, ids = Topics(config.federation), [client.id for client in config.hosted]
+    return Joined(main, Hosts.of(config, main.wake), topics, ids)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -46,6 +46,7 @@ KeepEvery = Annotated[
 Resume = Annotated[
     str | None, typer.Option("--resume", metavar="RUN", help="Ask for no new run: follow, or go on with, this one.")
 ]
+NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Begin without the file's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
 ]
@@ -60,6 +61,7 @@ def run(
     param: Param = None,
     keep_every: KeepEvery = None,
     resume: Resume = None,
+    no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -75,9 +77,10 @@ def run(
     Example: headwater run -c coordinator.toml --method repper --rounds 5
     """
     settings = load_config(config, state)
+    settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
     set_up_logging(verbose=verbose, quiet=True)
     wishes = {"--method": method, "--rounds": rounds, "--seed": seed, "--param": param, "--no-wait": no_wait or None}
-    wishes["--keep-every"] = keep_every
+    wishes |= {"--keep-every": keep_every, "--no-warm-start": no_warm_start or None}
     if resume is not None:
         _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
         request = None
@@ -175,6 +178,7 @@ def request_for(
         seed=seed if seed is not None else defaults.seed,
         task=settings.task,
         keep_every=defaults.keep_every if keep_every is None else keep_every,
+        warm_start=settings.warm_start,
     )
 
 
@@ -186,7 +190,7 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
     bundle = summary.get("bundle")
     place = bundle["path"] if bundle else f"none ({summary.get('bundle_why_not', 'not exported')})"
     took = f"{summary['seconds']:.1f} s, encoder {summary['encoder_sha256'][:16]}, bundle: {place}"
-    show(agents_table(summary), *footnotes(summary), took)
+    show(agents_table(summary), *footnotes(summary), *own_figures(summary), took)
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
@@ -214,6 +218,16 @@ def agents_table(summary: dict[str, Any]) -> Table:
     ]
     title = f"{summary.get('run_id')}: {summary.get('method')}, {counted(summary.get('rounds', 0), 'round')}"
     return table(title, columns, rows, left=3)
+
+
+def own_figures(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What the coordinator has computed on samples of its own, one line each."""
+    if warm := summary.get("warm_start"):
+        scored = "" if warm["accuracy"] is None else f", acc.warm_start {warm['accuracy']:.4f}"
+        yield f"warm start: {warm['samples']} samples of {warm['data']}, {counted(warm['epochs'], 'epoch')}{scored}"
+    if proxy := summary.get("proxy"):
+        last = proxy[-1]
+        yield f"acc.proxy after round {last['round']}: {last['acc']:.4f} on {last['samples']} samples, by {last['by']}"
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:

@@ -17,6 +17,9 @@ from .queueing import Place, standing
 def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:
     """Serve a federation until told to stop: agents may come and go, runs are started with 'headwater run'.
 
+    Clients whose data lie here ([[hosted]]) train beside the agents, in processes of this command; a [warm_start] and
+    the figures of [proxy] are computed in another one. configs/coordinator-hosted.toml shows all three.
+
     A run that was under way when the coordinator stopped, or was killed, goes on in the round it was in. Exit code 0
     after SIGTERM, 130 after Ctrl-C.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..hosted.figures import own_figures
 from ..journal import RunRecord
 from ..store import StateFolder
 from ..words import counted
@@ -27,7 +28,7 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
         runs = []
         for run in folder.journal.runs():
             record = folder.journal.replay(run)
-            runs.append(_run(record, ahead))
+            runs.append({**_run(record, ahead), **own_figures(folder.journal, run)})
             ahead = ahead if record.is_over else run
     said = read_status(path)
     found = {"serving": is_serving(path), "state": str(path), "runs": runs, **said}
@@ -60,6 +61,7 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
     yield from _refused(found)
     yield ""
     yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"
+    yield from _own(found["runs"][-1:])
     yield ""
     agents = found.get("agents", [])
     yield _agents(agents) if agents else "no agents have been heard; 'edge-agent run' starts one"
@@ -69,6 +71,16 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
 def _runs(runs: list[dict[str, Any]]) -> Table:
     rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}", _note(r)) for r in runs]
     return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
+
+
+def _own(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """What the coordinator has computed itself for these runs."""
+    for run in runs:
+        if warm := run["warm_start"]:
+            yield f"{run['id']}: warm start on {warm['samples']} samples of {warm['data']}, accuracy {warm['accuracy']}"
+        if run["proxy"]:
+            last = run["proxy"][-1]
+            yield f"{run['id']}: acc.proxy {last['acc']:.4f} after round {last['round']}, by {last['by']}"
 
 
 def _note(run: dict[str, Any]) -> str:
@@ -86,10 +98,17 @@ def _refused(found: dict[str, Any]) -> Iterator[str]:
 
 def _agents(agents: list[dict[str, Any]]) -> Table:
     rows = [
-        (_marked(a), a["tier"], "here" if a["present"] else "gone", a["fingerprint"][:12], f"{a['silent_s']:.0f} s")
+        (
+            _marked(a),
+            a["tier"],
+            a.get("transport", "mqtt"),
+            "here" if a["present"] else "gone",
+            a["fingerprint"][:12],
+            f"{a['silent_s']:.0f} s",
+        )
         for a in agents
     ]
-    return table("agents", ("agent", "tier", "is", "encoder", "silent"), rows, left=4)
+    return table("agents", ("agent", "tier", "by", "is", "encoder", "silent"), rows, left=5)
 
 
 def _marked(agent: dict[str, Any]) -> str:

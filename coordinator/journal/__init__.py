@@ -179,7 +179,7 @@ class Journal:
 
     def checkpoints(self) -> dict[str, str]:
         """Run -> digest of its newest checkpoint, for all runs; cheap, however long the journal is."""
-        of_state = _ENTRIES.c.kind.in_(("run_started", "round_closed")) & _ENTRIES.c.digest.is_not(None)
+        of_state = _ENTRIES.c.kind.in_(("run_started", "warm_started", "round_closed")) & _ENTRIES.c.digest.is_not(None)
         newest = sa.select(sa.func.max(_ENTRIES.c.id)).where(of_state).group_by(_ENTRIES.c.run)
         with self._transaction() as connection:
             rows = connection.execute(sa.select(_ENTRIES.c.run, _ENTRIES.c.digest).where(_ENTRIES.c.id.in_(newest)))

@@ -54,7 +54,7 @@ class RunRecord:
 
 def step(record: RunRecord, entry: Entry) -> RunRecord:
     """The record after one more entry; kinds that change nothing leave it as it is."""
-    if entry.kind == "run_started":
+    if entry.kind in {"run_started", "warm_started"}:
         return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
     if entry.kind == "round_opened":
         return replace(record, status="running", open_round=_opened(record, entry))

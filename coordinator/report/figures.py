@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Scope = Literal["local", "global", "personal"]
+Key = TypeVar("Key", int, str)
+Figure = TypeVar("Figure")
 _LARGEST = 1e300
 """Leaves room for sums and axes; NaN and infinity do not lie within."""
 
@@ -61,6 +63,16 @@ class AgentFigures:
 
 
 @dataclass(frozen=True)
+class ProxyFigure:
+    """The shared model after a round, on samples of the coordinator."""
+
+    round: int
+    acc: float
+    samples: float | None
+    by: str
+
+
+@dataclass(frozen=True)
 class RunFigures:
     """Everything that a report shows."""
 
@@ -68,6 +80,7 @@ class RunFigures:
     summary: dict[str, Any]
     rounds: list[RoundFigures] = field(default_factory=list)
     agents: list[AgentFigures] = field(default_factory=list)
+    proxy: list[ProxyFigure] = field(default_factory=list)
 
     def final_mean(self, scope: Scope) -> float | None:
         """Mean over agents at the end; where no agent said it, that of the last round that knows."""
@@ -86,18 +99,24 @@ class RunFigures:
 
 
 def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> RunFigures:
-    """The figures in a summary and in records of the kinds ``round`` and ``agent``; other kinds are passed over."""
+    """The figures in a summary and in records of kinds ``round``, ``agent`` and ``proxy``; others are passed over."""
     rounds: dict[int, RoundFigures] = {}
     agents: dict[str, AgentFigures] = {}
+    proxy: dict[int, ProxyFigure] = {}
     for record in metrics:
         number = as_number(record.get("round"))
         if record.get("kind") == "round" and number is not None:
             rounds[int(number)] = _round(int(number), record)
         elif record.get("kind") == "agent" and isinstance(record.get("id"), str):
             agents[record["id"]] = _agent(record)
-    return RunFigures(
-        run, dict(summary), [rounds[n] for n in sorted(rounds)], [agents[name] for name in sorted(agents)]
-    )
+        elif record.get("kind") == "proxy" and number is not None and (acc := as_number(record.get("acc"))) is not None:
+            by = str(record.get("by") or "")
+            proxy[int(number)] = ProxyFigure(int(number), acc, as_number(record.get("samples")), by)
+    return RunFigures(run, dict(summary), _in_order(rounds), _in_order(agents), _in_order(proxy))
+
+
+def _in_order(found: Mapping[Key, Figure]) -> list[Figure]:
+    return [found[key] for key in sorted(found)]
 
 
 def as_number(value: object) -> float | None:

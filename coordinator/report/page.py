@@ -42,12 +42,22 @@ def _head(run: RunFigures) -> str:
         "Seed": _text(summary.get("seed")),
         "Duration": duration(as_number(summary.get("seconds"))),
     }
+    if warm := _warm_start(summary.get("warm_start")):
+        facts["Warm start"] = warm
     listed = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return (
         f'<header><p class="over">Headwater run</p><h1>{escape(run.run)} '
         f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1>{_unfinished(run, asked)}'
         f"<dl>{listed}</dl></header>"
     )
+
+
+def _warm_start(told: object) -> str:
+    """Half a sentence on what the encoder learned before the run; empty where it learned nothing."""
+    if not isinstance(told, dict):
+        return ""
+    samples, epochs, accuracy = (as_number(told.get(name)) for name in ("samples", "epochs", "accuracy"))
+    return f"{_count(samples)} samples, {_count(epochs)} epochs, accuracy {percent(accuracy)}"
 
 
 def _unfinished(run: RunFigures, asked: float | None) -> str:
@@ -71,6 +81,10 @@ def _cards(run: RunFigures) -> str:
         for scope, note in notes.items()
         if (mean := run.final_mean(scope)) is not None  # type: ignore[arg-type]
     ]
+    if run.proxy:
+        last = run.proxy[-1]
+        note = f"the shared model after round {last.round}, on {_count(last.samples)} samples of the coordinator"
+        cards.append(_card("acc.proxy", percent(last.acc), f"{note}, by {last.by}", "plain"))
     for name, direction in (("from agents", "bytes_up"), ("to agents", "bytes_down")):
         total = run.total(direction)  # type: ignore[arg-type]
         if total is not None:
@@ -83,12 +97,14 @@ def _card(name: str, value: str, note: str, style: str) -> str:
 
 
 def _charts(run: RunFigures) -> str:
-    made = (_accuracy(run.rounds), _spread(run.agents), _seconds(run.rounds), _traffic(run.rounds))
+    made = (_accuracy(run), _spread(run.agents), _seconds(run.rounds), _traffic(run.rounds))
     return f'<section class="charts" aria-label="Charts">{"".join(made)}</section>' if any(made) else ""
 
 
-def _accuracy(rounds: Sequence[RoundFigures]) -> str:
-    series = [line for scope in SCOPES for line in _scope_lines(rounds, scope)]
+def _accuracy(run: RunFigures) -> str:
+    series = [line for scope in SCOPES for line in _scope_lines(run.rounds, scope)]
+    if run.proxy:
+        series.append(Series("acc.proxy", tuple((float(one.round), one.acc) for one in run.proxy), "plain"))
     if not series:
         return ""
     lowest = min(y for line in series for _, y in line.points)

@@ -227,6 +227,8 @@ def test_status_as_json_is_one_object(call, tmp_path):
             "rounds": 1,
             "reason": "nobody [came]",
             "queued_behind": None,
+            "warm_start": None,
+            "proxy": [],
         }
     ]
 

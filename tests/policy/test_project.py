@@ -143,7 +143,7 @@ def test_example_of_an_agent_is_valid(root, name, tier):
     assert config.tier == tier
 
 
-@pytest.mark.parametrize("name", ["coordinator", "trial/coordinator"])
+@pytest.mark.parametrize("name", ["coordinator", "coordinator-hosted", "trial/coordinator"])
 def test_example_of_a_coordinator_is_valid(root, name):
     config = load(CoordinatorConfig, root / f"configs/{name}.toml")
     assert methods.create(config.run.method, config.run.params)

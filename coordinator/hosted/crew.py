@@ -1,0 +1,122 @@
+"""Several agents in one process: each with a state folder of its own, all with one worker, one model and one pool.
+
+Torch comes with the first job, as on a device.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edge_agent.agent import Agent, will_of
+from edge_agent.agent.duties import Duties
+from edge_agent.config import AgentConfig
+from edge_agent.task import Task, Tensors
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages import Job, Report, UpdateManifest
+from edge_agent.work import Worker
+
+if TYPE_CHECKING:
+    from edge_agent.data import Samples
+    from edge_agent.data.partition import Pools
+    from edge_agent.training.session import Built
+
+Note = Callable[[str, Job | None], None]
+"""Told of a client and its job before it begins, and of the client and None when it is done."""
+
+
+class Common:
+    """What clients of one process need once: the run's model, which they use in turn, and the pool that they divide."""
+
+    def __init__(self) -> None:
+        self._model: tuple[tuple[str, str], Built] | None = None
+        self._pools: tuple[tuple[str, Path, Task], Pools] | None = None
+
+    def model(self, job: Job, device: str) -> Built:
+        """The model of the job's run, built once."""
+        from edge_agent import methods
+        from edge_agent.training.session import Built
+
+        key = (job.run, device)
+        if self._model is None or self._model[0] != key:
+            made = Built.of(methods.create(job.method, job.params), job.task, seed=job.seed, device=device)
+            self._model = (key, made)
+        return self._model[1]
+
+    def pools(self, source: str, folder: Path, task: Task) -> Pools:
+        """The samples of a source, read once as long as nobody asks for others."""
+        from edge_agent.data.partition import read_pools
+
+        key = (source, folder, task)
+        if self._pools is None or self._pools[0] != key:
+            self._pools = None  # before others are read: both at once may be more than fits
+            self._pools = (key, read_pools(source, task.input, task.class_names, folder=folder))
+        return self._pools[1]
+
+
+class HostedDuties(Duties):
+    """A device's duties, with what can be had in common with others of the process."""
+
+    def __init__(self, config: AgentConfig, common: Common, note: Note = lambda *_: None) -> None:
+        super().__init__(config, "train")
+        self._common, self._note = common, note
+
+    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+        """As on a device.
+
+        Raises:
+            HeadwaterError: as on a device.
+        """
+        self._note(self.config.id, job)
+        try:
+            return super().do(job, received)
+        finally:
+            self._note(self.config.id, None)
+
+    def _model_for(self, job: Job) -> Built:
+        return self._common.model(job, self.config.training.device)
+
+    def _read(self, task: Task) -> tuple[Samples, Samples]:
+        from edge_agent.data.partition import Own
+
+        config = self.config.data
+        if config.partition is None:
+            return super()._read(task)
+        own = Own.of(config.partition, config.client or self.config.id)
+        return own.taken_from(self._common.pools(config.source, config.folder, task))
+
+
+class Crew:
+    """Agents on a broker in memory. `start`, then `step` again and again."""
+
+    def __init__(
+        self,
+        configs: Sequence[AgentConfig],
+        worker: Worker,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        note: Note = lambda *_: None,
+    ) -> None:
+        self.broker, common = MemoryBroker(), Common()
+        self.agents = [self._agent(config, HostedDuties(config, common, note), worker, clock) for config in configs]
+
+    def start(self) -> None:
+        """Everybody connects."""
+        for agent in self.agents:
+            agent.start()
+
+    def step(self) -> bool:
+        """One step of everybody; True when anybody had something to do."""
+        return sum(agent.step(0) for agent in self.agents) > 0
+
+    def idle_s(self) -> float:
+        """How long nothing is due unless something arrives."""
+        return min(agent.idle_s() for agent in self.agents)
+
+    def _agent(self, config: AgentConfig, duties: Duties, worker: Worker, clock: Callable[[], float]) -> Agent:
+        boot = secrets.token_hex(8)
+        transport = self.broker.transport(will_of(config, boot))
+        return Agent(config, transport, duties, clock=clock, worker=worker, boot=boot)

@@ -1,0 +1,161 @@
+"""Hosted clients in processes of their own: beside agents over a real broker, and when one is killed at its work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from federation_harness import SMALL
+
+from coordinator.broker import EmbeddedBroker
+from coordinator.hosted import Hosts, owner
+from coordinator.request import Request
+from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
+from coordinator.store import StateFolder
+from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.wire import messages as wire
+
+SOURCE = "digits:optdigits?n=160"
+LIMIT_S = 60.0
+
+
+def simulated(folder, rounds=3):
+    plan = Plan(
+        method="fedper", params=SMALL, data=(SOURCE,), clients=4, rounds=rounds, seed=7, encoder="linear",
+        encoder_params={"feature_dim": 8}, device="cpu", engine="serial",
+    )  # fmt: skip
+    prepared = Prepared.of(plan)
+    with open_simulation(prepared, folder) as simulation:
+        return prepared, simulation.finish()
+
+
+def until(condition, what, words=lambda: ""):
+    pause, end = threading.Event(), time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {LIMIT_S} s: {what}\n{words()}"
+        pause.wait(0.02)
+    return found
+
+
+@contextlib.contextmanager
+def processes(folder, **commands):
+    """Programs by name, which end with the block; their words are in NAME.log."""
+    running = []
+    try:
+        for name, command in commands.items():
+            with (folder / f"{name}.log").open("wb") as log:
+                running.append(subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=log, stderr=log))
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def coordinator_toml(task, url):
+    hosted = "".join(
+        f'[[hosted]]\nid = "{name}"\ndevice = "cpu"\ndata = {{ source = "{SOURCE}", partition = "sim/{PARTITION}" }}\n'
+        for name in ("c0", "c1")
+    )
+    spec = task.input
+    return (
+        f'state = "state"\nhosted_processes = 1\n[broker]\nurl = "{url}"\n[cohort]\nmin_agents = 4\n'
+        "[round]\nquorum = 1.0\n[export]\nafter_run = false\n"
+        f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"\nencoder_params.feature_dim = 8\n'
+        f'input = {{ kind = "image", channels = {spec.channels}, height = {spec.height}, width = {spec.width}, '
+        f"mean = {list(spec.mean)}, std = {list(spec.std)} }}\n{hosted}"
+    )
+
+
+@pytest.mark.broker
+def test_two_hosted_clients_and_two_agents_over_a_broker_end_in_the_bits_of_the_simulation(tmp_path):
+    """Although the process of the hosted ones is killed in the middle of it."""
+    prepared, result = simulated(tmp_path / "sim")
+    agents = ("c2", "c3")
+    with EmbeddedBroker() as broker:
+        (tmp_path / "coordinator.toml").write_text(coordinator_toml(prepared.task, broker.url))
+        for name in agents:
+            (tmp_path / f"{name}.toml").write_text(
+                f'id = "{name}"\ntier = "train"\nstate = "{name}"\n[broker]\nurl = "{broker.url}"\n'
+                f'[data]\nsource = "{SOURCE}"\npartition = "sim/{PARTITION}"\n'
+            )
+        programs = {name: ("edge_agent", "run", "--config", f"{name}.toml") for name in agents}
+        state = StateFolder(tmp_path / "state")
+
+        def words():
+            return "\n".join(path.read_text()[-4000:] for path in tmp_path.rglob("*.log"))
+
+        with processes(tmp_path, serve=("coordinator", "serve", "--config", "coordinator.toml"), **programs):
+            with state.look(create=True) as folder:
+                asked = Request("fedper", prepared.request().params, 3, 7, prepared.task)
+                run = folder.journal.request_run(asked.body())
+                over = ("run_finished", "run_failed")
+                words = lambda: "\n".join(path.read_text()[-2000:] for path in tmp_path.rglob("*.log"))
+                (end,) = until(lambda: folder.journal.entries(run, over), "the run is over", words)
+                summary = folder.run(run).summary()
+    assert end.body.get("encoder_sha256") == result["encoder_sha256"], end.body
+    assert [agent["id"] for agent in summary["agents"]] == ["c0", "c1", "c2", "c3"]
+
+
+DIES_AT_WORK = """
+import json, struct, sys
+def say(topic, payload):
+    sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
+say(b"fl/1/home/s/h", b"online b1")
+say(b"at work", json.dumps(["h", ["run-0001", 2, "train"]]).encode())
+sys.exit("no memory is left")
+"""
+
+
+def heard(hosts, told):
+    """Whether there was something to hear, which is put into ``told``."""
+    event = hosts.receive(0)
+    if event is not None:
+        told.append((event.topic, event.payload))
+    return event is not None
+
+
+def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, monkeypatch):
+    """Each death is told at once, and after the third one nobody waits for the client in this round."""
+    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", DIES_AT_WORK))
+    woken = threading.Event()
+    config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
+    hosts = Hosts([config], 1, tmp_path, woken.set)
+    hosts.start()
+    try:
+        heard = []
+        until(
+            lambda: (heard.append(hosts.receive(0)), heard[-1] and heard[-1].topic.endswith("/up"))[1], "it is given up"
+        )
+    finally:
+        hosts.close()
+    told = [(event.topic, event.payload) for event in heard if event]
+    presence = [("fl/1/home/s/h", b"online b1"), ("fl/1/home/s/h", b"offline b1")]
+    assert told[:-1] == presence * 3
+    fault = wire.parse_from_agent(told[-1][1])
+    assert (fault.run, fault.round) == ("run-0001", 2)
+    assert "died 3 times in round 2" in fault.message
+    assert "exit code 1; its last words: no memory is left" in fault.message
+    assert woken.is_set()
+    assert hosts.processes[0].pid is not None
+
+
+def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", "import threading; threading.Event().wait()"))
+    monkeypatch.setattr(owner, "MOST_WAITING_BYTES", 400_000)
+    hosts = Hosts(
+        [AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))], 1, tmp_path, lambda: None
+    )
+    hosts.start()
+    try:
+        until(lambda: hosts.processes[0].pid, "it is there")
+        for _ in range(20):
+            hosts.publish("fl/1/home/b/0123", bytes(60_000))
+        assert 12 <= hosts.traffic.dropped <= 15, "a pipe holds 64 kB, and 400 kB wait"
+    finally:
+        hosts.close()

@@ -1,0 +1,265 @@
+"""A warm start: made once, before the first round, the same for the same seed, and kept whoever is killed when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+from federation_harness import SMALL, TASK, Federation, killed_at_append, step_of
+
+from coordinator.checks import checked_method
+from coordinator.config import CoordinatorConfig, WarmStartConfig
+from coordinator.hosted import desk
+from coordinator.hosted.desk import Desk
+from coordinator.hosted.own import OwnWork
+from coordinator.hosted.warm import train_warm
+from coordinator.request import Request
+from edge_agent import methods
+from edge_agent.config import parse
+from edge_agent.errors import ConfigError, RunFailed, UsageError
+from edge_agent.store import read_tensors
+from edge_agent.work import InlineWorker
+
+
+@pytest.fixture
+def images(tmp_path):
+    """120 images of 4 x 4 with three classes that differ in brightness."""
+    labels = np.arange(120) % 3
+    inputs = np.clip(np.random.default_rng(0).normal(40, 10, (120, 4, 4)) + 70 * labels[:, None, None], 0, 255)
+    np.savez(tmp_path / "own.npz", inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
+    return WarmStartConfig(data=f"npz:{tmp_path / 'own.npz'}", epochs=8, lr=0.1, device="cpu")
+
+
+def question(settings, into, method="fedavg", seed=1, **changes):
+    told = {"method": method, "params": {}, "task": TASK.model_dump(mode="json"), "seed": seed, "into": str(into)}
+    return {**told, "settings": {**settings.model_dump(mode="json"), **changes}}
+
+
+class DeskHere:
+    """A desk without a process; it counts what it is asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, question):
+        self.asked.append(question["do"])
+        return train_warm(question)
+
+    def drop(self, question):
+        self.asked.append("drop")
+
+    def close(self):
+        pass
+
+
+class Warmed(Federation):
+    """A federation whose coordinator computes in this thread, however often it is started again."""
+
+    def __init__(self, folder, settings, **options):
+        super().__init__(folder, **options)
+        self.settings, self.desk = settings, DeskHere()
+
+    def start_coordinator(self):
+        def prepare(coordinator):
+            coordinator.aside = OwnWork(None, self.desk, InlineWorker())
+
+        return super().start_coordinator(prepare)
+
+    def request(self, method="fedavg", rounds=2, seed=3):
+        asked = Request(method, SMALL, rounds, seed, self.task, warm_start=self.settings)
+        self.run, self._looked_at = self.state.journal.request_run(asked.body()), -1
+        return self.run
+
+
+def test_the_encoder_learns_and_the_same_seed_gives_the_same_bits(tmp_path, images):
+    first, again, other = (
+        train_warm(question(images, tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first == again
+    assert (first["samples"], first["tested"], first["epochs"], first["head"]) == (108, 12, 8, "shared")
+    assert first["accuracy"] > 0.9, "brightness alone tells the classes apart"
+    files = [(tmp_path / name).read_bytes() for name in "abc"]
+    assert files[0] == files[1] != files[2]
+    assert other["samples"] == 108
+
+
+def test_what_is_written_is_the_first_state_of_the_method(tmp_path, images):
+    """SCAFFOLD's has a control variate of zeros beside the model; FedPer's has no head, and another is thrown away."""
+    train_warm(question(images, tmp_path / "s", "scaffold"))
+    scaffold = read_tensors(tmp_path / "s")
+    model = {name for name in scaffold if name.split(".")[0] in {"encoder", "head"}}
+    assert model
+    assert all(not scaffold[name].any() for name in scaffold.keys() - model)
+    told = train_warm(question(images, tmp_path / "p", "fedper"))
+    assert told["head"] == "thrown away"
+    assert {name.split(".")[0] for name in read_tensors(tmp_path / "p")} == {"encoder"}
+
+
+def test_a_run_begins_with_what_was_learned_and_says_so(tmp_path, images):
+    with Warmed(tmp_path / "fed", images, agents=2) as fed:
+        fed.request()
+        fed.finish()
+        (warm,) = fed.entries("warm_started")
+        kinds = [entry.kind for entry in fed.entries()]
+        summary = fed.state.run(fed.run).summary()
+        expected = train_warm(question(images, tmp_path / "same", seed=3) | {"params": SMALL})
+        sent = fed.final
+    assert kinds[:4] == ["run_requested", "run_started", "warm_started", "round_opened"]
+    assert {key: warm.body[key] for key in expected} == expected
+    assert len(warm.body["encoder_sha256"]) == 64
+    assert summary["warm_start"] == warm.body
+    begun, step = read_tensors(tmp_path / "same"), (step_of("a0") + step_of("a1")) / 2
+    for name, array in begun.items():  # fake agents move each number by a step of theirs, twice as far in round 2
+        np.testing.assert_allclose(sent[name], array + 3 * step, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number, before", [(1, True), (1, False), (3, True)])
+def test_a_restart_does_not_repeat_what_is_in_the_journal(tmp_path, images, number, before):
+    """Entry 0 is run_started, 1 warm_started: killed just before that it is made again, just after it is not."""
+    with Warmed(tmp_path / "whole", images, agents=2) as fed:
+        fed.request()
+        fed.finish()
+        sha = fed.encoder_sha256
+    with Warmed(tmp_path / "killed", images, agents=2) as fed:
+        fed.request()
+        with killed_at_append(fed, number, before=before):
+            fed.until(lambda: fed.coordinator is None)
+        fed.start_coordinator()
+        fed.finish()
+        assert fed.encoder_sha256 == sha
+        assert len(fed.entries("warm_started")) == 1
+        assert fed.desk.asked == ["warm"] * (2 if (number, before) == (1, True) else 1)
+
+
+def test_a_warm_start_that_cannot_be_made_fails_the_run_and_says_why(tmp_path, images):
+    settings = images.model_copy(update={"lr": 1000.0, "weight_decay": 1000.0})
+    with Warmed(tmp_path / "fed", settings, agents=1) as fed:
+        fed.request()
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "warm start: " in fed.record.outcome["reason"]
+        assert "loss became" in fed.record.outcome["reason"]
+
+
+def test_a_cancelled_run_does_not_keep_the_process_busy(tmp_path, images):
+    class Never(InlineWorker):
+        def submit(self, name, job, done):
+            pass
+
+    with Warmed(tmp_path / "fed", images, agents=1) as fed:
+        fed.coordinator.aside = OwnWork(None, fed.desk, Never())
+        run = fed.request()
+        fed.settle()
+        assert "before the first round" in fed.coordinator.status()["waiting"]["for"]
+        fed.state.journal.append("cancel_requested", run=run, body={"reason": "enough"})
+        fed.wait(1)
+        assert fed.record.status == "cancelled"
+        assert fed.desk.asked == ["drop"]
+
+
+def test_mistakes_are_told_before_the_run():
+    def configured(**warm):
+        raw = {"task": TASK, "warm_start": {"data": "digits:optdigits?n=20", **warm}}
+        return parse(CoordinatorConfig, raw, where="test")
+
+    with pytest.raises(UsageError, match="'local', which shares no encoder: nobody would get what is learned"):
+        checked_method(configured(), "local", {})
+    with pytest.raises(ConfigError) as caught:
+        checked_method(configured(data="npz:nowhere", device="xpu9000"), "fedavg", {})
+    assert len(caught.value.mistakes) == 2
+    with pytest.raises(ConfigError, match=r"warm_start\.epoch: unknown key; did you mean 'epochs'"):
+        configured(epoch=3)
+    assert checked_method(configured(), "fedper", {}).name == "fedper"
+
+
+def test_a_request_keeps_its_warm_start_through_the_journal(images):
+    asked = Request("fedavg", {}, 1, 0, TASK, warm_start=images)
+    assert Request.from_body(json.loads(json.dumps(asked.body()))) == asked
+    assert Request.from_body({**asked.body(), "warm_start": None}).warm_start is None
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_process_answers_what_is_computed_here_and_comes_back_when_it_is_killed(tmp_path, images):
+    here = train_warm(question(images, tmp_path / "here"))
+    asked = Desk(tmp_path / "words.log")
+    try:
+        there = asked.ask({"do": "warm", **question(images, tmp_path / "there")})
+        assert there == here
+        assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
+        with pytest.raises(RunFailed, match="unknown method 'fedavgg': did you mean 'fedavg'"):
+            asked.ask({"do": "warm", **question(images, tmp_path / "x", "fedavgg")})
+    finally:
+        asked.close()
+
+
+FAKE = """
+import json, os, struct, sys
+from pathlib import Path
+tries = Path(sys.argv[1])
+tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+sys.stdin.buffer.read(6)
+if len(tries.read_text()) < int(sys.argv[2]):
+    sys.exit("no memory")
+said = json.dumps({"tries": len(tries.read_text())}).encode()
+sys.stdout.buffer.write(struct.pack("<HI", 6, len(said)) + b"answer" + said)
+sys.stdout.buffer.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("dies, answers", [(0, True), (2, True), (3, False)])
+def test_a_process_that_dies_is_asked_again_and_at_last_given_up(tmp_path, monkeypatch, dies, answers):
+    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", FAKE, str(tmp_path / "tries"), str(dies + 1)))
+    asked = Desk(tmp_path / "words.log")
+    try:
+        if answers:
+            assert asked.ask({}) == {"tries": dies + 1}
+        else:
+            with pytest.raises(RunFailed, match="died 3 times, at last of exit code 1; its last words: no memory"):
+                asked.ask({})
+    finally:
+        asked.close()
+    with pytest.raises(RunFailed, match="nobody waits for it any more"):
+        asked.ask({})
+
+
+def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    asked, ends = Desk(tmp_path / "words.log"), []
+    long, queued = {"do": "long"}, {"do": "queued"}
+
+    def ask(question):
+        with pytest.raises(RunFailed, match="nobody waits for it any more"):
+            asked.ask(question)
+        ends.append(question)
+
+    at_work = threading.Thread(target=ask, args=(long,))
+    at_work.start()
+    pause, tries = threading.Event(), 0
+    while asked.pid is None and (tries := tries + 1) < 1000:
+        pause.wait(0.01)
+    asked.drop(queued)
+    ask_later = threading.Thread(target=ask, args=(queued,))
+    assert at_work.is_alive(), "another question is none of its business"
+    asked.drop(long)
+    at_work.join(10)
+    asked.drop(queued)
+    ask_later.start()
+    ask_later.join(10)
+    assert ends == [long, queued]
+    assert asked.pid is None
+    asked.close()
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_a_method_can_be_warmed_if_it_shares_an_encoder(images, name):
+    config = parse(CoordinatorConfig, {"task": TASK, "warm_start": images.model_dump()}, where="test")
+    is_shared = "encoder" in methods.create(name, {}).shared
+    with contextlib.nullcontext() if is_shared else pytest.raises(UsageError, match="shares no encoder"):
+        checked_method(config, name, {})
