@@ -77,7 +77,8 @@ def _own(runs: list[dict[str, Any]]) -> Iterator[str]:
     """What the coordinator has computed itself for these runs."""
     for run in runs:
         if warm := run["warm_start"]:
-            yield f"{run['id']}: warm start on {warm['samples']} samples of {warm['data']}, accuracy {warm['accuracy']}"
+            scored = "" if warm["accuracy"] is None else f", acc.warm_start {warm['accuracy']:.4f}"
+            yield f"{run['id']}: warm start on {warm['samples']} samples of {warm['data']}{scored}"
         if run["proxy"]:
             last = run["proxy"][-1]
             yield f"{run['id']}: acc.proxy {last['acc']:.4f} after round {last['round']}, by {last['by']}"
