@@ -38,19 +38,19 @@ def main() -> None:
     torch.set_num_threads(1)
     with np.load(arguments.file, allow_pickle=False) as arrays:
         data = {name: tuple(torch.from_numpy(arrays[f"{name}.{kind}"]) for kind in "xy") for name in arguments.mine}
-    train = _fedavg if arguments.method == "fedavg" else _fedpac
-    start = _model().state_dict()
+    train = fedavg if arguments.method == "fedavg" else _fedpac
+    start = fresh_model().state_dict()
     mean = {name: tensor.clone() for name, tensor in start.items()}
     say("ready")
     for _ in sys.stdin:
-        mean = _round(train, mean, data)
+        mean = one_round(train, mean, data)
         say("done")
 
 
-def _round(train: Any, received: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Each client from what was received; the mean of all."""
+def one_round(train: Any, received: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Each client from what was received, on the device where that is; the mean of all."""
     sums = {name: tensor * 0 for name, tensor in received.items()}
-    model = _model()
+    model = fresh_model().to(next(iter(received.values())).device)
     for inputs, labels in data.values():
         model.load_state_dict(received)
         train(model, inputs, labels)
@@ -59,7 +59,8 @@ def _round(train: Any, received: dict[str, Any], data: dict[str, Any]) -> dict[s
     return sums
 
 
-def _model() -> Any:
+def fresh_model() -> Any:
+    """The network of the workload."""
     import torch
     from torch import nn
 
@@ -67,13 +68,14 @@ def _model() -> Any:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _fedavg(model: nn.Sequential, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def fedavg(model: nn.Sequential, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Five epochs of SGD."""
     import torch
     from torch.nn import functional as F
 
     optimizer = torch.optim.SGD(model.parameters(), lr=w1.PARAMS["lr"], fused=True)
     for _ in range(w1.PARAMS["local_epochs"]):
-        for rows in torch.split(torch.randperm(len(labels)), w1.PARAMS["batch_size"]):
+        for rows in torch.split(torch.randperm(len(labels), device=labels.device), w1.PARAMS["batch_size"]):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -12,6 +12,9 @@ from edge_agent.errors import UsageError
 
 from ..bench.figures import Row, caveat, machine, rounded
 from .options import Json, print_json, show, table
+
+if TYPE_CHECKING:
+    from ..bench.simulate import Size
 
 app = typer.Typer(help="Measure this machine: transport, rounds, devices.", no_args_is_help=True)
 
@@ -126,16 +129,26 @@ def simulate(
         int, typer.Option("--memory-clients", min=0, max=10_000, help="Clients with ResNet18; 0 = do not measure.")
     ] = 100,
     method: Annotated[str, typer.Option("--method", "-m", help="all, fedavg or fedpac.")] = "all",
+    engine: Annotated[
+        str, typer.Option("--engine", help="pool, or stacked = all clients at once, against a loop on one device.")
+    ] = "pool",
+    device: Annotated[str, typer.Option("--device", help="stacked: auto, cpu, cuda, cuda:1.")] = "auto",
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Simulated rounds against a bare PyTorch loop over the same clients, in turns; and memory against clients.
+
+    With --engine stacked: FedAvg on one device, for as many clients as are asked for and for five times as many. On a
+    CPU that takes many minutes; --clients 4 --rounds 1 is quick.
 
     Example: headwater bench simulate --rounds 5 --json
     """
     from ..bench import simulate as bench
     from ..bench.processes import scratch
 
+    if chosen("--engine", engine, "pool", "stacked") == "stacked":
+        _stacked(bench.Size(clients, samples, rounds), device, folder, as_json=as_json)
+        return
     known = tuple(bench.BUDGETS)
     wanted = known if chosen("--method", method, "all", *known) == "all" else (method,)
     size, here = bench.Size(clients, samples, rounds, workers, many, wanted), machine()
@@ -151,6 +164,29 @@ def simulate(
         print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
         return
     _show(f"workload W1: {clients} clients x {samples} samples, {found['workers']} workers", rows)
+    show(note)
+
+
+def _stacked(size: Size, device: str, folder: Path | None, *, as_json: bool) -> None:
+    from ..bench import stacked as bench
+    from ..bench.processes import scratch
+
+    here = machine()
+    with scratch(folder) as place:
+        found = bench.report(size, place, device)
+    rows = found.pop("rows")
+    is_cpu = found["device"] == "cpu"
+    note = caveat(
+        here,
+        f"On {'the CPU, one thread: no GPU was used' if is_cpu else found['device']}; rounds in turns, data "
+        f"{found['data']}. The loop sends, averages on the device and keeps nothing.",
+    )
+    if as_json:
+        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
+        return
+    _show(f"workload W1: {size.samples} samples a client, device {found['device']}", rows)
+    for clients, engine in found["engine"].items():
+        show(f"{clients} clients: {engine['jobs']} of {engine['of']} jobs in one pass ({engine['because']})")
     show(note)
 
 

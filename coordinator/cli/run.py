@@ -38,7 +38,9 @@ from .queueing import Place, ahead_of, behind, is_serving, standing
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: run.method of the file.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", min=1, help="Rounds; default: run.rounds.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
-Param = Annotated[list[str] | None, typer.Option("--param", "--set", "-p", help="name=value of the method; repeatable.")]
+Param = Annotated[
+    list[str] | None, typer.Option("--param", "--set", "-p", help="name=value of the method; repeatable.")
+]
 KeepEvery = Annotated[
     int | None,
     typer.Option("--keep-every", min=0, help="Keep the states of every so many rounds for 'headwater analyze'."),

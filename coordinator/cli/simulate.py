@@ -78,9 +78,22 @@ Threads = Annotated[
     int | None, typer.Option("--threads", help="Torch threads of a worker; default: 1, which is repeatable.")
 ]
 Engine = Annotated[
-    str | None, typer.Option("--engine", help="serial, or pool = worker processes; default: what suits the machine.")
+    str | None,
+    typer.Option(
+        "--engine",
+        help="serial, pool = worker processes, ray = workers on a cluster, stacked = many clients in one pass, for "
+        "GPUs: equal up to rounding, not bit for bit; default: serial or pool, whichever suits.",
+    ),
 ]
-Workers = Annotated[int | None, typer.Option("--workers", help="Processes of the pool; default: as many as cores.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Of pool and ray; default: as many as cores of machine or cluster.")
+]
+Address = Annotated[
+    str | None, typer.Option("--address", help="ray: a running cluster, HOST:PORT or auto; default: one just for this.")
+]
+StackedAlways = Annotated[
+    bool, typer.Option("--stacked-always", help="stacked: even where a trial finds one after another faster.")
+]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the request.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; it knows what was asked for.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these options; options win.")]
@@ -117,6 +130,8 @@ def simulate(
     threads: Threads = None,
     engine: Engine = None,
     workers: Workers = None,
+    address: Address = None,
+    stacked_always: StackedAlways = False,
     out: Out = None,
     resume: Resume = False,
     config: Config = None,
@@ -125,7 +140,8 @@ def simulate(
 ) -> None:
     """Run a method on many clients on this one machine: the coordinator's own rounds, the devices' own method files.
 
-    The same seed gives the same bits on every engine and with any number of workers. Sources are those of devices.
+    On a CPU the same seed gives the same bits on every engine but stacked, with any number of workers. Sources are
+    those of devices.
     Accuracies of a round are of what its clients received, before they trained. Ctrl-C leaves a run that --resume
     goes on with.
 
@@ -219,7 +235,15 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
         f"partition {result['partition_hash'][:16]}, encoder {result['encoder_sha256'][:16]}"
     )
+    if "stacked" in result:
+        yield _stacked(result["stacked"])
     yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
+
+
+def _stacked(figures: dict[str, Any]) -> str:
+    jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
+    bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"
+    return f"stacked: {jobs} ({figures['because']}){bits}"
 
 
 _NAMES = {

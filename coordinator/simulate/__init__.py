@@ -119,7 +119,7 @@ class Simulation:
         record = self.state.journal.replay(self.run)
         if record.status != "finished":
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
-        return result_of(self.state, self.run, self.prepared)
+        return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
 
     def _attempt(self, number: int) -> int:
         """Which attempt at a round is under way."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.duties import LAST_ROUND, Duties, resident_mb
+from edge_agent.agent.duties import LAST_ROUND, Duties, kept_before, resident_mb
 from edge_agent.agent.jobs import fault
 from edge_agent.agent.kept import KeptFiles
 from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError, TrainingFailed
+from edge_agent.methods import Client
 from edge_agent.store import sha256_of
 from edge_agent.task import Tensors
-from edge_agent.training.session import Arrays, Built, Outcome, Session
+from edge_agent.training.session import Arrays, Built, Kept, Outcome, Session
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.tensors import pieces
@@ -27,6 +29,8 @@ from .newcomers import fit_head
 from .pools import Pools
 
 log = logging.getLogger(__name__)
+
+Said = TypeVar("Said")
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What torch's allocators say; only the one of GPUs has an error class of its own."""
@@ -49,6 +53,24 @@ class HeldOutbox:
         return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=told)
 
 
+class Sessions:
+    """Sessions of one run, of as many clients as their samples fit into so many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+        self._held: dict[str, Session] = {}
+
+    def of(self, client: str, make: Callable[[], Session]) -> Session:
+        """The client's session: the one from before, or a new one."""
+        if client in self._held:
+            return self._held[client]
+        made = make()
+        if made.nbytes <= self._left_bytes:
+            self._left_bytes -= made.nbytes
+            self._held[client] = made
+        return made
+
+
 @dataclass(frozen=True)
 class Shared:
     """What all clients of a process have in common: pools, partition, one model object, and where they keep things.
@@ -64,10 +86,24 @@ class Shared:
     evaluate_after: bool = False
     keep_every: int = 0
     newcomers: frozenset[str] = frozenset()
+    carried: KeptFiles | None = None
+    """What the one client whose turn it is keeps, where that lies with somebody else and is carried to and fro."""
+
+    sessions: Sessions | None = None
+    """Sessions that stay for the next round; None: samples lie in memory only until a job is done."""
+
+    def kept_files(self, client: str, run: str) -> KeptFiles:
+        """What a client keeps of a run: also of the rounds whose states the coordinator keeps."""
+        return self.carried or kept_in(self.folder, client, run, self.keep_every)
 
     def duties(self, client: str) -> SimulatedDuties:
         """The duties of one client."""
         return SimulatedDuties(self, client)
+
+
+def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> KeptFiles:
+    """The kept files of one of the clients whose folders are in ``folder``."""
+    return KeptFiles(folder / client / "runs" / run, keep_every)
 
 
 class SimulatedDuties(Duties):
@@ -97,11 +133,32 @@ class SimulatedDuties(Duties):
         return super().do(job, received)
 
     def kept_files(self, run: str) -> KeptFiles:
-        """What this client keeps of a run: also of the rounds whose states the coordinator keeps."""
-        return KeptFiles(self.config.state / "runs" / run, self._shared.keep_every)
+        """What this client keeps of a run."""
+        return self._shared.kept_files(self.config.id, run)
+
+    def begin(self, job: wire.Job, received: Tensors) -> Begun:
+        """A client that is ready to be trained, its model loaded; with `end`, `do` in two halves.
+
+        Raises:
+            TensorsError: what was received does not fit the model.
+            StateError: what was kept is damaged.
+        """
+        session = self._session_for(job)
+        kept = Kept(*self.kept_files(job.run).before(kept_before(job)))
+        client = session.before_round(received, kept, round_number=job.round, rounds=job.rounds)
+        return Begun(self, job, session, client, session.scores(client) if job.evaluate else {})
+
+    def end(self, begun: Begun) -> wire.UpdateManifest:
+        """Keep and tell what came out of plain training, which the model holds now."""
+        job, session = begun.job, begun.session
+        outcome = session.after_round(begun.client, session.sent(), begun.metrics, evaluate=job.evaluate)
+        return self._deliver(job, outcome, self.kept_files(job.run))
 
     def _session_for(self, job: wire.Job) -> Session:
-        """A session for this one job: its samples lie in memory only until the job is done."""
+        sessions = self._shared.sessions
+        return sessions.of(self.config.id, lambda: self._fresh(job)) if sessions else self._fresh(job)
+
+    def _fresh(self, job: wire.Job) -> Session:
         train, test = self._arrays()
         method = methods.create(job.method, job.params)
         return Session(
@@ -142,6 +199,17 @@ class SimulatedDuties(Duties):
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A client between the two halves of a round: all that is there of it but its model, which others use as well."""
+
+    duties: SimulatedDuties
+    job: wire.Job
+    session: Session
+    client: Client
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a client says to a job, the bytes of its update in pieces, and how long it worked."""
 
@@ -152,18 +220,26 @@ class Answer:
 
 def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Answer:
     """Let a client do its job; whatever goes wrong becomes its `Fault`, as on a device."""
-    begin = time.perf_counter()
-    said: wire.UpdateManifest | wire.Report | wire.Fault
-    content: list[bytes | memoryview] = []
-    try:
+    begin, content = time.perf_counter(), list[bytes | memoryview]()
+
+    def work() -> wire.UpdateManifest | wire.Report:
         duties = shared.duties(client)
         said = duties.do(job, received)
-        content = duties.outbox.content
+        content.extend(duties.outbox.content)
+        return said
+
+    said = attempt(client, job, work)
+    return Answer(said, content, time.perf_counter() - begin)
+
+
+def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire.Fault:
+    """What comes out of a client's work, or what it says when that went wrong; what nobody foresaw is logged."""
+    try:
+        return work()
     except Exception as error:
         if not isinstance(error, HeadwaterError) and not is_out_of_memory(error):
             log.exception("work_broke client=%s", client)
-        said = fault(no_memory(client, job, str(error)) if is_out_of_memory(error) else error, job.run, job.round)
-    return Answer(said, content, time.perf_counter() - begin)
+        return fault(no_memory(client, job, str(error)) if is_out_of_memory(error) else error, job.run, job.round)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

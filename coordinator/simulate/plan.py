@@ -30,10 +30,13 @@ _OPTIONS_OF = {
 """Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
 
 
-EngineName = Literal["serial", "pool"]
+EngineName = Literal["serial", "pool", "ray", "stacked"]
 
-HOW_NOT_WHAT = ("engine", "workers")
-"""Fields that change no bit of what comes out: a run may be gone on with by others."""
+HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
+"""Fields that change nothing of what comes out, and on a CPU no bit: a run may be gone on with by others.
+
+Engine ``stacked`` alone adds numbers up in another order: what it trains equals the others' up to rounding.
+"""
 
 
 class Plan(Frozen):
@@ -93,9 +96,21 @@ class Plan(Frozen):
         1, ge=0, le=256, description="torch threads of a worker; 0 = torch's own choice. 1 keeps results repeatable"
     )
     engine: EngineName | None = Field(
-        None, description="serial: one client after another; pool: worker processes; default: what suits the machine"
+        None,
+        description="serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: "
+        "many clients in one pass, equal up to rounding; default: serial or pool, what suits the machine",
     )
-    workers: int | None = Field(None, ge=1, le=1024, description="processes of the pool; default: as many as cores")
+    workers: int | None = Field(None, ge=1, le=1024, description="of pool and ray; default: as many as cores")
+    address: str | None = Field(
+        None,
+        min_length=1,
+        max_length=300,
+        description="ray: a running cluster, HOST:PORT or auto; default: one of our own, on this machine",
+    )
+
+    stacked_always: bool = Field(
+        False, description="stacked: train at once even where a trial would find one after another faster"
+    )
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Plan:
@@ -109,8 +124,7 @@ class Plan(Frozen):
             yield f"partition {rule} needs alpha, for example --alpha 0.5"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
-        if self.engine == "serial" and self.workers is not None:
-            yield f"workers = {self.workers} means nothing to engine serial; it is for pool"
+        yield from self._mistakes_of_engine()
         if self.fraction_max is not None and self.fraction_max < self.fraction:
             yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
         for option, rules in _OPTIONS_OF.items():
@@ -118,6 +132,16 @@ class Plan(Frozen):
             if value is not None and rule not in rules:
                 where = "a saved partition" if rule is None else f"partition {rule}"
                 yield f"{option} = {value} means nothing to {where}; it is for {', '.join(rules)}"
+
+    def _mistakes_of_engine(self) -> Iterator[str]:
+        if self.engine in {"serial", "stacked"} and self.workers is not None:
+            yield f"workers = {self.workers} means nothing to engine {self.engine}; it is for pool and ray"
+        if self.address is not None and self.engine != "ray":
+            yield f"address = {self.address} means nothing to engine {self.engine or 'pool'}; it is for ray"
+        if (self.address or "").startswith("ray://"):
+            yield f"address = {self.address} is one for Ray's remote client; run on a machine of the cluster, with auto"
+        if self.stacked_always and self.engine != "stacked":
+            yield f"stacked_always means nothing to engine {self.engine or 'pool'}; it is for stacked"
 
     @property
     def saved_partition(self) -> Path | None:

@@ -68,7 +68,7 @@ class Prepared:
 
     def shared(self) -> Prepared:
         """The same with its pools, where processes are to share them, in memory that they can; forget the original."""
-        if self.choice.engine == "serial":
+        if self.choice.engine != "pool":
             return self
         area = Area.of(*self.pools.content())
         owners = self.pools.owners

@@ -58,17 +58,13 @@ class Duties:
         session, files = self._session_for(job), self.kept_files(job.run)
         from ..training.session import Kept
 
+        kept = Kept(*files.before(kept_before(job)))
         if job.purpose == "finish":
-            kept = Kept(*files.before(LAST_ROUND))
             return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
         if job.purpose == "pool":
-            return self._give_norm(job, session, Kept(*files.before(job.round - job.rounds + 1)))
-        kept = Kept(*files.before(job.round))
+            return self._give_norm(job, session, kept)
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
-        files.write(job.round, outcome.kept.personal, outcome.kept.memory)
-        return self.outbox.put(
-            outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
-        )
+        return self._deliver(job, outcome, files)
 
     def kept_files(self, run: str) -> KeptFiles:
         """What this device keeps of a run."""
@@ -164,6 +160,13 @@ class Duties:
 
         return own_samples(self.config.data, self.config.id, task.input, task.class_names)
 
+    def _deliver(self, job: Job, outcome: Outcome, files: KeptFiles) -> UpdateManifest:
+        """What stays is kept before anybody hears of what travels."""
+        files.write(job.round, outcome.kept.personal, outcome.kept.memory)
+        return self.outbox.put(
+            outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
+        )
+
     def _give_norm(self, job: Job, session: Session, kept: Kept) -> UpdateManifest:
         if not self.config.training.share_norm:
             raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
@@ -188,6 +191,13 @@ class Duties:
             rss_mb=resident_mb(),
             torch_loaded="torch" in sys.modules,
         )
+
+
+def kept_before(job: Job) -> int:
+    """What a job starts from is what was kept last before this round."""
+    if job.purpose == "finish":
+        return LAST_ROUND
+    return job.round - job.rounds + 1 if job.purpose == "pool" else job.round
 
 
 def resident_mb() -> float:

@@ -28,8 +28,7 @@ class KeptFiles:
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
         """Keep what came out of a round; on disk when this returns. Of a client that never keeps a thing: no file."""
-        both = {_PERSONAL + name: array for name, array in personal.items()}
-        both.update({_MEMORY + name: array for name, array in memory.items()})
+        both = together(personal, memory)
         if not both and not any(self.folder.glob("kept-*.safetensors")):
             return
         write_tensors(self._path(round_number), both)
@@ -48,10 +47,9 @@ class KeptFiles:
         if not earlier:
             return {}, {}
         try:
-            both = read_tensors(earlier[-1])
+            return apart(read_tensors(earlier[-1]))
         except CodecError as error:
             raise StateError(f"{earlier[-1]}: damaged ({error}); remove it to go on from an earlier round") from error
-        return _under(_PERSONAL, both), _under(_MEMORY, both)
 
     def _stood(self, first: int, until: int) -> bool:
         """Whether what came out of round ``first`` still stood after a round that is kept, ``until`` replacing it."""
@@ -59,6 +57,17 @@ class KeptFiles:
 
     def _path(self, round_number: int) -> Path:
         return self.folder / f"kept-{round_number:07d}.safetensors"
+
+
+def together(personal: Tensors, memory: Tensors) -> Tensors:
+    """Personal tensors and memory under names that `apart` tells apart."""
+    both = {_PERSONAL + name: array for name, array in personal.items()}
+    return {**both, **{_MEMORY + name: array for name, array in memory.items()}}
+
+
+def apart(both: Tensors) -> tuple[Tensors, Tensors]:
+    """(personal tensors, memory) of what `together` has put together."""
+    return _under(_PERSONAL, both), _under(_MEMORY, both)
 
 
 def _number(path: Path) -> int:

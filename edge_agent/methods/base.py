@@ -11,9 +11,9 @@ part ``encoder``). Extra arrays that are not weights (prototypes, statistics) st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -31,6 +31,35 @@ Norm = Literal["global", "local_stats", "local_all"]
 
 Exactness = Mapping[str, tuple[Literal["exact", "approximate"], str]]
 """Device head -> how true it is to the method, and why."""
+
+
+LocalUpdate = TypeVar("LocalUpdate", bound=Callable[..., Tensors])
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a plain local update does not do: parts that are ``frozen`` get no gradient and run in eval mode."""
+
+    frozen: tuple[str, ...] = ()
+
+
+_PLAIN: dict[Callable[..., Tensors], Plain] = {}
+
+
+def plain(*, frozen: tuple[str, ...] = ()) -> Callable[[LocalUpdate], LocalUpdate]:
+    """A mark for a ``local_update`` that does nothing but what this says.
+
+    It is E epochs of the batch mean of cross entropy of ``client.model`` by one optimizer, all as ``params`` say, with
+    no random numbers but the order of samples; it looks neither at what was received nor at memory, and sends the
+    shared tensors. Whoever trains many clients at once may then do so without calling it. A subclass with a
+    ``local_update`` of its own is not plain, unless that is marked as well.
+    """
+
+    def marked(update: LocalUpdate) -> LocalUpdate:
+        _PLAIN[update] = Plain(frozen)
+        return update
+
+    return marked
 
 
 class MethodParams(Frozen):
@@ -170,6 +199,11 @@ class Method:
             yield (update.weight if self.weighting == "samples" else 1.0), update.tensors
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def plain_update(cls) -> Plain | None:
+        """What is known of this method's ``local_update`` where it is marked as `plain`; else None."""
+        return _PLAIN.get(cls.local_update)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Train on local data from ``received`` (already loaded into ``client.model``); returns what is sent.

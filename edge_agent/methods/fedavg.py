@@ -15,7 +15,7 @@ from typing import ClassVar
 from ..task import Tensors
 from ..training.loops import train_all_parts
 from ..training.parts import to_arrays
-from .base import Client, Exactness
+from .base import Client, Exactness, plain
 from .base import Method as Base
 
 
@@ -27,6 +27,7 @@ class Method(Base):
         "mlp": ("exact", "FedAvg-FT trains the linear head alone on the frozen encoder; one linear layer is that head"),
     }
 
+    @plain()
     def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
         """E epochs of cross entropy on all parts; returns those that travel."""
         train_all_parts(client, self.params)

@@ -20,7 +20,7 @@ from ..task import Tensors
 from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
 from ._tuned import Tuned
-from .base import Client, Exactness, MethodParams
+from .base import Client, Exactness, MethodParams, plain
 
 
 class Params(MethodParams):
@@ -52,6 +52,7 @@ class Method(Tuned):
         """All, or the head."""
         return ("encoder", "head") if self.params.tune == "all" else ("head",)
 
+    @plain(frozen=("head",))
     def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
         """E epochs of cross entropy on the encoder alone."""
         params, model = self.params, client.model

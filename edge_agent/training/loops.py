@@ -164,22 +164,27 @@ def train_by_steps(
     if not client.samples:
         raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
     mean_loss, done = math.nan, 0
-    with _training_mode(client.model, frozen, frozen_norm):
+    with training_mode(client.model, frozen, frozen_norm):
         for epoch in range(1, (steps or epochs) + 1):
             split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
             split = split[: steps - done] if steps else split
             mean_loss = _epoch(client, step, split)
             if not math.isfinite(mean_loss):
-                raise TrainingFailed(
-                    f"client '{client.id}': loss became {mean_loss} in epoch {epoch} of {epochs} at "
-                    f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
-                    f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
-                )
+                raise diverged(client, mean_loss, f"{epoch} of {epochs}", suspects)
             client.log[log] = mean_loss
             done += len(split)
             if done == steps:
                 break
     return mean_loss
+
+
+def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, float]) -> TrainingFailed:
+    """What to say where a loss is no finite number; ``epoch``: which of how many."""
+    return TrainingFailed(
+        f"client '{client.id}': loss became {loss} in epoch {epoch} at "
+        f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
+        f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
+    )
 
 
 def _epoch(client: Client, step: Step, split: Sequence[np.ndarray]) -> float:
@@ -203,7 +208,12 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eval", "train"]) -> Iterator[None]:
+def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eval", "train"]) -> Iterator[None]:
+    """Inside, the model is in train mode, and the ``frozen`` parts as `train_epochs` says.
+
+    Raises:
+        UnknownName: no such part.
+    """
     still = [model.part(name) for name in frozen]
     held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
     model.train()

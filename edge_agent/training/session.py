@@ -104,22 +104,25 @@ class Session:
             TrainingFailed: training stopped.
         """
         client = self._client(received, kept, round_number, rounds)
-        metrics = self._evaluate(client) if evaluate else {}
+        metrics = self.scores(client) if evaluate else {}
         update = self.method.local_update(client, received)
-        if evaluate and self._evaluates_after:
-            metrics |= {name.replace("acc.", "acc.after."): score for name, score in self._evaluate(client).items()}
-        return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
+        return self.after_round(client, update, metrics, evaluate=evaluate)
 
     def finish(self, received: Tensors, kept: Kept, *, rounds: int) -> Outcome:
         """After the last round: personalize to what was received, and evaluate; nothing travels."""
         client = self._client(received, kept, rounds, rounds, salt=1)
         self.method.personalize(client, received)
-        metrics = self._evaluate(client)
+        metrics = self.scores(client)
         return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
 
     def norm_tensors(self, kept: Kept) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the samples."""
+        return sum(tensor.nbytes for tensor in (*self._train, *self._test))
 
     @property
     def test(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,9 +133,21 @@ class Session:
         """The client as it begins a round: its model holds what was received and what was kept."""
         return self._client(received, kept, round_number, rounds)
 
+    def after_round(self, client: Client, update: Tensors, metrics: dict[str, float], *, evaluate: bool) -> Outcome:
+        """What came out of a round whose client has trained; its ``metrics`` are those from before."""
+        if evaluate and self._evaluates_after:
+            metrics = metrics | {
+                name.replace("acc.", "acc.after."): score for name, score in self.scores(client).items()
+            }
+        return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
+
+    def sent(self) -> Tensors:
+        """The shared tensors as they are in the model now: the update of a method whose training is plain."""
+        return to_arrays(self._model, self._shared)
+
     def _client(self, received: Tensors, kept: Kept, round_number: int, rounds: int, salt: int = 0) -> Client:
-        load_arrays(self._model, {**self._fresh, **kept.personal})
-        load_arrays(self._model, {n: a for n, a in received.items() if not n.startswith("extra.")})
+        shared = {name: array for name, array in received.items() if not name.startswith("extra.")}
+        load_arrays(self._model, {**self._fresh, **kept.personal, **shared})
         seeds = np.random.SeedSequence([self.seed, zlib.crc32(self.client.encode()), round_number, salt])
         rng = np.random.default_rng(seeds)
         generator = torch.Generator(device=self.device)
@@ -152,7 +167,8 @@ class Session:
             memory={name: array.copy() for name, array in kept.memory.items()},
         )
 
-    def _evaluate(self, client: Client) -> dict[str, float]:
+    def scores(self, client: Client) -> dict[str, float]:
+        """Accuracies on the held-back samples, by the name of the metric; none where there are no such samples."""
         inputs, labels = self._test
         if not len(labels):
             return {}

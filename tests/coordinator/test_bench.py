@@ -13,7 +13,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coordinator.bench import bare_rounds, device, noop, processes, rounds, sample, simulate, tcp, transport, w1
+from coordinator.bench import (
+    bare_rounds,
+    device,
+    noop,
+    processes,
+    rounds,
+    sample,
+    simulate,
+    stacked,
+    tcp,
+    transport,
+    w1,
+)
 from coordinator.bench.figures import Row, caveat, machine, median, quantile, rounded
 from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
@@ -268,10 +280,10 @@ def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
     )
     torch.manual_seed(0)
     inputs, labels = torch.randn(30, 1, 28, 28), torch.arange(30) % 10
-    bare_rounds._fedavg(bare_rounds._model(), inputs, labels)
+    bare_rounds.fedavg(bare_rounds.fresh_model(), inputs, labels)
     assert steps == [8] * 10
     steps.clear()
-    bare_rounds._fedpac(bare_rounds._model(), inputs, labels)
+    bare_rounds._fedpac(bare_rounds.fresh_model(), inputs, labels)
     assert steps == [2] * 2 + [6] * 10
     means = bare_rounds._means(torch.tensor([[1.0], [3.0], [7.0]]), torch.tensor([4, 4, 9]))
     assert means[:, 0].tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0, 7]
@@ -292,6 +304,27 @@ def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypa
     assert simulate.proportional_mb(os.getpid()) > 50
     with pytest.raises(OSError, match="999999999"):
         simulate.proportional_mb(999_999_999)
+
+
+def test_stacked_rounds_are_measured_against_a_loop_on_the_same_device(tmp_path, monkeypatch):
+    """The CPU has no target; a GPU's is a fifth of the loop's time: of 1 / 4 and 3 / 6 the median is 0.375."""
+    turns = stacked.Against(7, (1.0, 3.0), (4.0, 6.0), {})
+    rates = [(row.name, row.value, row.is_met) for row in turns.rows(on_gpu=True)]
+    assert rates == [
+        ("7 clients: rounds a second, engine stacked", 0.5, None),
+        ("7 clients: rounds a second, one client after another", 0.2, None),
+        ("7 clients: round over that loop", 0.375, False),
+    ]
+    monkeypatch.setattr(w1, "has_fashion", lambda: False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(models.registry._extra.pop, w1.ENCODER, None)
+        found = stacked.report(simulate.Size(clients=1, samples=20, rounds=1), tmp_path, "cpu")
+    assert found["device"] == "cpu"
+    assert (found["engine"]["1"]["jobs"], found["engine"]["1"]["of"]) == (0, 2), "there is nobody beside it"
+    assert found["engine"]["5"]["of"] == 10
+    assert set(found["engine"]["5"]["seconds_of_a_step"]) == {"one by one", "grouped", "unfolded"}
+    assert [row.budget for row in found["rows"]] == [None] * 6
+    assert all(row.value > 0 for row in found["rows"])
 
 
 @pytest.mark.parametrize("command", ["transport", "round", "device", "simulate"])

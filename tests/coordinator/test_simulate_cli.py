@@ -251,7 +251,7 @@ def test_a_run_may_be_gone_on_with_on_another_engine(call, images):
     assert json.loads(out) == whole
     code, _, err = call("--resume", "--out", "sim", "--engine", "poool")
     assert code == 2
-    assert "'serial' or 'pool'" in err
+    assert "'serial', 'pool'" in err
 
 
 def test_saved_partition_of_the_run_can_be_given_to_another(call, images):

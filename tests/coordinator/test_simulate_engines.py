@@ -89,7 +89,7 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         victim = next(iter(pool._busy))
         os.kill(victim.pid, signal.SIGKILL)
         result = simulation.finish()
-        assert pool._deaths.total() == 1
+        assert pool._deaths.at_work.total() == 1
         assert victim.pid not in pool.pids
         entries = simulation.state.journal.entries(simulation.run, ("update_accepted",))
         orphan = pool._crew[0]._process
@@ -180,7 +180,7 @@ def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_
     for client in ("a", "b", "c"):
         pool.give(work_for(client, b"to all   ", f"to {client}     ".encode()))
         told.append(pool.take().said.message)
-        assert len(pool._shelf._areas) <= 3
+        assert len(pool._shelf.places) <= 3
     common, own = zip(*(message.split(" ", 1) for message in told), strict=True)
     assert [blob.split(":")[1].strip() for blob in own] == ["to a", "to b", "to c"]
     assert len({message.split(":")[0] for message in told}) == 1

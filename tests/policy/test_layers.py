@@ -147,6 +147,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("onnxruntime", {"edge_agent.encoder", "export.runtime", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
         ("sqlalchemy", {"coordinator.journal"}),
+        ("ray", {"coordinator.simulate.engines.connection"}),
     ],
 )
 def test_package_has_few_doors(sources, package, only):

@@ -24,7 +24,7 @@ DRAWERS = {
 DEPENDENCIES = {
     *("numpy", "pydantic", "paho", "safetensors", "tomli", "onnxruntime", "PIL", "pillow", "sklearn", "torch"),
     *("torchvision", "onnx", "onnxscript", "amqtt", "sqlalchemy", "typer", "rich", "starlette", "uvicorn"),
-    *("cryptography", "matplotlib", "prometheus_client", "pytest", "xdist", "hypothesis", "ruff", "mypy"),
+    *("cryptography", "matplotlib", "prometheus_client", "ray", "pytest", "xdist", "hypothesis", "ruff", "mypy"),
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "skops"}
 UNSAFE_CALLS = {"torch.load", "torch.save", "np.save", "joblib.load", "eval", "exec", "pd.read_pickle"}

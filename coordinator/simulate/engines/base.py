@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, Report, UpdateManifest
 from edge_agent.wire.tensors import decode
+
+ANSWERS: dict[str, type[UpdateManifest | Report | Fault]] = {
+    "update": UpdateManifest,
+    "report": Report,
+    "fault": Fault,
+}
+"""What a client may say to a job, by the ``type`` under which another process passes it on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class Engine(Protocol):
     @property
     def pids(self) -> tuple[int, ...]:
         """Processes of its own that are at work."""
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What a result is to tell of it, beside its name and number of workers."""
 
     @property
     def room(self) -> int:

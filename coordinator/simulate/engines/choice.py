@@ -10,11 +10,12 @@ from edge_agent.errors import MissingCapability
 from edge_agent.training.session import choose_device
 
 from ..plan import EngineName, Plan
+from .connection import imported
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine and its number of workers."""
+    """An engine and its number of workers; 0: as many as a cluster has room for."""
 
     engine: EngineName = "serial"
     workers: int = 1
@@ -24,12 +25,15 @@ class Choice:
         """What was asked for, else what suits: several workers where several cores can serve several clients.
 
         Raises:
-            MissingCapability: this system cannot share memory between processes in our way.
+            MissingCapability: this system cannot share memory between processes in our way, or Ray is not installed.
         """
         workers = min(plan.workers or cores(), clients)
         engine = plan.engine or ("pool" if plan.workers else _suitable(plan, workers))
-        if engine == "serial":
-            return cls()
+        if engine in {"serial", "stacked"}:
+            return cls(engine)
+        if engine == "ray":
+            imported()
+            return cls("ray", workers if plan.address is None else min(plan.workers or 0, clients))
         if not can_share():
             raise MissingCapability("engine pool needs sockets that hand on descriptors (Linux, macOS); take serial")
         return cls(engine, workers)

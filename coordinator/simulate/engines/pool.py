@@ -9,33 +9,21 @@ from __future__ import annotations
 
 import logging
 import selectors
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_agent.agent.jobs import fault
-from edge_agent.errors import HeadwaterError, RunFailed
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Fault, Report, UpdateManifest
+from edge_agent.wire.messages import UpdateManifest
 
-from ..duties import no_memory
 from .areas import Area
-from .base import Done, Work
+from .base import ANSWERS, Done, Work
+from .deaths import Deaths
 from .process import WorkerProcess
+from .shelf import Shelf
 
 log = logging.getLogger(__name__)
-
-MOST_DEATHS = 3
-"""How often workers may die at one client's job before the client is given up: memory that is short stays short."""
-
-
-ANSWERS: dict[str, type[UpdateManifest | Report | Fault]] = {
-    "update": UpdateManifest,
-    "report": Report,
-    "fault": Fault,
-}
 
 
 @dataclass(frozen=True)
@@ -56,20 +44,24 @@ class Pool:
     def __init__(self, beginning: Beginning, workers: int) -> None:
         self.workers = workers
         self._beginning = beginning
-        self._shelf = _Shelf()
+        self._shelf = Shelf(lambda blob: Area.of(blob.data))
         self._selector = selectors.DefaultSelector()
         self._crew: list[WorkerProcess] = []
         self._getting_ready: set[WorkerProcess] = set()
         self._busy: dict[WorkerProcess, Work] = {}
         self._waiting: list[Work] = []
-        self._deaths = Counter[tuple[str, int, str]]()
-        self._failed_starts = 0
+        self._deaths = Deaths()
         self._done: list[Done] = []
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Those of the workers."""
         return tuple(worker.pid for worker in self._crew)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
 
     @property
     def room(self) -> int:
@@ -126,7 +118,7 @@ class Pool:
         for worker in idle[: len(self._waiting)]:
             work = self._busy[worker] = self._waiting.pop(0)
             words = {"client": work.client, "job": work.job.model_dump_json()}
-            worker.tell(words, self._shelf.areas(work))
+            worker.tell(words, self._shelf.take(work))
 
     def _listen_once(self) -> None:
         for key, _ in self._selector.select():
@@ -140,7 +132,7 @@ class Pool:
             return
         if worker in self._getting_ready:
             self._getting_ready.remove(worker)
-            self._failed_starts = 0
+            self._deaths.began()
         else:
             self._came_back(self._busy.pop(worker), words, areas)
         self._hand_out()
@@ -168,47 +160,14 @@ class Pool:
         work = self._busy.pop(worker, None)
         if work is None:
             self._getting_ready.discard(worker)
-            self._failed_starts += 1
-            if self._failed_starts >= MOST_DEATHS:
-                raise RunFailed(f"workers cannot start: the last one ended with {why}; try --engine serial")
+            self._deaths.before_work(why)
         else:
             self._again(work, why)
         self._hire(worker.number)
 
     def _again(self, work: Work, why: str) -> None:
-        key = (work.client, work.job.round, work.job.purpose)
-        self._deaths[key] += 1
-        if self._deaths[key] < MOST_DEATHS:
+        given_up = self._deaths.given_up(work, why)
+        if given_up is None:
             self._waiting.insert(0, work)
-            return
-        error: HeadwaterError = no_memory(work.client, work.job, f"{MOST_DEATHS} workers ended at it, with {why}")
-        self._finish(Done(work, fault(error, work.job.run, work.job.round), None, 0.0))
-
-
-class _Shelf:
-    """Blobs in shared memory: what many clients begin with lies there once, whoever of them comes when."""
-
-    def __init__(self) -> None:
-        self._areas: dict[str, Area] = {}
-        self._needed = Counter[str]()
-
-    def expect(self, work: Work) -> None:
-        """This work is going to need its blobs."""
-        self._needed.update(blob.ref.digest for blob in work.blobs)
-
-    def areas(self, work: Work) -> list[Area]:
-        """The areas of the work's blobs. Those that nobody needs any more make room for those that are new."""
-        new = [blob for blob in work.blobs if blob.ref.digest not in self._areas]
-        if new:
-            self._areas = {digest: area for digest, area in self._areas.items() if self._needed[digest]}
-        self._areas.update({blob.ref.digest: Area.of(blob.data) for blob in new})
-        return [self._areas[blob.ref.digest] for blob in work.blobs]
-
-    def forget(self, work: Work) -> None:
-        """This work is done."""
-        self._needed.subtract(blob.ref.digest for blob in work.blobs)
-        self._needed = +self._needed
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self._areas.clear()
+        else:
+            self._finish(given_up)

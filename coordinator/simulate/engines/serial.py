@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from edge_agent.errors import RunFailed
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import UpdateManifest
@@ -23,6 +25,11 @@ class Serial:
     def pids(self) -> tuple[int, ...]:
         """None."""
         return ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
 
     @property
     def room(self) -> int:

@@ -6,7 +6,6 @@ because its owner was killed, say, the worker ends in the middle of whatever it 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -17,18 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent import methods
 from edge_agent.data.partition import Division
 from edge_agent.store import without_syncs
-from edge_agent.task import Task
-from edge_agent.training.session import Built
 from edge_agent.wire.messages import Job
 
 from ..duties import Shared, answer
-from ..plan import Plan
-from ..pools import Pools
 from .areas import Area
 from .base import received
+from .beginning import shared_by
 from .line import Line
 
 
@@ -59,30 +54,10 @@ def _end_with_owner() -> None:
 
 
 def _begin(words: dict[str, Any], areas: list[Area]) -> Shared:
-    import torch
-
-    plan = Plan.model_validate(words["plan"])
-    for name in words["setup"]:
-        module, _, function = name.partition(":")
-        getattr(importlib.import_module(module), function)()
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    folder, task = Path(words["folder"]), Task.model_validate(words["task"])
-    model = Built.of(methods.create(plan.method, plan.params), task, seed=plan.seed, device=plan.device)
-    (pool,) = areas
-    pools = Pools.from_memory(pool.map(), task)
+    folder, (pool,) = Path(words["folder"]), areas
+    memory = pool.map()
     pool.close()
-    division = Division.read(folder / words["partition"])
-    return Shared(
-        pools,
-        division,
-        model,
-        folder / words["clients"],
-        plan.device,
-        evaluate_after=plan.evaluate_after,
-        keep_every=plan.keep_every,
-        newcomers=frozenset(words["newcomers"]),
-    )
+    return shared_by(words, memory, Division.read(folder / words["partition"]), folder / words["clients"])
 
 
 def _work(shared: Shared, line: Line) -> None:
