@@ -22,19 +22,32 @@ _syncs = ContextVar("syncs", default=True)
 
 
 @contextlib.contextmanager
-def without_syncs() -> Iterator[None]:
+def without_syncs(folder: Path | None = None) -> Iterator[None]:
     """Inside, nothing waits for the disk: what is written survives a kill of this process, but no power cut.
 
-    For work that is cheap to do again, such as simulations; a device never works so. When it ends, all is handed to
-    the disk at once.
+    For work that is cheap to do again, such as simulations; a device never works so. At the end all files below
+    ``folder`` are synced, whoever wrote them.
     """
     token = _syncs.set(False)
     try:
         yield
     finally:
         _syncs.reset(token)
-        if _syncs.get() and hasattr(os, "sync"):
-            os.sync()
+        if folder is not None and _syncs.get():
+            _sync_all(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            if path.is_dir():
+                sync_folder(path)
+            elif path.is_file() and not path.is_symlink():
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
 
 def is_synced() -> bool:

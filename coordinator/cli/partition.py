@@ -9,8 +9,10 @@ import numpy as np
 import typer
 
 from edge_agent.config import parse
+from edge_agent.errors import UsageError
 from edge_agent.store import write_atomic
 
+from ..report.mixture import mixture, picture_kind
 from . import simulate
 from .options import Json, Verbose, print_json, ready_for, set_up_logging, show, table
 
@@ -26,7 +28,10 @@ Rule = Annotated[
         help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to look at.",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="File of the partition.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="File of the partition; default: partition.json, and none for one that is saved."),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Picture of who has how many of which class: .svg or .png.")]
 
 SHOWN_CLIENTS, SHOWN_CLASSES = 40, 12
@@ -44,7 +49,7 @@ def partition(
     test_fraction: simulate.TestFraction = None,
     validation: simulate.Validation = None,
     seed: simulate.Seed = None,
-    out: Out = Path("partition.json"),
+    out: Out = None,
     plot: Plot = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -65,20 +70,33 @@ def partition(
     given = {name: typed[name] for name in Plan.model_fields if name in typed and typed[name] is not None}
     raw = {**given, "partition": rule, "data": simulate.sources(data), "folder": str(Path.cwd())}
     plan = parse(Plan, raw, where="the partition")
-    for path in filter(None, (out, plot)):
+    file = out or (Path("partition.json") if plan.saved_partition is None else None)
+    kind = "" if plot is None else picture_kind(plot.suffix)
+    for path in filter(None, (file, plot)):
         ready_for(path)
     pools, division, task = prepare(plan)
-    division.write(out)
     told = _told(division, pools, task.class_names)
-    told |= {"file": str(out), "plot": None if plot is None else str(plot)}
+    told |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
+    if file is not None:
+        _check_place(file, division)
+        division.write(file)
     if plot is not None:
-        from ..report.mixture import mixture
-
-        write_atomic(plot, mixture(told, plot.suffix.lstrip(".").lower()))
+        write_atomic(plot, mixture(told, kind))
     if as_json:
         print_json(told)
         return
     show(_table(told), *_reading(told))
+
+
+def _check_place(path: Path, division: Division) -> None:
+    """Return quietly where nothing that others rely on would be lost."""
+    from edge_agent.data.partition import Division
+
+    if path.exists() and (found := Division.read(path).sha256) != division.sha256:
+        raise UsageError(
+            f"{path} holds another partition (hash {found[:16]}, this one has {division.sha256[:16]}), and runs or "
+            "devices may rely on it; choose another --out, or remove it first"
+        )
 
 
 def _told(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
@@ -131,5 +149,5 @@ def _reading(told: dict[str, Any]) -> list[str]:
         f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples (median {sizes[len(sizes) // 2]}); "
         f"{samples['used']} of {samples['train']} samples of the pool are trained on{twice}"
     )
-    lines.append(f"hash {told['hash'][:16]}; partition: {told['file']}")
+    lines.append(f"hash {told['hash'][:16]}; partition: {told['file'] or 'as it was'}")
     return [*lines, f"picture: {told['plot']}"] if told["plot"] else lines

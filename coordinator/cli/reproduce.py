@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import DataError, HeadwaterError, UsageError
+from edge_agent.errors import DataError, RunFailed, TrainingFailed, UsageError
 from edge_agent.store import write_atomic, write_json
 
 from ..words import counted
@@ -34,6 +34,7 @@ Workers = Annotated[int | None, typer.Option("--workers", help="As for simulate.
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
 ]
+Again = Annotated[bool, typer.Option("--again", help="Run rows that failed once more, from their beginning.")]
 OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; tell what is there so far.")]
 
 
@@ -48,6 +49,7 @@ def reproduce(
     engine: Engine = None,
     workers: Workers = None,
     out: Out = None,
+    again: Again = False,
     only_show: OnlyShow = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -66,13 +68,16 @@ def reproduce(
         _list(names(), as_json=as_json)
         return
     wanted = {"rounds": rounds, "data": tuple(data or ()), "device": device, "engine": engine, "workers": workers}
-    changes = {field: value for field, value in wanted.items() if value}
+    changes = {field: value for field, value in wanted.items() if value not in (None, ())}
     folder = out or Path(f"reproduce-{Path(name).stem}")
     asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))
     cells = asked.cells()
     if not only_show:
+        for cell in cells:
+            if again and cell.failure:
+                cell.forget()
         _run_all(asked.table, cells, lambda: _write(asked, cells))
-    told = _write(asked, cells)
+    told = _told(asked, cells)
     if as_json:
         print_json(told)
     else:
@@ -94,55 +99,63 @@ def _list(known: Sequence[str], *, as_json: bool) -> None:
 
 def _numbers(text: str | None) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in (text or "").split(",") if word.strip())
+        found = tuple(int(word) for word in (text or "").split(",") if word.strip())
     except ValueError as error:
         raise UsageError(f"--seeds '{text}': expected numbers with commas, for example 0,1,2") from error
+    if len(set(found)) < len(found):
+        raise UsageError(f"--seeds '{text}': a seed is given twice; that is not another run")
+    return found
 
 
 def _run_all(wanted: Table, cells: Sequence[Cell], write: Callable[[], object]) -> None:
     begun = {cell.folder: cell.is_begun() for cell in cells}  # all of them first: nothing is run that will not fit
-    missing = [cell for cell in cells if cell.result is None]
+    missing = [cell for cell in cells if cell.result is None and not cell.failure]
     for place, cell in enumerate(missing, 1):
         console.print(f"{place} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
         try:
             run_plan(cell.plan, cell.folder, resume=begun[cell.folder])
         except DataError as error:
             raise DataError(f"{error}. {wanted.get_data}".strip()) from error
-        except UsageError:
-            raise
-        except HeadwaterError as error:
+        except (RunFailed, TrainingFailed) as error:
             cell.fail(str(error))
-            console.print(f"{cell} failed: {error}", soft_wrap=True)
+            console.print(f"{cell} failed: {error}; --again runs it once more", soft_wrap=True)
         except KeyboardInterrupt:
             write()
             words = " ".join(shlex.quote(word) for word in ("headwater", *sys.argv[1:]))
             console.print(f"stopped in {cell}; nothing is lost, the same command goes on: {words}", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
         write()
+    write()
 
 
-def _write(asked: Reproduction, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Table, figures and curves in their files; the figures."""
+def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:
+    """Table, figures and curves in their files: what is wanted, and what is there beside it."""
     from ..reproduce import curves, markdown, outcomes, promises
 
-    found = outcomes(asked.table, cells)
+    shown = asked.shown(cells)
+    found = outcomes(asked.table, shown)
     kept = promises(asked.table, found)
-    told = {
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    write_json(asked.folder / "table.json", _told(asked, shown))
+    write_atomic(asked.folder / "table.md", markdown(asked.table, found, kept, _command(asked)).encode())
+    write_atomic(asked.folder / "curves.svg", curves(asked.table, shown))
+
+
+def _told(asked: Reproduction, cells: Sequence[Cell]) -> dict[str, Any]:
+    from ..reproduce import outcomes, promises
+
+    found = outcomes(asked.table, cells)
+    return {
         "title": asked.table.title,
         "source": asked.table.source,
         "measure": asked.table.measure,
         "average": asked.table.average,
         "when": asked.table.when,
         "cells": [one.as_json() for one in found],
-        "promises": kept,
+        "promises": promises(asked.table, found),
         "notes": list(asked.table.notes),
         "folder": str(asked.folder),
     }
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    write_json(asked.folder / "table.json", told)
-    write_atomic(asked.folder / "table.md", markdown(asked.table, found, kept, _command(asked)).encode())
-    write_atomic(asked.folder / "curves.svg", curves(asked.table, cells))
-    return told
 
 
 def _command(asked: Reproduction) -> str:
@@ -150,7 +163,9 @@ def _command(asked: Reproduction) -> str:
     words += [word for row in asked.rows for word in ("--row", row)]
     words += [word for column in asked.columns for word in ("--column", column)]
     words += ["--seeds", ",".join(map(str, asked.seeds))] if asked.seeds else []
-    words += ["--rounds", str(asked.changes["rounds"])] if "rounds" in asked.changes else []
+    for name, value in asked.changes.items():
+        words += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (f"--{name}", str(one))]
+    words += ["--out", str(asked.folder)]
     return " ".join(map(shlex.quote, words))
 
 

@@ -13,16 +13,24 @@ MOST_BUBBLES = 60
 """Clients up to which each count is a bubble; more of them become a map of colours."""
 
 
-def mixture(told: Mapping[str, Any], kind: str) -> bytes:
-    """The picture of a partition as the bytes of a file of that kind.
-
-    ``told``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
+def picture_kind(suffix: str) -> str:
+    """The kind of picture that a file with this suffix is to hold.
 
     Raises:
-        UsageError: no such kind of picture.
+        UsageError: no such kind.
     """
+    kind = suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        raise UsageError(f"--plot: a picture '.{kind}'; expected one of {', '.join('.' + one for one in FORMATS)}")
+        found = f"'{suffix}'" if suffix else "a name without a suffix"
+        raise UsageError(f"--plot: {found}; expected one of {', '.join('.' + one for one in FORMATS)}")
+    return kind
+
+
+def mixture(told: Mapping[str, Any], kind: str) -> bytes:
+    """The picture of a partition as the bytes of a file of that kind, one of `FORMATS`.
+
+    ``told``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

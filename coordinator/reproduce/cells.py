@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edge_agent import methods
+from edge_agent import data, methods
 from edge_agent.config import parse
 from edge_agent.errors import UnknownName, UsageError
 from edge_agent.store import read_json, write_json
@@ -41,6 +42,8 @@ class Cell:
     @property
     def failure(self) -> str:
         """Why it came to no result; empty where it did not fail."""
+        if self.result is not None:
+            return ""
         return str((read_json(self.folder / FAILED) or {}).get("reason", ""))
 
     @property
@@ -51,9 +54,20 @@ class Cell:
         with StateFolder(self.folder).look() as state:
             return len(state.journal.entries(kinds=("round_closed",)))
 
+    def is_there(self) -> bool:
+        """Whether its folder holds a run of what it asks for."""
+        try:
+            return self.is_begun()
+        except UsageError:
+            return False
+
     def fail(self, reason: str) -> None:
         """Note that it has come to no result."""
         write_json(self.folder / FAILED, {"reason": reason})
+
+    def forget(self) -> None:
+        """Remove what is left of it, so that it can be run anew."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def is_begun(self) -> bool:
         """Whether there is a run to go on with.
@@ -67,8 +81,9 @@ class Cell:
         other = [
             name
             for name in Plan.model_fields
-            if name not in HOW_NOT_WHAT and getattr(found, name) != getattr(self.plan, name)
+            if name not in {*HOW_NOT_WHAT, "folder", "data"} and getattr(found, name) != getattr(self.plan, name)
         ]
+        other += ["data"] if _places(found) != _places(self.plan) else []
         if other:
             told = "; ".join(f"{name} {getattr(found, name)}, now {getattr(self.plan, name)}" for name in other[:5])
             raise UsageError(f"{self.folder} was asked for otherwise ({told}); choose another --out")
@@ -103,6 +118,11 @@ class Reproduction:
             for row in rows
         ]
 
+    def shown(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The wanted cells, and all others of the same seeds of which there is something in the folder."""
+        wanted = {cell.folder for cell in cells}
+        return [cell for cell in replace(self, rows=(), columns=()).cells() if cell.folder in wanted or cell.is_there()]
+
     def _cell(self, row: Row, column: Column, seed: int) -> Cell:
         layers = (self.table.plan, column.plan, row.plan, dict(self.changes))
         raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "seed": seed}
@@ -114,8 +134,22 @@ class Reproduction:
         if not raw.get("data"):
             raise UsageError(f"{self.table.title}: give its data with --data. {self.table.get_data}".strip())
         plan = parse(Plan, raw, where=f"{row.name}, {column.name}")
-        methods.create(plan.method, plan.params)
+        try:
+            methods.create(plan.method, plan.params)
+        except UsageError as error:
+            raise UsageError(f"row '{row.name}': {error}") from error
         return Cell(row, column, seed, plan, self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}")
+
+
+def _places(plan: Plan) -> list[tuple[str, str, dict[str, str]]]:
+    """Kind, place and options of each source of a plan, wherever it was asked for."""
+    return [_place(*data.parse_source(source), plan.folder) for source in plan.data]
+
+
+def _place(kind: str, where: str, options: dict[str, str], folder: Path) -> tuple[str, str, dict[str, str]]:
+    if getattr(data.registry.load(kind), "NEEDS_PATH", False):
+        where = str((folder / Path(where).expanduser()).resolve())
+    return kind, where, options
 
 
 def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list[Any]:

@@ -70,6 +70,8 @@ class Table(Frozen):
         return self
 
     def _mistakes(self) -> Iterator[str]:
+        if len(set(self.seeds)) < len(self.seeds):
+            yield "a seed is given twice: that is not another run"
         rows, columns = [row.name for row in self.rows], [column.name for column in self.columns]
         for kind, named in (("row", rows), ("column", columns)):
             short = [slug(name) for name in named]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from ..simulate import Plan
+from ..simulate.results import best_of
 from .cells import Cell
 from .definition import Column, Row, Table
 
@@ -46,7 +48,7 @@ class Outcome:
     def verdict(self) -> str:
         """The same in words."""
         if self.ours is None:
-            return f"failed: {self.trouble}" if self.trouble else self.under_way or "not run yet"
+            return f"failed: {_short(self.trouble)}" if self.trouble else self.under_way or "not run yet"
         few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
         if self.difference is None:
             return f"nothing published{few}"
@@ -73,6 +75,7 @@ class Outcome:
             "best": self.best,
             "after": self.after,
             "verdict": self.verdict,
+            "trouble": self.trouble,
             "doubt": self.column.doubt,
             "note": self.row.note,
         }
@@ -102,7 +105,7 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         best=_mean([_percent(result, row.scope, "best", table.average) for result in results]),
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
-        of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", 0)),
+        of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", Plan.model_fields["rounds"].default)),
         under_way=next((f"in round {cell.closed + 1}" for cell in cells if cell.closed), ""),
         trouble=next((cell.failure for cell in cells if cell.failure), ""),
     )
@@ -111,14 +114,28 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
 def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> float | None:
     if scope == "after" and when == "last":
         return _after(result, average)
-    scores = result["best"] if when == "best" else result["last"]["acc"]
+    last = result["last"]
+    best = best_of(result["rounds"], last["rounds_done"], last["acc"], _everybody(result), average)
+    scores = best if when == "best" else last["acc"]
     return HUNDRED * scores[scope][average] if scope in scores else None
 
 
+def _everybody(result: Mapping[str, Any]) -> int:
+    return int(result["clients"]) - int(result["new_clients"])
+
+
 def _after(result: Mapping[str, Any], average: str) -> float | None:
-    """Right after local training of the last round in which that was evaluated."""
-    told = [one["acc"]["after"][average] for one in result["rounds"] if "after" in one["acc"]]
-    return HUNDRED * told[-1] if told else None
+    """Right after local training of the last round in which that was evaluated, and of all clients."""
+    everybody = _everybody(result)
+    told = [one["acc"]["after"] for one in result["rounds"] if "after" in one["acc"]]
+    whole = [scores[average] for scores in told if scores.get("clients", everybody) >= everybody]
+    return HUNDRED * whole[-1] if whole else None
+
+
+def _short(reason: str, limit: int = 160) -> str:
+    """The first words of a reason, fit for a cell of a table; all of it is in table.json."""
+    words = " ".join(reason.replace("|", "/").split())
+    return words if len(words) <= limit else f"{words[: limit - 1]}…"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -144,7 +144,7 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     is_new = read_json(folder / PLAN) is None
     if is_new and folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
-    with without_syncs(), StateFolder(folder).open("headwater simulate") as state:
+    with without_syncs(folder), StateFolder(folder).open("headwater simulate") as state:
         if is_new:
             prepared.division.write(folder / PARTITION)
             write_json(folder / PLAN, prepared.plan.model_dump(mode="json", exclude_defaults=True))

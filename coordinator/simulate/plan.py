@@ -122,6 +122,10 @@ class Plan(Frozen):
         rule = self.rule
         if rule in _OPTIONS_OF["alpha"] and self.alpha is None:
             yield f"partition {rule} needs alpha, for example --alpha 0.5"
+        if len(set(self.data)) < len(self.data):
+            yield "the same data source is given twice"
+        if rule is None and "test_fraction" in self.model_fields_set:
+            yield f"test_fraction = {self.test_fraction} means nothing to a saved partition"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
         yield from self._mistakes_of_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from edge_agent.training.session import Arrays
 from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
+
+log = logging.getLogger(__name__)
 
 Shares = dict[str, tuple[np.ndarray, np.ndarray]]
 """Client -> (training rows, test rows)."""
@@ -66,7 +69,7 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     path = saved or plan.saved_partition
     known = None if path is None else Division.read(path)
     rule = plan.partition if known is None else known.rule
-    sources = _sources(plan, rule)
+    sources = _sources(plan, rule, plan.seed if known is None else known.settings.get("seed", plan.seed))
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
     pools = _load(plan, sources, spec)
     if known is not None:
@@ -93,6 +96,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
         UsageError: another number of clients than the data name.
     """
     rng = np.random.default_rng(plan.seed)
+    _check_options(plan, pools)
     train = _named(plan, pools, rng)
     if pools.test is None:
         shares = {name: _held_back(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
@@ -101,7 +105,31 @@ def divide(plan: Plan, pools: Pools) -> Division:
         shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
     if idle := [name for name, (rows, _) in shares.items() if not len(rows)]:
         raise DataError(f"client '{idle[0]}' is left without training samples; use more data or fewer clients")
+    if pools.test is None:
+        _warn_of_shared_rows(shares)
     return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
+
+
+def _check_options(plan: Plan, pools: Pools) -> None:
+    """Options that would be taken no heed of are a misunderstanding that would pass unseen."""
+    if pools.test is not None and "test_fraction" in plan.model_fields_set:
+        raise UsageError(
+            f"test_fraction = {plan.test_fraction}: these data have a test part of their own; leave it out"
+        )
+    if pools.test is None and plan.test_size is not None:
+        raise UsageError(f"test_size = {plan.test_size}: these data have no test part; --test-fraction holds one back")
+
+
+def _warn_of_shared_rows(shares: Shares) -> None:
+    """Where clients share samples, what one of them holds back may be what another one trains on."""
+    trained = np.unique(np.concatenate([train for train, _ in shares.values()]))
+    known = sum(int(np.isin(test, trained).sum()) for _, test in shares.values())
+    if known:
+        log.warning(
+            "shared_samples known=%d: some clients train on samples that others are scored on, because this partition "
+            "gives a sample to several clients; accuracies of a shared model are flattered",
+            known,
+        )
 
 
 def _named(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -149,6 +177,7 @@ def without_test(division: Division, train: Samples, plan: Plan) -> Division:
     share = plan.validation or 0.0
     rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
     shares = {name: _held_back(train, mine, share, plan.seed) for name, mine in rows.items()}
+    _warn_of_shared_rows(shares)
     settings = {**division.settings, "validation": share}
     return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
 
@@ -164,10 +193,10 @@ def _held_back(samples: Samples, rows: np.ndarray, share: float, seed: int) -> t
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-def _sources(plan: Plan, rule: str) -> dict[str, str]:
-    """Owner -> source; a single '' where the samples have no owners."""
+def _sources(plan: Plan, rule: str, seed: int) -> dict[str, str]:
+    """Owner -> source; a single '' where the samples have no owners. ``seed``: that of the partition."""
     if rule == "domains":
-        return _domains(plan)
+        return _domains(plan, seed)
     if rule == "subjects":
         return _subjects(plan)
     if len(plan.data) > 1:
@@ -175,11 +204,11 @@ def _sources(plan: Plan, rule: str) -> dict[str, str]:
     return {"": plan.data[0]}
 
 
-def _domains(plan: Plan) -> dict[str, str]:
+def _domains(plan: Plan, seed: int) -> dict[str, str]:
     """One source for each domain: those that were given, or those of a set that has several."""
     if len(plan.data) > 1:
         return _distinct({source: source.partition(":")[2] or source for source in plan.data})
-    found = data.domains(plan.data[0], seed=plan.seed, folder=plan.folder)
+    found = data.domains(plan.data[0], seed=seed, folder=plan.folder)
     if not found:
         raise UsageError(
             f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "

@@ -53,7 +53,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "threads": plan.threads,
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
-        "best": best_of(rounds, record.round, last),
+        "best": best_of(rounds, record.round, last, len(division.clients) - plan.new_clients),
         "last": {"rounds_done": record.round, "acc": last},
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
@@ -83,6 +83,7 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
     total = sum(tested.values())
     worst = sorted(scores.values())[: max(1, math.ceil(WORST_SHARE * len(scores)))]
     found = {
+        "clients": len(scores),
         "clients_mean": fmean(scores.values()),
         "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
         "std": pstdev(scores.values()),
@@ -92,22 +93,31 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
 
 
 def best_of(
-    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]]
+    rounds: Sequence[Mapping[str, Any]],
+    done: int,
+    last: Mapping[str, dict[str, float]],
+    everybody: int,
+    by: str = "clients_mean",
 ) -> dict[str, dict[str, float]]:
-    """Scope -> the highest mean over clients, and after how many rounds it was there; the earliest of equals."""
+    """Scope -> the highest mean, and after how many rounds it was there; the earliest of equals.
+
+    Of rounds only those count in which all clients that train (``everybody`` is their number) were scored: the mean of
+    a few that were drawn is now high, now low, and the highest of many such means says nothing.
+    """
     best: dict[str, dict[str, float]] = {}
-    for scope, number, found in _every(rounds, done, last):
-        if scope not in best or found["clients_mean"] > best[scope]["clients_mean"]:
+    for scope, number, found in _every(rounds, done, last, everybody):
+        if scope not in best or found[by] > best[scope][by]:
             best[scope] = {"rounds_done": number, **found}
     return best
 
 
 def _every(
-    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]]
+    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]], everybody: int
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     for one in rounds:
         for scope, found in one["acc"].items():
-            yield scope, rounds_done(scope, one["round"]), found
+            if found.get("clients", everybody) >= everybody:
+                yield scope, rounds_done(scope, one["round"]), found
     for scope, found in last.items():
         yield scope, done, found
 

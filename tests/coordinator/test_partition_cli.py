@@ -101,3 +101,51 @@ def test_what_cannot_be_is_told_in_words(call, words, said):
     assert code == 2
     assert said in err
     assert "Traceback" not in err
+
+
+def test_a_partition_that_others_rely_on_is_not_replaced(call, tmp_path):
+    assert call("iid", "--clients", 3, "--data", "npz:i.npz")[0] == 0
+    before = (tmp_path / "partition.json").read_bytes()
+    for words in (("iid", "--seed", 1), ("partition.json", "--validation", 0.5, "--out", "partition.json")):
+        code, _, err = call(*words, "--data", "npz:i.npz", *(("--clients", 3) if words[0] == "iid" else ()))
+        assert code == 2
+        assert "holds another partition" in err
+    code, out, _ = call("partition.json", "--data", "npz:i.npz")
+    assert code == 0
+    assert "as it was" in out
+    assert (tmp_path / "partition.json").read_bytes() == before
+    assert call("iid", "--clients", 3, "--data", "npz:i.npz")[0] == 0, "the same partition again is no loss"
+
+
+def test_a_picture_that_cannot_be_is_told_before_anything_is_written(call, tmp_path):
+    assert call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "who")[0] == 2
+    assert not (tmp_path / "partition.json").exists()
+
+
+def test_options_without_effect_are_refused(call):
+    for words, said in (
+        (("partition.json", "--test-fraction", 0.5), "means nothing to a saved partition"),
+        (("fedpac", "--test-size", 5, "--size", 20), "no test part"),
+        (("iid", "--data", "npz:i.npz"), "given twice"),
+    ):
+        code, _, err = call(*words, "--data", "npz:i.npz")
+        assert code == 2, words
+        assert said in err
+
+
+def test_samples_that_some_train_on_and_others_are_scored_on_are_told(call, caplog):
+    """Ten classes of a hundred; clients come to the same samples again, and each holds back others of them."""
+    labels = np.tile(np.arange(10), 100)
+    inputs = np.zeros((1000, 4, 4), np.uint8)
+    np.savez("ten.npz", inputs=inputs, labels=labels, class_names=np.array(list("abcdefghij")))
+    assert call("fedpac", "--clients", 30, "--size", 60, "--data", "npz:ten.npz", "--out", "f.json")[0] == 0
+    assert any("shared_samples" in record.message for record in caplog.records)
+    caplog.clear()
+    assert call("iid", "--clients", 10, "--data", "npz:ten.npz", "--out", "i.json")[0] == 0
+    assert not caplog.records
+
+
+def test_a_partition_of_domains_goes_with_any_seed(call, tmp_path):
+    assert call("domains", "--data", "digits", "--seed", 3, "--out", "d.json")[0] == 0
+    plan = Plan(data=("digits",), folder=tmp_path, partition="d.json", seed=8, device="cpu")
+    assert Prepared.of(plan).division == Division.read(tmp_path / "d.json")

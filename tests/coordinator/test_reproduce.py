@@ -14,7 +14,7 @@ from coordinator import reproduce
 from coordinator.cli import main
 from coordinator.reproduce import Reproduction, Table, outcome, read_table
 from coordinator.simulate.clients import Crowd
-from edge_agent.errors import ConfigError, UnknownName, UsageError
+from edge_agent.errors import ConfigError, UsageError
 
 TABLE = """
 title = "Two methods"
@@ -186,6 +186,74 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(place, call):
     assert "33.30" in rows["Fed Avg"]
 
 
+def test_a_failed_row_is_run_again_when_that_is_asked_for(place, call):
+    (place / "t.toml").write_text(TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }'))
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 1
+    (place / "t.toml").write_text(TABLE)
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 2, "it was asked for otherwise"
+    (place / "t.toml").write_text(TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }'))
+    code, _, err = call("t.toml", "--row", "local", "--column", "even")
+    assert code == 1
+    assert "1 of 1" not in err, "not without --again"
+    assert "1 of 1" in call("t.toml", "--row", "local", "--column", "even", "--again")[2]
+
+
+def test_a_row_that_came_to_a_result_after_all_has_not_failed(place, call):
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 0
+    (place / "reproduce-t" / "local--even--seed0" / "failed.json").write_text('{"reason": "in use"}')
+    code, out, _ = call("t.toml", "--row", "local", "--column", "even")
+    assert code == 0
+    assert "in use" not in out
+
+
+def test_a_part_of_a_table_leaves_the_rest_of_it_there(place, call):
+    assert call("t.toml", "--column", "even")[0] == 0
+    assert call("t.toml", "--row", "local", "--column", "odd")[0] == 0
+    page = (place / "reproduce-t" / "table.md").read_text()
+    assert "## even" in page
+    assert "| Fed Avg | 33.30 |" in page
+    before = (place / "reproduce-t" / "table.md").stat().st_mtime_ns
+    assert call("t.toml", "--show")[0] == 0
+    assert call("t.toml", "--show", "--out", "nowhere")[0] == 0
+    assert (place / "reproduce-t" / "table.md").stat().st_mtime_ns == before
+    assert not (place / "nowhere").exists()
+
+
+def test_a_table_is_gone_on_with_from_another_folder(place, call, monkeypatch):
+    assert call("t.toml", "--row", "local", "--column", "even", "--data", f"npz:{place}/i.npz")[0] == 0
+    (place / "sub").mkdir()
+    monkeypatch.chdir(place / "sub")
+    words = ("--row", "local", "--column", "even", "--out", "../reproduce-t")
+    assert call("../t.toml", *words, "--data", "npz:../i.npz")[0] == 0
+    assert call("../t.toml", *words, "--data", "npz:i.npz")[0] == 2
+
+
+def test_the_command_in_the_table_says_all_that_was_asked_for(place, call):
+    words = ("--row", "local", "--column", "even", "--seeds", "3", "--rounds", "1", "--data", "npz:i.npz")
+    assert call("t.toml", *words)[0] == 0
+    page = (place / "reproduce-t" / "table.md").read_text()
+    command = page.split("```")[1].split()
+    assert command[:2] == ["headwater", "reproduce"]
+    assert call(*command[2:])[0] == 0
+    assert set(words) <= set(command)
+
+
+def test_best_is_chosen_by_the_tables_own_average_and_among_rounds_with_everybody(place):
+    """Round 3 has the highest samples_mean of those with all three clients; round 4 has one client only."""
+    table = read_table("t.toml").model_copy(update={"average": "samples_mean", "when": "best"})
+
+    def scored(clients, clients_mean, samples_mean):
+        return {"clients": clients, "clients_mean": clients_mean, "samples_mean": samples_mean}
+
+    acc = [scored(3, 0.9, 0.5), scored(3, 0.2, 0.3), scored(3, 0.4, 0.7), scored(1, 1.0, 1.0)]
+    result = {
+        "clients": 3, "new_clients": 0, "last": {"rounds_done": 4, "acc": {"personal": scored(3, 0.6, 0.6)}},
+        "rounds": [{"round": n, "acc": {"personal": one, "after": one}} for n, one in enumerate(acc, 1)],
+    }  # fmt: skip
+    assert outcome._percent(result, "personal", table.when, table.average) == pytest.approx(70.0)
+    assert outcome._percent(result, "after", "last", table.average) == pytest.approx(70.0)
+
+
 def test_runs_that_were_asked_for_otherwise_are_not_mixed_in(place, call):
     assert call("t.toml", "--row", "local", "--column", "even")[0] == 0
     code, _, err = call("t.toml", "--rounds", 3)
@@ -207,6 +275,8 @@ def test_missing_data_are_told_with_where_to_get_them(place, call):
         (("fedpac-t1-fmnist-2",), "did you mean 'fedpac-t1-fmnist-20'"),
         (("t.toml", "--row", "loca"), "did you mean 'local'"),
         (("t.toml", "--seeds", "a"), "--seeds 'a'"),
+        (("t.toml", "--seeds", "1,1"), "given twice"),
+        (("t.toml", "--rounds", "0"), "rounds"),
         (("absent.toml",), "absent.toml"),
     ],
 )
@@ -234,9 +304,9 @@ def test_a_table_with_mistakes_is_refused(place, change, words):
 
 def test_a_row_with_a_method_or_parameter_that_is_not_there_is_refused(place):
     table = read_table("t.toml")
-    for change, error in (({"method": "fedfoo"}, UnknownName), ({"params": {"warmth": 1}}, UsageError)):
+    for change, words in (({"method": "fedfoo"}, "did you mean 'fedfomo'"), ({"params": {"warmth": 1}}, "warmth")):
         rows = (table.rows[0].model_copy(update=change),)
-        with pytest.raises(error):
+        with pytest.raises(UsageError, match=rf"row 'Local'(.|\n)*{words}"):
             Reproduction("t", table.model_copy(update={"rows": rows}), place).cells()
 
 

@@ -212,7 +212,7 @@ def test_the_spread_of_a_round_worked_out_by_hand():
     shares = {f"c{n}": (np.array([n]), np.arange(1 if n < 9 else 11)) for n in range(10)}
     division = partition.divided("iid", {}, partition.Pool.of(np.zeros(20, np.int64), np.zeros(20, np.int64)), shares)
     scores = {f"c{n}": n / 10 for n in range(10)}
-    expected = {"clients_mean": 0.45, "samples_mean": 0.675, "std": 0.287228, "worst10": 0.0}
+    expected = {"clients": 10, "clients_mean": 0.45, "samples_mean": 0.675, "std": 0.287228, "worst10": 0.0}
     assert results.spread(scores, division) == expected
     assert results.spread({"c8": 0.8, "c9": 0.9}, division)["worst10"] == 0.8
 
@@ -226,10 +226,16 @@ def test_best_is_the_earliest_of_the_highest_means():
         {"round": 2, "acc": {"personal": acc(0.7), "after": acc(0.5)}},
         {"round": 3, "acc": {}},
     ]
-    best = results.best_of(rounds, 3, {"personal": acc(0.7)})
+    best = results.best_of(rounds, 3, {"personal": acc(0.7)}, 3)
     assert best["personal"]["rounds_done"] == 1  # what round 2 received is what one round has made
     assert best["after"]["rounds_done"] == 1
-    assert results.best_of([], 3, {"global": acc(0.2)})["global"]["rounds_done"] == 3
+    assert results.best_of([], 3, {"global": acc(0.2)}, 3)["global"]["rounds_done"] == 3
+
+
+def test_a_round_that_scored_a_few_is_never_the_best():
+    rounds = [{"round": n, "acc": {"global": {"clients": n, "clients_mean": 1 / n}}} for n in (1, 2, 3)]
+    last = {"global": {"clients": 3, "clients_mean": 0.2}}
+    assert results.best_of(rounds, 3, last, 3)["global"] == {"rounds_done": 2, "clients": 3, "clients_mean": 1 / 3}
 
 
 def test_the_result_has_what_papers_compare(tmp_path, images):

@@ -246,14 +246,14 @@ def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_o
 def test_without_syncs_nothing_waits_for_the_disk_until_the_end(tmp_path, monkeypatch):
     waited = []
     monkeypatch.setattr(os, "fsync", lambda _: waited.append("file"))
-    monkeypatch.setattr(os, "sync", lambda: waited.append("all"))
-    with store.without_syncs():
-        with store.without_syncs():
-            store.write_atomic(tmp_path / "a", b"one")
+    with store.without_syncs(tmp_path):
+        with store.without_syncs(tmp_path):
+            store.write_atomic(tmp_path / "deep" / "a", b"one")
+            (tmp_path / "deep" / "b").write_bytes(b"by somebody else")
         store.sync_folder(tmp_path)
         assert waited == []
         assert not store.is_synced()
-        assert (tmp_path / "a").read_bytes() == b"one"
-    assert waited == ["all"]
+        assert (tmp_path / "deep" / "a").read_bytes() == b"one"
+    assert len(waited) == 4  # two folders and two files
     store.write_atomic(tmp_path / "a", b"two")
-    assert waited == ["all", "file", "file"]  # the file and its folder
+    assert len(waited) == 6  # the file and its folder

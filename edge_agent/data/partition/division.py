@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ...config import NAME_PATTERN, mistakes_of
-from ...errors import ConfigError, DataError, nearest
+from ...errors import ConfigError, DataError, StateError, nearest
 from ...store import read_json, write_atomic
 from ...task import Frozen
 
@@ -75,12 +75,16 @@ class Division(Frozen):
         """The division in a file.
 
         Raises:
-            DataError: no such file, or not what `write` wrote.
-            StateError: the file is damaged.
+            DataError: no such file, a damaged one, or not what `write` wrote.
         """
-        content = read_json(path)
+        try:
+            content = read_json(path)
+        except StateError as error:
+            raise DataError(f"{path}: damaged, it is not JSON; get the partition anew") from error
         if content is None:
-            raise DataError(f"{path}: no such file; expected a partition that a simulation has written")
+            raise DataError(
+                f"{path}: no such file; expected a partition that 'headwater partition' or a simulation has written"
+            )
         told = content.pop("sha256", None)
         try:
             read = cls.model_validate(content)

@@ -51,7 +51,16 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
     takes = [_fedpac_takes(GROUPS[client % len(GROUPS)], size) for client in range(clients)]
     _check_enough(by_class, takes[: len(GROUPS)], size)
     pointers = dict.fromkeys(range(10), first)
-    return [np.concatenate([_take(by_class[label], pointers, label, count) for label, count in take]) for take in takes]
+    dealt = [
+        np.concatenate([_take(by_class[label], pointers, label, count) for label, count in take]) for take in takes
+    ]
+    for client, rows in enumerate(dealt):
+        if len(np.unique(rows)) < len(rows):
+            raise DataError(
+                f"partition fedpac: client {client} of {size} samples would get some of {len(labels)} twice, because a "
+                "class is used up between its even and its dominant part; lower --size or use more data"
+            )
+    return dealt
 
 
 def _fedpac_takes(dominant: Sequence[int], size: int) -> list[tuple[int, int]]:
@@ -144,9 +153,11 @@ def pathological(
     them take a random number between a tenth and the whole of an equal share, the last one takes the rest.
 
     Raises:
-        DataError: some client would get no class, or fewer than ``min_size`` samples.
+        DataError: some client would get no class, or fewer than ``min_size`` samples; or more classes than there are.
     """
     counts = np.bincount(labels)
+    if classes_each > len(counts):
+        raise DataError(f"partition pathological: {classes_each} classes for each client, the data have {len(counts)}")
     takers = int(np.ceil(clients / len(counts) * classes_each))
     needs, dealt = np.full(clients, classes_each), [[np.empty(0, np.int64)] for _ in range(clients)]
     for label, count in enumerate(counts):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edge_agent.data import partition
 from edge_agent.data.partition import rules
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName
+from edge_agent.errors import ConfigError, DataError, UnknownName
 
 TRAIN = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
 TEST = np.random.default_rng(2).permutation(np.repeat(np.arange(10), 1000))
@@ -78,7 +78,7 @@ def test_fedpac_needs_enough_of_each_class():
     labels = np.repeat(np.arange(10), 171)
     with pytest.raises(DataError, match=r"takes 172 of class 0, the pool has 171; lower --size"):
         partition.fedpac(labels, 5)
-    assert len(partition.fedpac(np.repeat(np.arange(10), 172), 5)) == 5
+    assert len(partition.fedpac(np.repeat(np.arange(10), 172), 1)) == 1
 
 
 @pytest.mark.parametrize("classes", [9, 11])
@@ -307,7 +307,7 @@ def test_without_a_test_part_a_row_cannot_train_and_test(tmp_path):
 def test_a_damaged_file_is_refused(tmp_path, text):
     path = tmp_path / "partition.json"
     path.write_text(text)
-    with pytest.raises((StateError, ConfigError)):
+    with pytest.raises((DataError, ConfigError)):
         partition.Division.read(path)
 
 
@@ -344,3 +344,22 @@ def test_sizes_have_a_least_one_and_what_cannot_be_is_told():
         partition.quantity(TRAIN[:100], 10, 1.0, np.random.default_rng(0), min_size=11)
     with pytest.raises(DataError, match=r"alpha 0.01 with 10 clients .*raise --alpha"):
         partition.quantity(TRAIN[:1000], 10, 0.01, np.random.default_rng(0), min_size=50)
+
+
+def test_fedpac_does_not_give_one_client_a_sample_twice():
+    """180 of each class and clients of 600: the second one's dominant part would start where its even part began."""
+    labels = np.repeat(np.arange(10), 180)
+    with pytest.raises(DataError, match=r"client 1 of 600 samples would get some of 1800 twice.*lower --size"):
+        partition.fedpac(labels, 5)
+    assert all(len(set(rows)) == 300 for rows in map(np.ndarray.tolist, partition.fedpac(labels, 5, size=300)))
+
+
+def test_more_classes_for_each_client_than_there_are_is_refused():
+    with pytest.raises(DataError, match="11 classes for each client, the data have 10"):
+        partition.pathological(TRAIN, 5, np.random.default_rng(0), classes_each=11)
+
+
+def test_a_damaged_file_is_no_partition(tmp_path):
+    (tmp_path / "p.json").write_text('{"format": 1, "rule"')
+    with pytest.raises(DataError, match=r"damaged.*get the partition anew"):
+        partition.Division.read(tmp_path / "p.json")
