@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -40,17 +39,6 @@ def write_images(path, names=("a", "b", "c"), count=90, seed=0):
     inputs = np.clip(noise + 60 * labels[:, None, None], 0, 255).astype(np.uint8)
     np.savez(path, inputs=inputs, labels=labels, class_names=np.array(names))
     return f"npz:{path}"
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    """Commands set up logging for a process of their own; the test run keeps its own."""
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -30,17 +29,6 @@ encoder = "linear"
 encoder_params = { feature_dim = 4 }
 input = { kind = "image", channels = 1, height = 4, width = 4 }
 """
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    """The commands set up logging for a process of their own; the test run keeps its own."""
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -28,17 +27,6 @@ input = { kind = "image", channels = 1, height = 4, width = 4 }
 """
 AWAY = '[broker]\nurl = "mqtt://127.0.0.1:1"\n'
 RUN = {"method": "fedavg", "params": {}, "rounds": 3, "seed": 0, "task": {}}
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    """The commands set up logging for a process of their own; the test run keeps its own."""
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -13,16 +12,6 @@ from coordinator.cli import main
 from coordinator.report.mixture import mixture
 from coordinator.simulate import Plan, Prepared
 from edge_agent.data.partition import Division
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -53,16 +52,6 @@ note = "smaller steps"
 [[promises]]
 row = "Local"
 """
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,17 +11,6 @@ import pytest
 
 from coordinator.cli import main, progress
 from coordinator.simulate.clients import Crowd
-
-
-@pytest.fixture(autouse=True)
-def quiet_loggers():
-    """The command sets up logging for a process of its own; the test run keeps its own."""
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
-    yield
-    root.handlers[:] = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture
