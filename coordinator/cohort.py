@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .config import CohortConfig
+from .config import CohortConfig, CoordinatorConfig
+from .words import counted, listed
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:
@@ -25,6 +26,15 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
     chosen = rng.choice(len(available), size=size, replace=False)
     ordered = sorted(available)
     return tuple(sorted(ordered[index] for index in chosen))
+
+
+def lack(present: Sequence[str], config: CoordinatorConfig) -> str:
+    """How many train agents a round needs, how many of them are not there, and which of them should be: those here."""
+    least = config.cohort.min_agents
+    away = [client.id for client in config.hosted if client.id not in present]
+    hosted = f"; hosted, but away: {listed(away)}" if away else ""
+    needed = counted(least, "train agent")
+    return f"{needed}, {least - len(present)} more must come; here: {listed(present)}{hosted}"
 
 
 def _share(available: int, config: CohortConfig, rng: np.random.Generator) -> int:

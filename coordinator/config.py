@@ -140,7 +140,10 @@ class WarmStartConfig(Frozen):
 
 
 class ProxyConfig(Frozen):
-    """Samples of the coordinator on which the shared model is evaluated after rounds, beside the next one."""
+    """Samples of the coordinator on which the shared model is evaluated after rounds, beside the next one.
+
+    Where rounds are faster, the newest one is evaluated next, and those before it are left out.
+    """
 
     data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
     folder: Path = Field(Path(), description="what a relative place in data counts from; default: this file's folder")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
 from edge_agent.task import ImageInput, Task
 
+from . import child
 from .cli.follow import follow
 from .config import CoordinatorConfig
 from .request import Request
@@ -149,7 +149,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, subprocess.
             tier = "train" if style in TRAIN_STYLES else "head"
             path = _write_agent(folder, url, number, style, tier, seed)
             log = (folder / "logs" / f"{tier}-{style}.log").open("wb")
-            command = [sys.executable, "-m", "edge_agent", "run", "--config", str(path)]
+            command = child.command("edge_agent", "run", "--config", str(path))
             agents[f"{tier}-{style}"] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             log.close()
         yield agents

@@ -196,10 +196,7 @@ class RunLoop:
             chosen = cohorts.choose(present, config, seed=self.request.seed, round_number=number)
             if chosen:
                 return chosen
-            lacking = config.min_agents - len(present)
-            needed = counted(config.min_agents, "train agent")
-            what = f"round {number} needs {needed}, {lacking} more must come; here: {listed(present)}"
-            yield Waiting(what)
+            yield Waiting(f"round {number} needs {cohorts.lack(present, self.fleet.config)}")
 
     def _joining(self) -> tuple[str, ...]:
         """Head-tier devices that are there, where the method has something for them to do in a round."""

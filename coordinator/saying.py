@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import cause
 from edge_agent.store import write_atomic
 
 from .fleet import Waiting
+from .hosted.joined import Joined
 from .journal import utc_now
 from .words import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .roster import Member
     from .service import Coordinator
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def status_of(c: Coordinator) -> dict[str, Any]:
     """What goes on, as JSON."""
     loop, waits = c.loop, c.waits
     hosted = {client.id for client in c.config.hosted}
+    notes = c.transport.notes() if isinstance(c.transport, Joined) else {}
     return {
         "federation": c.config.federation,
         "broker": c.broker_url,
@@ -64,23 +67,44 @@ def status_of(c: Coordinator) -> dict[str, Any]:
             "seconds_left": None if waits.until is None else round(max(0.0, waits.until - c.clock()), 1),
         },
         "agents": [
-            {
-                "id": m.id,
-                "tier": m.tier,
-                "transport": "hosted" if m.id in hosted else "mqtt",
-                "present": m.is_present,
-                "samples": m.samples or None,
-                "fingerprint": m.fingerprint,
-                "software": m.software,
-                "notes": list(m.notes.values()),
-                "silent_s": round(c.clock() - m.heard_at, 1),
-                "bytes_up": c.collector.bytes_from.get(m.id, 0),
-                "bytes_down": c.distributor.bytes_to.get(m.id, 0),
-            }
-            for m in c.roster.members()
+            *(_agent(c, m, hosted, notes.get(m.id, ())) for m in c.roster.members()),
+            *(_unheard(name, notes.get(name, ())) for name in sorted(hosted) if c.roster.get(name) is None),
         ],
         "broker_away": c.is_without_broker,
         "refused_messages": c.refused.total,
         "refused_updates": c.collector.refused.total,
         "refused_most": {"messages": c.refused.top(), "updates": c.collector.refused.top()},
+    }
+
+
+def _agent(c: Coordinator, m: Member, hosted: Collection[str], notes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "id": m.id,
+        "tier": m.tier,
+        "transport": "hosted" if m.id in hosted else "mqtt",
+        "present": m.is_present,
+        "samples": m.samples or None,
+        "fingerprint": m.fingerprint,
+        "software": m.software,
+        "notes": [*m.notes.values(), *notes],
+        "silent_s": round(c.clock() - m.heard_at, 1),
+        "bytes_up": c.collector.bytes_from.get(m.id, 0),
+        "bytes_down": c.distributor.bytes_to.get(m.id, 0),
+    }
+
+
+def _unheard(hosted: str, notes: tuple[str, ...]) -> dict[str, Any]:
+    """A hosted client that has yet to say that it is there."""
+    return {
+        "id": hosted,
+        "tier": "train",
+        "transport": "hosted",
+        "present": False,
+        "samples": None,
+        "fingerprint": "",
+        "software": "",
+        "notes": list(notes),
+        "silent_s": None,
+        "bytes_up": 0,
+        "bytes_down": 0,
     }

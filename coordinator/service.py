@@ -91,6 +91,7 @@ class Coordinator:
         """Note the start, listen, and announce ourselves once connected."""
         self.state.journal.append("coordinator_started", body={"version": __version__, "boot": self._boot})
         self.epoch = len(self.state.journal.entries(kinds=("coordinator_started",)))
+        self.aside.start(self.state)
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
@@ -244,6 +245,8 @@ class Coordinator:
         self._end()
 
     def _end(self) -> None:
+        if self.loop is not None:
+            self.aside.ended(self.loop.run)
         self.loop = self._steps = None
         self.waiting = Waiting("a run is requested ('headwater run')")
         self._looked_at = float("-inf")

@@ -19,6 +19,7 @@ from edge_agent.work import ThreadWorker
 from .broker import EmbeddedBroker
 from .config import CoordinatorConfig
 from .hosted import Hosts, Joined
+from .hosted.checking import overlaps
 from .hosted.desk import Desk
 from .hosted.own import OwnWork
 from .service import Coordinator
@@ -42,6 +43,8 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
         own = OwnWork(config.proxy, Desk(state.path / "hosted" / "computing.log"), ThreadWorker(mqtt.wake))
         service = Coordinator(config, state, transport, worker=worker, aside=own, broker_url=broker.url)
+        for overlap in overlaps(config):
+            log.warning("samples_serve_twice %s", overlap)
         stack.callback(service.close)
         service.start()
         yield service
@@ -52,7 +55,8 @@ def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:
     if not config.hosted:
         return main
     topics, ids = Topics(config.federation), [client.id for client in config.hosted]
-    return Joined(main, Hosts.of(config, main.wake), topics, ids)
+    hosts = Hosts.of(config, main.wake)
+    return Joined(main, hosts, topics, ids, hosts.away)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from edge_agent.errors import MeasuringFailed, MissingCapability
 
+from .. import child
+
 PATIENCE_S = 3.0
 """How long a process may take to end politely before it is made to."""
 
@@ -88,7 +90,7 @@ def module(
 ) -> Iterator[Measured]:
     """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
     log = folder / f"{name}.log"
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = child.command(module, *map(str, arguments))
     with log.open("wb") as words:
         process = subprocess.Popen(
             command,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import secrets
-import sys
 from pathlib import Path
 
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MissingCapability
 from edge_agent.store import write_atomic
 
+from .. import child
 from .access import COORDINATOR_USER, is_password, read_passwords, set_password
 from .supervise import SupervisedBroker, is_loopback
 
@@ -64,11 +64,10 @@ class EmbeddedBroker(SupervisedBroker):
 
     def command(self) -> list[str]:
         """The command line that serves ``bind`` and ``port``."""
-        command = [sys.executable, "-m", "coordinator.broker", "--bind", self.bind, "--port", str(self.port)]
-        command += ["--federation", self.federation]
+        arguments = ["--bind", self.bind, "--port", str(self.port), "--federation", self.federation]
         if self.password_file is not None:
-            command += ["--password-file", str(self.password_file.resolve())]
-        return command
+            arguments += ["--password-file", str(self.password_file.resolve())]
+        return [*child.command("coordinator.broker", *arguments)]
 
 
 def _own_password(password_file: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +13,8 @@ from edge_agent.errors import UsageError
 
 from ..checks import checked_method
 from ..config import CoordinatorConfig
+from ..hosted.checking import overlaps
+from ..hosted.figures import told
 from ..journal import RunRecord
 from ..report.figures import notes_of
 from ..request import Request
@@ -173,6 +175,8 @@ def request_for(
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
     made = checked_method(settings, name, {**base, **params})
+    for overlap in overlaps(settings):
+        console.print(f"note: {overlap}", soft_wrap=True)
     return Request(
         method=name,
         params=made.params.model_dump(mode="json"),
@@ -192,7 +196,7 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
     bundle = summary.get("bundle")
     place = bundle["path"] if bundle else f"none ({summary.get('bundle_why_not', 'not exported')})"
     took = f"{summary['seconds']:.1f} s, encoder {summary['encoder_sha256'][:16]}, bundle: {place}"
-    show(agents_table(summary), *footnotes(summary), *own_figures(summary), took)
+    show(agents_table(summary), *footnotes(summary), *told(summary), took)
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
@@ -220,16 +224,6 @@ def agents_table(summary: dict[str, Any]) -> Table:
     ]
     title = f"{summary.get('run_id')}: {summary.get('method')}, {counted(summary.get('rounds', 0), 'round')}"
     return table(title, columns, rows, left=3)
-
-
-def own_figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What the coordinator has computed on samples of its own, one line each."""
-    if warm := summary.get("warm_start"):
-        scored = "" if warm["accuracy"] is None else f", acc.warm_start {warm['accuracy']:.4f}"
-        yield f"warm start: {warm['samples']} samples of {warm['data']}, {counted(warm['epochs'], 'epoch')}{scored}"
-    if proxy := summary.get("proxy"):
-        last = proxy[-1]
-        yield f"acc.proxy after round {last['round']}: {last['acc']:.4f} on {last['samples']} samples, by {last['by']}"
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:

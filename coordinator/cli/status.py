@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..hosted.figures import own_figures
+from ..hosted.figures import own_figures, told
 from ..journal import RunRecord
 from ..store import StateFolder
 from ..words import counted
@@ -75,13 +75,7 @@ def _runs(runs: list[dict[str, Any]]) -> Table:
 
 def _own(runs: list[dict[str, Any]]) -> Iterator[str]:
     """What the coordinator has computed itself for these runs."""
-    for run in runs:
-        if warm := run["warm_start"]:
-            scored = "" if warm["accuracy"] is None else f", acc.warm_start {warm['accuracy']:.4f}"
-            yield f"{run['id']}: warm start on {warm['samples']} samples of {warm['data']}{scored}"
-        if run["proxy"]:
-            last = run["proxy"][-1]
-            yield f"{run['id']}: acc.proxy {last['acc']:.4f} after round {last['round']}, by {last['by']}"
+    yield from (f"{run['id']}: {line}" for run in runs for line in told(run))
 
 
 def _note(run: dict[str, Any]) -> str:
@@ -105,7 +99,7 @@ def _agents(agents: list[dict[str, Any]]) -> Table:
             a.get("transport", "mqtt"),
             "here" if a["present"] else "gone",
             a["fingerprint"][:12],
-            f"{a['silent_s']:.0f} s",
+            None if a["silent_s"] is None else f"{a['silent_s']:.0f} s",
         )
         for a in agents
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from edge_agent import data
 from edge_agent.data.partition import check_own
-from edge_agent.errors import ConfigError, UsageError
+from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
 
 from ..config import CoordinatorConfig, HostedConfig, ProxyConfig, WarmStartConfig
@@ -53,6 +56,59 @@ def check_warmable(method: Method, settings: WarmStartConfig | None) -> None:
             f"[warm_start] with method '{method.name}', which shares no encoder: nobody would get what is learned; "
             "leave it out (headwater run --no-warm-start)"
         )
+
+
+PARTS = ("split", "subject", "domain")
+"""Options of sources that choose samples: two values, two sets, unless one of them is all."""
+
+
+def overlaps(config: CoordinatorConfig) -> list[str]:
+    """What is wrong with accuracies because samples serve twice: here, and at a hosted client that tests on them."""
+    return list(_overlaps(config))
+
+
+def _overlaps(config: CoordinatorConfig) -> Iterator[str]:
+    """Sources are compared, no sample is."""
+    warm, proxy = config.warm_start, config.proxy
+    for client in config.hosted:
+        name, theirs = client.id, client.data
+        if warm is not None and _same((theirs.source, theirs.folder), (warm.data, warm.folder)):
+            yield (
+                f"[warm_start] learns from {warm.data}, and '{name}' holds back samples of {theirs.source} to test on: "
+                "the encoder may have seen them, and accuracies come out too high; give one of them others"
+            )
+        if proxy is not None and _same((theirs.source, theirs.folder), (proxy.data, proxy.folder)):
+            yield (
+                f"[proxy] scores on {proxy.data}, and '{name}' has samples of {theirs.source}: it may train on those "
+                "that acc.proxy is scored on, which then comes out too high; give one of them others"
+            )
+
+
+def _same(one: tuple[str, Path], other: tuple[str, Path]) -> bool:
+    """Whether two sources may hold the same samples: one kind, one place, and no option that keeps them apart."""
+    try:
+        (kind, place, first), (other_kind, other_place, second) = _taken_apart(*one), _taken_apart(*other)
+    except (HeadwaterError, ValueError):  # which is told elsewhere
+        return False
+    if (kind, place) != (other_kind, other_place):
+        return False
+    shares = [(options.get("clients"), options.get("seed")) for options in (first, second)]
+    if shares[0] == shares[1] and first.get("client") != second.get("client"):
+        return False
+    return not any(_are_parts(first.get(name), second.get(name)) for name in PARTS)
+
+
+def _taken_apart(source: str, folder: Path) -> tuple[str, str, dict[str, object]]:
+    """Kind, place and all options."""
+    kind, where, given = data.parse_source(source)
+    member = data.registry.load(kind)
+    is_path = getattr(member, "NEEDS_PATH", False)
+    place = str((folder / Path(where).expanduser()).resolve()) if is_path else where
+    return kind, place, member.Options.model_validate(given).model_dump()
+
+
+def _are_parts(one: object, other: object) -> bool:
+    return one != other and None not in {one, other} and "all" not in {one, other}
 
 
 def _mistakes(client: HostedConfig) -> list[str]:

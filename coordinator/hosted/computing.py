@@ -42,7 +42,7 @@ def _listen(line: Line, questions: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 def _answer(question: dict[str, Any]) -> tuple[str, bytes]:
     try:
-        kind, answer = "answer", _answers()[question["do"]](question)
+        kind, answer = "answer", _answer_to(question["do"])(question)
     except Exception as error:
         if not isinstance(error, HeadwaterError):
             logging.getLogger(__name__).exception("computing_broke")
@@ -51,11 +51,14 @@ def _answer(question: dict[str, Any]) -> tuple[str, bytes]:
     return kind, json.dumps(answer).encode()
 
 
-def _answers() -> dict[str, Answer]:
-    from .proxy import evaluate_on_proxy
-    from .warm import train_warm
+def _answer_to(what: str) -> Answer:
+    if what == "warm":
+        from .warm import train_warm
 
-    return {"warm": train_warm, "proxy": evaluate_on_proxy}
+        return train_warm
+    from .proxy import evaluate_on_proxy
+
+    return evaluate_on_proxy
 
 
 if __name__ == "__main__":

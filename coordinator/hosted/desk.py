@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import RunFailed
+from edge_agent.errors import RunFailed, cause
 
+from ..child import command
 from .ending import cause_of_death, exit_code
 from .line import Line
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "coordinator.hosted.computing")
+COMMAND = command("coordinator.hosted.computing")
 MOST_DEATHS = 3
 """How often the process may die at one question before it is given up."""
 
@@ -37,7 +38,7 @@ class Desk:
         self._starting = threading.Lock()
         self._closed = False
         self._asking: Question | None = None
-        self._unwanted: Question | None = None
+        self._unwanted = deque[Question](maxlen=16)
 
     @property
     def pid(self) -> int | None:
@@ -61,9 +62,10 @@ class Desk:
 
     def drop(self, question: Question) -> None:
         """Nobody waits for the answer to this very question any more."""
-        self._unwanted = question
-        if self._asking is question:
-            self._kill()
+        with self._starting:  # a process that is just being started is killed as soon as it is there
+            self._unwanted.append(question)
+            if self._asking is question:
+                self._kill()
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -76,23 +78,26 @@ class Desk:
     def _answer(self, question: Question) -> tuple[str, dict[str, Any]]:
         why = ""
         for _ in range(MOST_DEATHS):
-            if self._closed or question is self._unwanted:
-                raise RunFailed("nobody waits for it any more")
             try:
-                line = self._ready()
+                line = self._ready(question)
                 line.send("ask", json.dumps(question).encode())
                 kind, said = line.receive()
-            except (EOFError, OSError, ValueError):
-                why = self._bury()
-            else:
                 return kind, json.loads(said)
+            except (EOFError, OSError, ValueError) as error:
+                why = self._bury() or cause(error)
             log.warning("computing_died of=%s", why)
+        with self._starting:
+            self._refuse_unwanted(question)
         raise RunFailed(f"the process that computes it died {MOST_DEATHS} times, at last of {why}")
 
-    def _ready(self) -> Line:
+    def _refuse_unwanted(self, question: Question) -> None:
+        """Called under ``_starting``."""
+        if self._closed or any(question is one for one in self._unwanted):
+            raise RunFailed("nobody waits for it any more")
+
+    def _ready(self, question: Question) -> Line:
         with self._starting:
-            if self._closed:
-                raise EOFError
+            self._refuse_unwanted(question)
             if self._line is None:
                 self._words.parent.mkdir(parents=True, exist_ok=True)
                 with self._words.open("wb") as words:
@@ -109,10 +114,11 @@ class Desk:
             process.kill()
 
     def _bury(self) -> str:
+        """What the process died of; empty where there was none."""
         process, line = self._process, self._line
         self._process = self._line = None
         if process is None:
-            return "nothing"
+            return ""
         code = exit_code(process)
         if line is not None:
             line.close()

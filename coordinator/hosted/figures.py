@@ -1,15 +1,40 @@
-"""Figures on samples of the coordinator, as the journal has them."""
+"""Figures on samples of the coordinator, as the journal has them and as people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..journal import Journal
+from ..words import counted
 
 
 def own_figures(journal: Journal, run: str) -> dict[str, Any]:
-    """``warm_start`` of a run (None: it had none) and ``proxy``, one record for each round that was evaluated."""
-    entries = journal.entries(run, ("warm_started", "proxy_evaluated"))
+    """``warm_start`` of a run (None: it had none), and two lists.
+
+    ``proxy``: one record for each round that was evaluated. ``proxy_failed``: for each reason why one was not, the
+    round when it was first met.
+    """
+    entries = journal.entries(run, ("warm_started", "proxy_evaluated", "proxy_failed"))
     warm = [entry.body for entry in entries if entry.kind == "warm_started"]
     proxy = {entry.round: {"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_evaluated"}
-    return {"warm_start": warm[-1] if warm else None, "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)]}
+    return {
+        "warm_start": warm[-1] if warm else None,
+        "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
+        "proxy_failed": [{"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_failed"],
+    }
+
+
+def told(figures: Mapping[str, Any]) -> Iterator[str]:
+    """`own_figures`, one line each; of the proxy the newest one."""
+    if warm := figures.get("warm_start"):
+        known = warm.get("accuracy")
+        scored = "not scored, for no samples were held back" if known is None else f"acc.warm_start {known:.4f}"
+        yield f"warm start: {warm['samples']} samples of {warm['data']}, {counted(warm['epochs'], 'epoch')}, {scored}"
+    if proxy := figures.get("proxy"):
+        last = proxy[-1]
+        known = last.get("acc")
+        acc = "not known" if known is None else f"{known:.4f}"
+        yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
+    for failed in figures.get("proxy_failed") or ():
+        yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"

@@ -6,10 +6,13 @@ Both in one process beside it, one thing at a time. A run waits for its warm sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +31,50 @@ from .desk import Desk
 
 if TYPE_CHECKING:
     from ..rounds import RunLoop
+    from ..store import StateFolder
 
 log = logging.getLogger(__name__)
 
 PROXY_LIMIT_S = 600.0
 """How long a run that is over waits for figures of its last rounds."""
 
+MOST_REASONS = 10
+"""Different failures of the proxy that the journal has of one run; the log has all."""
+
+WHOM = ("the coordinator",)
+_PROXY, _WARM = "proxy-{}.safetensors", "warm.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class _Figure:
+    """A figure that is asked for: the shared model after a round, whose state lies at ``place``."""
+
+    loop: RunLoop
+    number: int
+    place: Path
+    question: dict[str, Any]
+
 
 class OwnWork(Aside):
-    """An `Aside` that asks a `Desk`."""
+    """An `Aside` that asks a `Desk`.
+
+    Of the proxy's figures one is computed and one waits: where that takes longer than rounds do, the newest takes the
+    place of the one that waits, so that the figure after the last round always comes.
+    """
 
     def __init__(self, proxy: ProxyConfig | None, desk: Desk, worker: Worker) -> None:
         """``worker`` is not shared with others: its thread waits for answers."""
         self._proxy, self._desk, self._worker = proxy, desk, worker
-        self._pending: set[tuple[str, int]] = set()
+        self._asked: _Figure | None = None
+        self._next: _Figure | None = None
+
+    def start(self, state: StateFolder) -> None:
+        """Remove states that were kept for figures of runs that are over by now."""
+        unfinished = set(state.journal.unfinished())
+        for name in (_PROXY.format("*"), _WARM):
+            for place in (state.path / "runs").glob(f"*/{name}"):
+                if place.parent.name not in unfinished:
+                    _remove(place)
 
     def prepare(self, loop: RunLoop) -> Steps:
         """The warm start that was asked for, where it has not been made; figures that a kill has taken.
@@ -52,8 +85,8 @@ class OwnWork(Aside):
         entries = loop.fleet.state.journal.entries(loop.run, ("warm_started", "round_closed"))
         closed = max((entry.round or 0 for entry in entries), default=0)
         if closed:
-            for place in sorted(loop.fleet.state.run(loop.run).folder.glob("proxy-*.safetensors")):
-                self._evaluate(loop, int(place.stem.removeprefix("proxy-")), place)
+            for number, place in _left_over(loop.fleet.state.run(loop.run).folder):
+                self._evaluate(loop, number, place)
             self.closed(loop, closed)
         elif loop.request.warm_start is not None and not entries:
             yield from self._warm(loop, loop.request.warm_start)
@@ -62,19 +95,35 @@ class OwnWork(Aside):
         """Ask for the proxy's figure where it is due and not known."""
         if not self._is_due(loop, number):
             return
-        place = loop.fleet.state.run(loop.run).folder / f"proxy-{number}.safetensors"
+        place = loop.fleet.state.run(loop.run).folder / _PROXY.format(number)
         try:
             _keep_for_a_while(loop.fleet.state.blobs.path(loop.checkpoint), place)
         except OSError as error:
-            self._tell(loop, number, place)(None, error)
+            _note_failure(loop, number, reason_of(error))
+            _remove(place)
             return
         self._evaluate(loop, number, place)
 
     def rest(self, loop: RunLoop) -> Steps:
         """Until the figures of the last rounds are there, or have failed."""
         until = loop.fleet.clock() + PROXY_LIMIT_S
-        while any(run == loop.run for run, _ in self._pending) and loop.fleet.clock() < until:
-            yield Waiting("the shared model is evaluated on the proxy samples", (), until, "proxy")
+        while (due := self._of(loop.run)) and loop.fleet.clock() < until:
+            rounds = " and ".join(str(figure.number) for figure in due)
+            what = f"acc.proxy after round {rounds}, evaluated on the proxy samples"
+            yield Waiting(what, WHOM, until, "proxy")
+        for figure in due:
+            _note_failure(loop, figure.number, f"no figure {PROXY_LIMIT_S:g} s after the last round")
+        self.ended(loop.run)
+
+    def ended(self, run: str) -> None:
+        """Whatever is asked for the run is dropped, also what is being computed."""
+        for figure in self._of(run):
+            if figure is self._asked:
+                self._desk.drop(figure.question)
+                self._asked = None
+            else:
+                self._next = None
+            _remove(figure.place)
 
     def collect(self) -> None:
         """Take what has been answered."""
@@ -88,16 +137,17 @@ class OwnWork(Aside):
     # --- warm start ------------------------------------------------------------------------------------------------
 
     def _warm(self, loop: RunLoop, settings: WarmStartConfig) -> Steps:
-        place = loop.fleet.state.run(loop.run).folder / "warm.safetensors"
+        place = loop.fleet.state.run(loop.run).folder / _WARM
         place.parent.mkdir(parents=True, exist_ok=True)
         question = {"do": "warm", "into": str(place), "settings": settings.model_dump(mode="json"), **_asked(loop)}
         found: list[tuple[dict[str, Any] | None, BaseException | None]] = []
         begin = loop.fleet.stopwatch()
         self._worker.submit("warm start", lambda: self._desk.ask(question), lambda r, e: found.append((r, e)))
-        what = f"the encoder learns from {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
+        long = counted(settings.epochs, "epoch")
+        what = f"an encoder that learns from {settings.data}, {long}, before the first round"
         try:
             while not found:
-                yield Waiting(what, (), None, "warm start")
+                yield Waiting(what, WHOM, None, "warm start")
         finally:
             if not found:  # the run was cancelled
                 self._desk.drop(question)
@@ -117,44 +167,84 @@ class OwnWork(Aside):
         journal.append("warm_started", run=loop.run, digest=digest, body=body)
         loop.forget_blobs()
         place.unlink(missing_ok=True)
-        log.info("warm_started run=%s samples=%d accuracy=%s", loop.run, told["samples"], told["accuracy"])
+        known = "unknown" if told["accuracy"] is None else told["accuracy"]
+        log.info("warm_started run=%s samples=%d accuracy=%s", loop.run, told["samples"], known)
 
     # --- proxy -----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, loop: RunLoop, number: int, place: Path) -> None:
         """Ask for the figure of the state that lies at ``place``."""
         if not self._is_due(loop, number):
-            place.unlink(missing_ok=True)
+            _remove(place)
             return
-        self._pending.add((loop.run, number))
         question = {"do": "proxy", "state": str(place), **_asked(loop), **self._where()}
-        self._worker.submit("proxy", lambda: self._desk.ask(question), self._tell(loop, number, place))
+        figure = _Figure(loop, number, place, question)
+        if self._asked is None:
+            self._ask(figure)
+            return
+        if self._next is not None:
+            log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.loop.run, self._next.number)
+            _remove(self._next.place)
+        self._next = figure
+
+    def _ask(self, figure: _Figure) -> None:
+        self._asked = figure
+        self._worker.submit("proxy", lambda: self._desk.ask(figure.question), functools.partial(self._take, figure))
+
+    def _take(self, figure: _Figure, answer: dict[str, Any] | None, error: BaseException | None) -> None:
+        """What has come of a figure; of a run that is over nobody wants to know."""
+        if figure is not self._asked:
+            return
+        self._asked = None
+        _remove(figure.place)
+        if answer is None:
+            _note_failure(figure.loop, figure.number, reason_of(error) if error is not None else "no answer")
+        else:
+            _note(figure.loop, figure.number, answer)
+        following, self._next = self._next, None
+        if following is not None:
+            self._ask(following)
+
+    def _of(self, run: str) -> list[_Figure]:
+        """The figures of a run that are still to come."""
+        return [figure for figure in (self._asked, self._next) if figure is not None and figure.loop.run == run]
 
     def _is_due(self, loop: RunLoop, number: int) -> bool:
         if self._proxy is None or (number % self._proxy.every and number != loop.request.rounds):
             return False
-        if not any(name.startswith("encoder.") for name in loop.state) or (loop.run, number) in self._pending:
+        if not any(name.startswith("encoder.") for name in loop.state):
+            return False
+        if number in (figure.number for figure in self._of(loop.run)):
             return False
         return not loop.fleet.state.journal.entries(loop.run, ("proxy_evaluated",), round=number)
 
     def _where(self) -> dict[str, Any]:
         return {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
 
-    def _tell(self, loop: RunLoop, number: int, place: Path) -> Callable[[Any, BaseException | None], None]:
-        def done(answer: dict[str, Any] | None, error: BaseException | None) -> None:
-            self._pending.discard((loop.run, number))
-            place.unlink(missing_ok=True)
-            if answer is None:
-                why = reason_of(error) if error is not None else "no answer"
-                log.warning("proxy_failed run=%s round=%d reason=%s", loop.run, number, why)
-                return
-            with _only_logged(loop.run, number):
-                state = loop.fleet.state
-                state.journal.append("proxy_evaluated", run=loop.run, round=number, body=answer)
-                state.run(loop.run).append_metrics({"kind": "proxy", "round": number, **answer})
-            log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", loop.run, number, answer["acc"], answer["by"])
 
-        return done
+def _note(loop: RunLoop, number: int, answer: dict[str, Any]) -> None:
+    with _only_logged(loop.run, number):
+        state = loop.fleet.state
+        state.journal.append("proxy_evaluated", run=loop.run, round=number, body=answer)
+        state.run(loop.run).append_metrics({"kind": "proxy", "round": number, **answer})
+    log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", loop.run, number, answer["acc"], answer["by"])
+
+
+def _note_failure(loop: RunLoop, number: int, why: str) -> None:
+    """In the log each time, and once for each reason where people look."""
+    log.warning("proxy_failed run=%s round=%d reason=%s", loop.run, number, why)
+    with _only_logged(loop.run, number):
+        state = loop.fleet.state
+        known = {_pattern(str(e.body.get("reason"))) for e in state.journal.entries(loop.run, ("proxy_failed",))}
+        if _pattern(why) in known or len(known) >= MOST_REASONS:
+            return
+        state.journal.append("proxy_failed", run=loop.run, round=number, body={"reason": why})
+        state.run(loop.run).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
+
+
+def _pattern(reason: str) -> str:
+    """A reason without its numbers: those of rounds and processes are others each time."""
+    return re.sub(r"\d+", "#", reason)
 
 
 def _asked(loop: RunLoop) -> dict[str, Any]:
@@ -162,6 +252,19 @@ def _asked(loop: RunLoop) -> dict[str, Any]:
     request = loop.request
     params, task = loop.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
     return {"method": request.method, "params": params, "task": task, "seed": request.seed}
+
+
+def _left_over(folder: Path) -> list[tuple[int, Path]]:
+    """Round and place of the states that were kept for figures, the oldest first."""
+    found = ((re.fullmatch(r"proxy-(\d+)\.safetensors", place.name), place) for place in folder.glob("proxy-*"))
+    return sorted((int(match[1]), place) for match, place in found if match is not None)
+
+
+def _remove(place: Path) -> None:
+    try:
+        place.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("not_removed path=%s reason=%s", place, reason_of(error))
 
 
 def _keep_for_a_while(blob: Path, place: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,11 +15,13 @@ from pathlib import Path
 
 from edge_agent import capabilities
 from edge_agent.config import AgentConfig
+from edge_agent.errors import cause
 from edge_agent.wire import messages as wire
 from edge_agent.wire.memory import DEFAULT_MAX_PAYLOAD_BYTES
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Event, Message, Traffic
 
+from ..child import command
 from ..config import CoordinatorConfig
 from ..words import listed
 from .ending import cause_of_death, exit_code
@@ -28,7 +29,7 @@ from .line import AT_WORK, Line
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "coordinator.hosted.process")
+COMMAND = command("coordinator.hosted.process")
 MOST_DEATHS = 3
 """How often a process may die at one client's job before the client is given up: memory that is short stays short."""
 
@@ -99,6 +100,10 @@ class Hosts:
     def wake(self) -> None:
         """Nobody waits here."""
 
+    def away(self) -> dict[str, str]:
+        """Client -> why it has not been heard, for those whose process has yet to come, or to come back."""
+        return {client: why for process in self.processes for client, why in process.away().items()}
+
     def _deliver(self, message: Message) -> None:
         was_empty = self._events.empty()
         self._events.put(message)
@@ -119,6 +124,7 @@ class HostedProcess:
         self._boots: dict[str, str] = {}
         self._at_work: Work | None = None
         self._deaths = Counter[Work]()
+        self._trouble = "its process is starting"
         self._outgoing = _Outgoing()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping, self._starting = threading.Event(), threading.Lock()
@@ -131,8 +137,13 @@ class HostedProcess:
 
     def start(self) -> None:
         """Start it."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._thread.start()
+
+    def away(self) -> dict[str, str]:
+        """Client -> what keeps it away, for those that have not said that they are there."""
+        here = self._boots.copy()
+        absent = (config.id for config in self.configs if self._topics.presence(config.id) not in here)
+        return dict.fromkeys(absent, f"{self._trouble}; its words: {self._log}")
 
     def tell(self, topic: str, payload: bytes) -> bool:
         """Say something, without waiting for it to be heard; False when it does not listen."""
@@ -153,39 +164,65 @@ class HostedProcess:
         short_lives = 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            why = self._live()
+            why = self._lived()
             if self._stopping.is_set():
                 return
-            self._bury(why)
             short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else short_lives + 1
-            pause_s = 0.0 if short_lives < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**short_lives)
+            pause_s = _pause_s(short_lives)
+            self._trouble = f"its process ended, {why}; it is started again{_in(pause_s)}"
             log.warning("hosted_process_died number=%d of=%s again_in_s=%.1f", self.number, why, pause_s)
+            try:
+                self._bury(why)
+            except Exception:
+                log.exception("hosted_process_not_buried number=%d", self.number)
             self._stopping.wait(pause_s)
 
-    def _live(self) -> str:
-        """One process from start to end; what it died of."""
+    def _lived(self) -> str:
+        """What one process died of, or why it could not be started; this thread outlives whatever happens."""
         self._outgoing = outgoing = _Outgoing()
+        try:
+            process = self._begin(outgoing)
+            return "" if process is None else self._listen_to(process, outgoing)
+        except Exception as error:  # no memory, no more files, a full disk: all of that may pass
+            if not isinstance(error, OSError):
+                log.exception("hosted_process_lost number=%d", self.number)
+            return f"{type(error).__name__}: {cause(error)}"
+
+    def _begin(self, outgoing: _Outgoing) -> subprocess.Popen[bytes] | None:
+        """A new process that is told who is in it; None when we are to stop."""
         outgoing.put("begin", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
+        pipe = subprocess.PIPE
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._starting, self._log.open("wb") as words:
             if self._stopping.is_set():
-                return ""
-            pipe = subprocess.PIPE
+                return None
             self._process = process = subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, stderr=words)
-        if process.stdin is None or process.stdout is None:
-            return "no pipes"
         clients = listed(tuple(config.id for config in self.configs))
         log.info("hosted_process_started number=%d pid=%d clients=%s", self.number, process.pid, clients)
+        return process
+
+    def _listen_to(self, process: subprocess.Popen[bytes], outgoing: _Outgoing) -> str:
+        """All that it says, to its end; what it died of."""
+        if process.stdin is None or process.stdout is None:
+            return "no pipes"
         line = Line(process.stdout, process.stdin)
         writer = threading.Thread(target=outgoing.write_to, args=(line,), daemon=True)
-        writer.start()
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._heard(*line.receive())
+        why = ""
+        try:
+            writer.start()
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._heard(*line.receive())
+        except Exception as error:  # words that are none, or a thread too many: it is not to be lived with
+            log.exception("hosted_process_lost number=%d", self.number)
+            why = f"{type(error).__name__}: {cause(error)}; "
+            process.kill()
         code = exit_code(process)
         outgoing.close()
-        writer.join()
+        if writer.ident is not None:
+            writer.join()
         line.close()
-        return cause_of_death(code, self._log)
+        return why + cause_of_death(code, self._log)
 
     def _heard(self, topic: str, payload: bytes) -> None:
         if topic == AT_WORK:
@@ -251,6 +288,15 @@ def _suitable(agents: Sequence[AgentConfig]) -> int:
     able = capabilities.find()
     uses_gpu = able.accelerators and any(agent.training.device != "cpu" for agent in agents)
     return 1 if uses_gpu else able.cores
+
+
+def _pause_s(short_lives: int) -> float:
+    """How long to wait before another try; the first one is made at once."""
+    return 0.0 if short_lives < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(short_lives, 20))
+
+
+def _in(pause_s: float) -> str:
+    return f" {pause_s:.0f} s later" if pause_s >= 1 else ""
 
 
 def _given_up(client: str, number: int, why: str) -> str:

@@ -23,6 +23,7 @@ Kind = Literal[
     "state_kept",
     "norm_pooled",
     "proxy_evaluated",
+    "proxy_failed",
     "run_finished",
     "run_failed",
     "run_cancelled",

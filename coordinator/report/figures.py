@@ -81,6 +81,8 @@ class RunFigures:
     rounds: list[RoundFigures] = field(default_factory=list)
     agents: list[AgentFigures] = field(default_factory=list)
     proxy: list[ProxyFigure] = field(default_factory=list)
+    proxy_failed: list[tuple[int, str]] = field(default_factory=list)
+    """Why a figure of the proxy could not be computed, and the round when that was first so."""
 
     def final_mean(self, scope: Scope) -> float | None:
         """Mean over agents at the end; where no agent said it, that of the last round that knows."""
@@ -99,10 +101,11 @@ class RunFigures:
 
 
 def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> RunFigures:
-    """The figures in a summary and in records of kinds ``round``, ``agent`` and ``proxy``; others are passed over."""
+    """The figures in a summary and in records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``."""
     rounds: dict[int, RoundFigures] = {}
     agents: dict[str, AgentFigures] = {}
     proxy: dict[int, ProxyFigure] = {}
+    failed: dict[str, int] = {}
     for record in metrics:
         number = as_number(record.get("round"))
         if record.get("kind") == "round" and number is not None:
@@ -112,7 +115,10 @@ def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str
         elif record.get("kind") == "proxy" and number is not None and (acc := as_number(record.get("acc"))) is not None:
             by = str(record.get("by") or "")
             proxy[int(number)] = ProxyFigure(int(number), acc, as_number(record.get("samples")), by)
-    return RunFigures(run, dict(summary), _in_order(rounds), _in_order(agents), _in_order(proxy))
+        elif record.get("kind") == "proxy_failed" and number is not None:
+            failed.setdefault(str(record.get("reason")), int(number))
+    why = [(number, reason) for reason, number in failed.items()]
+    return RunFigures(run, dict(summary), _in_order(rounds), _in_order(agents), _in_order(proxy), why)
 
 
 def _in_order(found: Mapping[Key, Figure]) -> list[Figure]:

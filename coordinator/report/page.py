@@ -48,7 +48,7 @@ def _head(run: RunFigures) -> str:
     return (
         f'<header><p class="over">Headwater run</p><h1>{escape(run.run)} '
         f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1>{_unfinished(run, asked)}'
-        f"<dl>{listed}</dl></header>"
+        f"{_unscored(run)}<dl>{listed}</dl></header>"
     )
 
 
@@ -57,7 +57,14 @@ def _warm_start(told: object) -> str:
     if not isinstance(told, dict):
         return ""
     samples, epochs, accuracy = (as_number(told.get(name)) for name in ("samples", "epochs", "accuracy"))
-    return f"{_count(samples)} samples, {_count(epochs)} epochs, accuracy {percent(accuracy)}"
+    scored = "not scored" if accuracy is None else f"accuracy {percent(accuracy)}"
+    return f"{_count(samples)} samples, {_count(epochs)} epochs, {scored}"
+
+
+def _unscored(run: RunFigures) -> str:
+    """A line for each reason why the coordinator could not score the shared model."""
+    lines = (f"acc.proxy could not be computed, first after round {number}: {why}" for number, why in run.proxy_failed)
+    return "".join(f'<p class="caption">{escape(line)}</p>' for line in lines)
 
 
 def _unfinished(run: RunFigures, asked: float | None) -> str:

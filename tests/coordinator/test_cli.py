@@ -217,6 +217,7 @@ def test_status_as_json_is_one_object(call, tmp_path):
             "queued_behind": None,
             "warm_start": None,
             "proxy": [],
+            "proxy_failed": [],
         }
     ]
 

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from federation_harness import Federation, Stranger, killed_at_append, quick_params
 
+from coordinator.cohort import lack
 from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
 from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
 from edge_agent.agent.duties import Duties
 from edge_agent.config import DataConfig
+from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.topics import Topics
@@ -171,8 +173,43 @@ def test_nobody_at_the_broker_can_speak_as_a_hosted_client(mixed, caplog):
         imposter.say(wire.Bye())
         fed.finish()
         assert fed.encoder_sha256 == sha
-        assert imposter.heard(wire.Welcome, wire.Job, wire.Refused) == [], "what is for c0 stays in the house"
+        assert imposter.heard(wire.Welcome, wire.Job) == [], "what is for c0 stays in the house"
     assert caplog.text.count("agent=c0 is hosted here and was heard at the broker") == 1
+
+
+def test_an_agent_with_the_id_of_a_hosted_client_is_refused_and_everybody_can_read_it(mixed):
+    make, sha = mixed
+    with make() as fed:
+        fed.add("c0")
+        fed.wait(1)
+        second = fed.agents["c0"]
+        with pytest.raises(DuplicateId, match="the id 'c0' is in use: the coordinator hosts a client of that") as told:
+            second.raise_if_refused()
+        assert told.value.exit_code == 2
+        assert second.boot in str(told.value)
+        notes = {agent["id"]: agent["notes"] for agent in fed.coordinator.status()["agents"]}
+        assert "an agent at the broker has the id 'c0', too" in notes.pop("c0")[0]
+        assert set(map(tuple, notes.values())) == {()}
+        fed.kill("c0")
+        fed.request("fedper", rounds=3, seed=7, params=quick_params("fedper"))
+        fed.finish()
+        assert fed.encoder_sha256 == sha
+
+
+def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
+    make, _ = mixed
+    with make() as fed:
+        away = {"c0": "its process ended, signal 9"}
+        fed.coordinator.transport._away = lambda: away
+        fed.coordinator.config = fed.config
+        unheard = {agent["id"]: (agent["present"], agent["notes"]) for agent in fed.coordinator.status()["agents"]}
+        assert unheard == {"c0": (False, ["its process ended, signal 9"]), "c2": (False, [])}
+        words = lack(["c1", "c2"], fed.config)
+        assert words == "4 train agents, 2 more must come; here: c1, c2; hosted, but away: c0"
+        fed.settle()
+        away.clear()
+        heard = {agent["id"]: (agent["present"], agent["notes"]) for agent in fed.coordinator.status()["agents"]}
+        assert heard == dict.fromkeys(CLIENTS, (True, []))
 
 
 def test_both_sides_are_heard_in_turn_and_hear_what_is_for_all():

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from coordinator.checks import check_defaults
+from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
 from coordinator.hosted import Hosts, checking, owner
+from coordinator.hosted.checking import overlaps
+from edge_agent import data
 from edge_agent.config import load, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError
@@ -83,6 +86,49 @@ def test_all_mistakes_of_hosted_clients_are_told_before_a_run(tmp_path, monkeypa
     assert "c: " in report
     assert "no client 'c' among 1" in report
     assert "d: device = 'tpu': Expected one of cpu" in report
+
+
+@pytest.mark.parametrize(
+    "theirs, warm, is_told",
+    [
+        ("digits:optdigits?n=20", "digits:optdigits?n=30", True),
+        ("digits:optdigits?n=20", "digits:photo?n=30", False),
+        ("digits:optdigits?client=0&clients=3", "digits:optdigits?client=1&clients=3", False),
+        ("digits:optdigits?client=0&clients=3", "digits:optdigits?client=1&clients=2", True),
+        ("digits:optdigits?client=0&clients=3", "digits:optdigits?client=1&clients=3&seed=4", True),
+        ("idx:a/../b?split=test", "idx:b", False),
+        ("idx:a/../b?split=all", "idx:b", True),
+        ("idx:a", "idx:b", False),
+        ("ucihar:x?subject=3", "ucihar:x?subject=4", False),
+    ],
+)
+def test_samples_that_serve_twice_are_told(tmp_path, theirs, warm, is_told):
+    config = configured(
+        {"data": {"source": theirs}}, base=tmp_path, warm_start={"data": warm}, proxy={"data": "npz:other.npz"}
+    )
+    assert len(overlaps(config)) == is_told
+    assert overlaps(config.model_copy(update={"warm_start": None})) == []
+    if is_told:
+        assert f"[warm_start] learns from {warm}, and 'h' holds back samples of {theirs}" in overlaps(config)[0]
+    proxy = config.model_copy(update={"warm_start": None, "proxy": ProxyConfig(data=warm, folder=tmp_path)})
+    assert [line.partition(" ")[0] for line in overlaps(proxy)] == ["[proxy]"] * is_told
+
+
+def test_the_example_file_gives_nobody_samples_that_others_test_on():
+    """By the samples themselves: of the handwritten ones those of a row are the same in all styles."""
+    config = load(CoordinatorConfig, CONFIGS / "coordinator-hosted.toml")
+    assert overlaps(config) == []
+    sources = (config.hosted[0].data.source, config.warm_start.data, config.proxy.data)
+    plain = [data.load(source.replace("photo", "optdigits")).inputs.reshape(-1, 3 * 32 * 32) for source in sources]
+    rows = [{row.tobytes() for row in inputs} for inputs in plain]
+    assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
+    assert config.hosted[1].data.source.startswith("digits:rendered")
+
+
+def test_a_run_says_so_before_it_begins(tmp_path, capsys):
+    config = configured({}, warm_start={"data": "digits:optdigits?n=30"})
+    request_for(config, None, None, None, {})
+    assert "note: [warm_start] learns from digits:optdigits?n=30" in capsys.readouterr().err
 
 
 def test_auto_takes_the_gpu_where_there_is_one_and_else_the_cpu(monkeypatch):

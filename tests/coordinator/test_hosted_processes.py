@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +18,7 @@ from federation_harness import SMALL
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import Hosts, owner
+from coordinator.hosted.ending import cause_of_death
 from coordinator.request import Request
 from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
 from coordinator.store import StateFolder
@@ -143,6 +148,89 @@ def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, mo
     assert "exit code 1; its last words: no memory is left" in fault.message
     assert woken.is_set()
     assert hosts.processes[0].pid is not None
+
+
+IS_THERE = """
+import struct, sys, threading
+topic, payload = b"fl/1/home/s/h", b"online b1"
+sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
+sys.stdout.buffer.flush()
+threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def one_hosted(folder, monkeypatch, script=IS_THERE):
+    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(owner, "FIRST_PAUSE_S", 0.001)
+    config = AgentConfig(id="h", state=folder / "h", data=DataConfig(source="none:"))
+    hosts = Hosts([config], 1, folder / "words", lambda: None)
+    hosts.start()
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+@pytest.mark.parametrize("ends", ["log removed", "signal without a name"])
+def test_a_hosted_process_comes_back_however_it_ended(tmp_path, monkeypatch, ends):
+    with one_hosted(tmp_path, monkeypatch) as hosts:
+        assert "its process is starting" in hosts.away()["h"]
+        until(lambda: not hosts.away(), "it is there")
+        before = hosts.processes[0].pid
+        if ends == "log removed":
+            shutil.rmtree(tmp_path / "words")
+        os.kill(before, signal.SIGKILL if ends == "log removed" else signal.SIGRTMIN + 2)
+        until(lambda: hosts.processes[0].pid != before and not hosts.away(), "it is back")
+        assert hosts.processes[0]._thread.is_alive()
+
+
+NO_WORDS = "import sys; sys.stdout.buffer.write(bytes([1, 0, 0, 0, 0, 0, 255])); sys.stdout.flush(); sys.stdin.read()"
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), BlockingIOError(11, "no"), ValueError("?")])
+def test_a_process_that_cannot_be_started_is_tried_again_and_the_status_says_why(tmp_path, monkeypatch, error, caplog):
+    real, tries = subprocess.Popen, []
+
+    def popen(*words, **options):
+        tries.append(words)
+        if len(tries) <= 4 or not free.is_set():
+            raise error
+        return real(*words, **options)
+
+    free = threading.Event()
+    monkeypatch.setattr(owner.subprocess, "Popen", popen)
+    with one_hosted(tmp_path, monkeypatch) as hosts:
+        until(lambda: len(tries) >= 4, "it is tried again")
+        assert f"its process ended, {type(error).__name__}: " in hosts.away()["h"]
+        free.set()
+        until(lambda: not hosts.away(), "it is there")
+    assert caplog.text.count("hosted_process_died") >= 4
+
+
+def test_a_process_that_says_what_cannot_be_read_is_ended_and_started_again(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    with one_hosted(tmp_path, monkeypatch, NO_WORDS) as hosts:
+        until(lambda: caplog.text.count("hosted_process_started") >= 3, "it is started again")
+        assert "UnicodeDecodeError" in hosts.away()["h"]
+
+
+def test_pauses_grow_and_stay_bounded():
+    pauses = [owner._pause_s(lives) for lives in range(5000)]
+    assert pauses[:2] == [0.0, 0.0]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == owner.LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    "code, told", [(3, "exit code 3"), (-9, "signal 9 (SIGKILL)"), (-36, "signal 36"), (-200, "signal 200")]
+)
+def test_every_end_has_words(tmp_path, code, told):
+    words = tmp_path / "words.log"
+    assert cause_of_death(code, words) == f"{told}; its last words are lost: {words} cannot be read"
+    words.write_bytes(b"x" * 200_000 + b"\nfirst\nlast \xff\n")
+    assert cause_of_death(code, words).startswith(f"{told}; its last words: x")
+    assert cause_of_death(code, words).endswith("xx / first / last \ufffd")
 
 
 def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch):

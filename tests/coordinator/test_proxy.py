@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 from federation_harness import SMALL, TASK, Federation, TinyDuties
+from typer.testing import CliRunner
 
+from coordinator.cli.app import app
 from coordinator.config import ProxyConfig
-from coordinator.hosted.own import OwnWork
+from coordinator.hosted.figures import told
+from coordinator.hosted.own import PROXY_LIMIT_S, OwnWork, _left_over
 from coordinator.hosted.proxy import evaluate_on_proxy
 from coordinator.report import write_report
+from coordinator.report.figures import read_run
+from coordinator.report.page import render
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.store import write_tensors
@@ -115,17 +120,24 @@ class Slow:
         InlineWorker().submit("", job, done)
 
 
+def number_of(question):
+    return int(question["state"].rpartition("-")[2].partition(".")[0])
+
+
 class DeskHere:
     """A desk without a process; a round in ``fails`` cannot be evaluated."""
 
     def __init__(self, fails=()):
-        self.fails, self.asked = fails, []
+        self.fails, self.asked, self.dropped = fails, [], []
+
+    def drop(self, question):
+        self.dropped.append(number_of(question))
 
     def ask(self, question):
-        number = int(question["state"].rpartition("-")[2].partition(".")[0])
+        number = number_of(question)
         self.asked.append(number)
         if number in self.fails:
-            raise RunFailed("no memory")
+            raise RunFailed(f"no memory for round {number}")
         return evaluate_on_proxy(question)
 
     def close(self):
@@ -142,6 +154,17 @@ class Watched(Federation):
             coordinator.aside = OwnWork(self.proxy, self.desk, self.worker)
 
         return super().start_coordinator(prepare)
+
+    def close_rounds(self, number):
+        """Step until so many rounds are closed, and no further."""
+        while len(self.entries("round_closed")) < number:
+            if not self.step():
+                self.clock.now += 0.1
+
+    def waiting(self):
+        """Rounds whose states are kept for figures that are still to come."""
+        folder = self.state.run(self.run).folder
+        return sorted(int(place.stem.partition("-")[2]) for place in folder.glob("proxy-*"))
 
     def told(self):
         return {entry.round: entry.body["acc"] for entry in self.entries("proxy_evaluated")}
@@ -188,14 +211,90 @@ def test_no_round_waits_for_it_and_the_end_does(tmp_path, own):
     with Watched(tmp_path / "slow", ProxyConfig(data=own, device="cpu"), slow) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.until(lambda: len(fed.entries("round_closed")) == 3)
-        assert (fed.told(), len(slow.waiting)) == ({}, 3)
+        assert (fed.told(), len(slow.waiting)) == ({}, 1)
         fed.wait(5)
         assert not fed.record.is_over
-        assert "evaluated on the proxy samples" in fed.coordinator.status()["waiting"]["for"]
+        waits = fed.coordinator.status()["waiting"]
+        assert waits["for"] == "acc.proxy after round 1 and 3, evaluated on the proxy samples"
+        assert waits["whom"] == ["the coordinator"]
         while slow.waiting:
             slow.work()
         fed.finish()
-        assert fed.told() == expected
+        assert fed.told() == {1: expected[1], 3: expected[3]}
+
+
+def test_where_rounds_are_faster_the_newest_waits_and_nothing_piles_up(tmp_path, own):
+    """Of six rounds none is evaluated before the fifth is over: only two states are kept meanwhile."""
+    slow = Slow()
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), slow) as fed:
+        fed.request("fedavg", rounds=6, params=SMALL)
+        fed.close_rounds(5)
+        assert (len(slow.waiting), fed.waiting()) == (1, [1, 5])
+        slow.work()
+        assert fed.waiting() == [5]
+        fed.close_rounds(6)
+        while slow.waiting:
+            slow.work()
+        fed.finish()
+        assert sorted(fed.told()) == [1, 5, 6]
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+def test_what_is_asked_for_a_run_that_ends_is_dropped_and_hinders_no_other(tmp_path, own, ends):
+    slow = Slow()
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), slow) as fed:
+        fed.request("fedavg", rounds=5, params=SMALL)
+        fed.close_rounds(3)
+        assert len(fed.waiting()) == 2
+        if ends == "cancelled":
+            fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+            fed.wait(1)
+        else:
+            fed.coordinator._fail(fed.run, RunFailed("no"))
+        assert fed.record.status == ends
+        assert (fed.waiting(), fed.desk.dropped) == ([], [1])
+        over = fed.state.journal.last_id()
+        slow.work()
+        assert fed.state.journal.last_id() == over, "a figure that comes too late is nobody's"
+        fed.coordinator.aside._worker = InlineWorker()
+        fed.request("fedavg", rounds=2, params=SMALL)
+        fed.finish()
+        assert sorted(fed.told()) == [1, 2]
+
+
+def test_a_run_that_waits_long_enough_ends_without_the_figure_and_says_so(tmp_path, own):
+    slow = Slow()
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), slow) as fed:
+        fed.request("fedavg", rounds=1, params=SMALL)
+        fed.finish(PROXY_LIMIT_S + 60)
+        assert fed.record.status == "finished"
+        (failed,) = fed.state.run(fed.run).summary()["proxy_failed"]
+        slow.work()
+        assert fed.entries()[-1].kind == "run_finished"
+        assert fed.waiting() == []
+    assert failed == {"round": 1, "reason": "no figure 600 s after the last round"}
+
+
+def test_states_of_runs_that_are_over_are_swept_when_the_coordinator_comes_back(tmp_path, own):
+    slow = Slow()
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), slow) as fed:
+        fed.request("fedavg", rounds=5, params=SMALL)
+        fed.close_rounds(2)
+        fed.kill_coordinator()
+        over, going = fed.folder / "coordinator/runs/run-0000", fed.folder / "coordinator/runs/run-0001"
+        over.mkdir()
+        for name in ("proxy-9.safetensors", "warm.safetensors", "summary.json"):
+            (over / name).write_bytes(b"{}")
+        (going / "proxy-x.safetensors").write_bytes(b"of somebody else")
+        fed.start_coordinator()
+        assert [place.name for place in over.iterdir()] == ["summary.json"]
+        assert len(list(going.glob("proxy-*"))) == 3
+
+
+def test_left_over_states_are_taken_in_the_order_of_rounds(tmp_path):
+    for number in (10, 9, 100):
+        (tmp_path / f"proxy-{number}.safetensors").touch()
+    assert [number for number, _ in _left_over(tmp_path)] == [9, 10, 100]
 
 
 def test_a_failure_is_a_warning(tmp_path, own, caplog):
@@ -205,6 +304,32 @@ def test_a_failure_is_a_warning(tmp_path, own, caplog):
         assert fed.record.status == "finished"
         assert sorted(fed.told()) == [1, 3]
     assert "proxy_failed run=run-0001 round=2 reason=RunFailed: no memory" in caplog.text
+
+
+def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, own, caplog):
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), fails=(1, 2, 3)) as fed:
+        fed.request("fedavg", rounds=3, params=SMALL)
+        fed.finish()
+        (entry,) = fed.entries("proxy_failed")
+        folder = fed.state.run(fed.run)
+        summary, page = folder.summary(), write_report(folder).read_text()
+    assert (entry.round, entry.body) == (1, {"reason": "RunFailed: no memory for round 1"})
+    assert summary["proxy_failed"] == [{"round": 1, **entry.body}]
+    line = "acc.proxy could not be computed, first after round 1: RunFailed: no memory for round 1"
+    assert list(told(summary)) == [line]
+    assert line in page
+    shown = CliRunner().invoke(app, ["status", "--state", str(fed.config.state)], terminal_width=200)
+    assert f"run-0001: {line}" in shown.output.replace("\n", " ")
+    assert caplog.text.count("proxy_failed run=run-0001") == 3
+
+
+def test_what_is_not_known_is_not_shown_as_an_accuracy():
+    warm = {"samples": 3, "data": "npz:x", "epochs": 1, "accuracy": None}
+    proxy = {"round": 2, "acc": None, "samples": 0, "by": "global head"}
+    first, second = told({"warm_start": warm, "proxy": [proxy]})
+    assert first == "warm start: 3 samples of npz:x, 1 epoch, not scored, for no samples were held back"
+    assert second == "acc.proxy after round 2: not known on 0 samples, by global head"
+    assert "3 samples, 1 epochs, not scored" in render(read_run("run-1", {"warm_start": warm}, []))
 
 
 def test_a_figure_that_a_kill_has_taken_is_made_again(tmp_path, own):

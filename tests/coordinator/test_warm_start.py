@@ -257,6 +257,35 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
     asked.close()
 
 
+def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    asked, question, start = Desk(tmp_path / "words.log"), {"do": "long"}, desk.subprocess.Popen
+    drops = threading.Thread(target=asked.drop, args=(question,))
+
+    def popen(*words, **options):
+        drops.start()
+        drops.join(0.2)
+        return start(*words, **options)
+
+    monkeypatch.setattr(desk.subprocess, "Popen", popen)
+    refused = threading.Event()
+
+    def ask():
+        with pytest.raises(RunFailed, match="nobody waits for it any more"):
+            asked.ask(question)
+        refused.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert refused.wait(20)
+    asked.close()
+
+
+def test_a_process_that_cannot_be_started_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(desk, "COMMAND", (str(tmp_path / "no python"),))
+    with pytest.raises(RunFailed, match="died 3 times, at last of no such file or folder"):
+        Desk(tmp_path / "words.log").ask({})
+
+
 @pytest.mark.parametrize("name", methods.names())
 def test_a_method_can_be_warmed_if_it_shares_an_encoder(images, name):
     config = parse(CoordinatorConfig, {"task": TASK, "warm_start": images.model_dump()}, where="test")

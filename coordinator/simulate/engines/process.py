@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...child import command
+from ...hosted.ending import cause_of_death
 from .areas import Area
 from .line import Line
 
 PATIENCE_S = 3.0
 """How long a worker may take to vanish after it has been told to."""
 
-LAST_WORDS = 5
-COMMAND = (sys.executable, "-m", "coordinator.simulate.engines.worker")
+COMMAND = command("coordinator.simulate.engines.worker")
 
 
 class WorkerProcess:
@@ -65,6 +64,4 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # it hung up and lives on: nobody will ever hear of it again
             self._process.kill()
             code = self._process.wait()
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-        words = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:]
-        return f"{how}; its last words: {' / '.join(words) or 'none'}"
+        return cause_of_death(code, self._log)
