@@ -50,6 +50,18 @@ class Facts:
     lists_inside: tuple[str, ...] = ()
     damaged: frozenset[str] = frozenset()
 
+    def read(self, where: str, options: Options) -> Raw:
+        """Images of the chosen domains, decoded when they are asked for."""
+        return read(find(self, where, options.domain), options)
+
+    def look(self, where: str, options: Options) -> None:
+        """Return quietly when the images and lists are there; no image is opened."""
+        self.read(where, options)
+
+    def parts(self, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+        """For each domain the place and the option that choose it alone."""
+        return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
+
 
 class Options(BaseOptions):
     """Options of a set of domains."""
@@ -63,6 +75,12 @@ class Options(BaseOptions):
     test_share: float | None = Field(
         None, gt=0, lt=1, description="split by chance, with this share of each class for testing, not by lists"
     )
+
+
+class ByChance(Options):
+    """Options of a set without an official split."""
+
+    test_share: float | None = Field(0.2, gt=0, lt=1, description="share of each class for testing, by chance")
 
 
 @dataclass(frozen=True)
@@ -220,11 +238,6 @@ def read(layout: Layout, options: Options) -> Raw:
     natural = ImageInput(channels=3, height=layout.facts.side, width=layout.facts.side)
     places = tuple("/".join(path.parts[-3:]) for path in paths)
     return Raw("image", ImageFiles(paths), labels, names, natural=natural, names=places)
-
-
-def expand(facts: Facts, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each domain the place and the option that choose it alone."""
-    return {name: (where, {"domain": name}) for name in find(facts, where, options.domain).folders}
 
 
 def _spelled(facts: Facts, wanted: str) -> str:

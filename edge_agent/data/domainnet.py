@@ -71,7 +71,7 @@ def look(where: str, options: Options) -> None:
 
 def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
     """For each domain the place and the option that choose it alone."""
-    return _domains.expand(FACTS, where, options)
+    return FACTS.parts(where, options)
 
 
 def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:

@@ -9,14 +9,9 @@ Source: Gong et al., "Geodesic Flow Kernel for Unsupervised Domain Adaptation", 
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field
-
 from . import _domains
 from ._domains import Facts
 from ._sets import Origin
-from .base import Raw
 
 NEEDS_PATH = True
 """The place is a file or folder, which `data.check` looks for before anything is read."""
@@ -35,23 +30,6 @@ FACTS = Facts(
     inside=("office_caltech_10", "OfficeCaltech10", "office_caltech_10_dataset/office_caltech_10"),
 )
 
+Options = _domains.ByChance
 
-class Options(_domains.Options):
-    """Which pictures of Office-Caltech-10."""
-
-    test_share: float | None = Field(0.2, gt=0, lt=1, description="share of each class for testing, by chance")
-
-
-def read(where: str, options: Options) -> Raw:
-    """Pictures of the chosen domains, decoded when they are asked for."""
-    return _domains.read(_domains.find(FACTS, where, options.domain), options)
-
-
-def look(where: str, options: Options) -> None:
-    """Return quietly when the pictures are there; none is opened."""
-    read(where, options)
-
-
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each domain the place and the option that choose it alone."""
-    return _domains.expand(FACTS, where, options)
+read, look, domains = FACTS.read, FACTS.look, FACTS.parts

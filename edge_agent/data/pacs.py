@@ -12,12 +12,9 @@ Source: Li, Yang, Song, Hospedales, "Deeper, Broader and Artier Domain Generaliz
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import _domains
 from ._domains import Facts, Split
 from ._sets import Origin
-from .base import Raw
 
 NEEDS_PATH = True
 """The place is a file or folder, which `data.check` looks for before anything is read."""
@@ -48,16 +45,4 @@ class Options(_domains.Options):
     split: Split = "train"
 
 
-def read(where: str, options: Options) -> Raw:
-    """Pictures of the chosen domains, decoded when they are asked for."""
-    return _domains.read(_domains.find(FACTS, where, options.domain), options)
-
-
-def look(where: str, options: Options) -> None:
-    """Return quietly when the pictures and lists are there; no picture is opened."""
-    read(where, options)
-
-
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each domain the place and the option that choose it alone."""
-    return _domains.expand(FACTS, where, options)
+read, look, domains = FACTS.read, FACTS.look, FACTS.parts
