@@ -61,7 +61,7 @@ def reproduce(
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
-    from ..reproduce import Reproduction, names, read_table
+    from ..reproduce import Reproduction, names, outcomes, read_table
 
     set_up_logging(verbose=verbose, quiet=True)
     if name is None:
@@ -77,11 +77,11 @@ def reproduce(
             if again and cell.failure:
                 cell.forget()
         _run_all(asked.table, cells, lambda: _write(asked, cells))
-    told = _told(asked, cells)
+    found = outcomes(asked.table, cells)
     if as_json:
-        print_json(told)
+        print_json(_told(asked, found))
     else:
-        show(*_shown(asked, cells, told))
+        show(*_shown(asked, found))
     if any(cell.failure for cell in cells):
         raise typer.Exit(1)
 
@@ -109,7 +109,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 def _run_all(wanted: Table, cells: Sequence[Cell], write: Callable[[], object]) -> None:
     begun = {cell.folder: cell.is_begun() for cell in cells}  # all of them first: nothing is run that will not fit
-    missing = [cell for cell in cells if cell.result is None and not cell.failure]
+    missing = [cell for cell in cells if not (cell.is_over or cell.failure)]
     for place, cell in enumerate(missing, 1):
         console.print(f"{place} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
         try:
@@ -134,17 +134,16 @@ def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:
 
     shown = asked.shown(cells)
     found = outcomes(asked.table, shown)
-    kept = promises(asked.table, found)
+    page = markdown(asked.table, found, promises(asked.table, found), _command(asked))
     asked.folder.mkdir(parents=True, exist_ok=True)
-    write_json(asked.folder / "table.json", _told(asked, shown))
-    write_atomic(asked.folder / "table.md", markdown(asked.table, found, kept, _command(asked)).encode())
+    write_json(asked.folder / "table.json", _told(asked, found))
+    write_atomic(asked.folder / "table.md", page.encode())
     write_atomic(asked.folder / "curves.svg", curves(asked.table, shown))
 
 
-def _told(asked: Reproduction, cells: Sequence[Cell]) -> dict[str, Any]:
-    from ..reproduce import outcomes, promises
+def _told(asked: Reproduction, found: Sequence[Outcome]) -> dict[str, Any]:
+    from ..reproduce import promises
 
-    found = outcomes(asked.table, cells)
     return {
         "title": asked.table.title,
         "source": asked.table.source,
@@ -169,18 +168,18 @@ def _command(asked: Reproduction) -> str:
     return " ".join(map(shlex.quote, words))
 
 
-def _shown(asked: Reproduction, cells: Sequence[Cell], told: dict[str, Any]) -> Iterator[Any]:
-    from ..reproduce import outcomes
+def _shown(asked: Reproduction, found: Sequence[Outcome]) -> Iterator[Any]:
+    from ..reproduce import promises
     from ..reproduce.pages import CAVEAT, said
 
-    found = outcomes(asked.table, cells)
+    kept = promises(asked.table, found)
     columns = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")
     for column in dict.fromkeys(one.column.name for one in found):
         rows = [_cells(one) for one in found if one.column.name == column]
         yield table(f"{asked.table.title}: {column}", columns, rows, left=2)
         doubt = next(one.column.doubt for one in found if one.column.name == column)
         yield from [f"doubtful: {doubt}"] if doubt else []
-        yield from (said(one).replace("**", "") for one in told["promises"] if one["column"] == column)
+        yield from (said(one).replace("**", "") for one in kept if one["column"] == column)
     yield f"percent; {CAVEAT.replace('`', '')}"
     yield f"table: {asked.folder}/table.md; curves: {asked.folder}/curves.svg; figures: {asked.folder}/table.json"
 

@@ -18,7 +18,7 @@ from ..simulate.plan import HOW_NOT_WHAT
 from ..store import StateFolder
 from .definition import Column, Row, Table, slug
 
-FAILED = "failed.json"
+FAILED, RESULT = "failed.json", "result.json"
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,24 @@ class Cell:
     @property
     def result(self) -> dict[str, Any] | None:
         """What came out; None as long as it is not over."""
-        return read_json(self.folder / "result.json")
+        return read_json(self.folder / RESULT)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result."""
+        return (self.folder / RESULT).exists()
 
     @property
     def failure(self) -> str:
         """Why it came to no result; empty where it did not fail."""
-        if self.result is not None:
+        if self.is_over:
             return ""
         return str((read_json(self.folder / FAILED) or {}).get("reason", ""))
 
     @property
     def closed(self) -> int:
         """How many rounds of an unfinished run have closed."""
-        if self.result is not None or planned(self.folder) is None:
+        if self.is_over or planned(self.folder) is None:
             return 0
         with StateFolder(self.folder).look() as state:
             return len(state.journal.entries(kinds=("round_closed",)))

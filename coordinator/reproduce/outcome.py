@@ -106,8 +106,8 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
         of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", Plan.model_fields["rounds"].default)),
-        under_way=next((f"in round {cell.closed + 1}" for cell in cells if cell.closed), ""),
-        trouble=next((cell.failure for cell in cells if cell.failure), ""),
+        under_way=next((f"in round {closed + 1}" for cell in cells if (closed := cell.closed)), ""),
+        trouble=next((failure for cell in cells if (failure := cell.failure)), ""),
     )
 
 
