@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,9 @@ from hypothesis import settings
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# So that a failing assert of what several files share shows its values, too.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "harness").glob("*.py")))
 
 settings.register_profile("headwater", deadline=None, print_blob=True)
 settings.load_profile("headwater")

@@ -1,19 +1,12 @@
-"""Makes tests/federation_harness.py importable: tests are no package, and ``tests`` on the path would hide ours."""
+"""Commands as people type them, run in the process of the tests."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 
-_NAME = "federation_harness"
-if _NAME not in sys.modules:
-    _SPEC = importlib.util.spec_from_file_location(_NAME, Path(__file__).parents[1] / f"{_NAME}.py")
-    sys.modules[_NAME] = importlib.util.module_from_spec(_SPEC)
-    _SPEC.loader.exec_module(sys.modules[_NAME])
+from coordinator.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +18,16 @@ def quiet_loggers():
     root.handlers[:] = before
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def called(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from federation_harness import Federation, lose
+from federation_disturbances import lose
+from federation_harness import Federation
 
 from coordinator.cli.cancel import cancel_run
 from coordinator.report import write_report

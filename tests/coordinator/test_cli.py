@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.cli import main
 from coordinator.cli.app import app
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import HEADINGS, MARKS, describe, parameters, section, with_table
@@ -29,19 +28,6 @@ encoder = "linear"
 encoder_params = { feature_dim = 4 }
 input = { kind = "image", channels = 1, height = 4, width = 4 }
 """
-
-
-@pytest.fixture
-def call(capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-
-    def called(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return called
 
 
 @pytest.fixture

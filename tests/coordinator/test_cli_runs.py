@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import main
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting
 from coordinator.store import StateFolder
@@ -27,19 +26,6 @@ input = { kind = "image", channels = 1, height = 4, width = 4 }
 """
 AWAY = '[broker]\nurl = "mqtt://127.0.0.1:1"\n'
 RUN = {"method": "fedavg", "params": {}, "rounds": 3, "seed": 0, "task": {}}
-
-
-@pytest.fixture
-def call(capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-
-    def called(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return called
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import collections
 
 import numpy as np
 import pytest
-from federation_harness import TASK, WIDE_TASK, Federation, Killed, Stranger, killed_at_append, lose
+from federation_disturbances import Stranger, killed_at_append, lose
+from federation_duties import TASK, WIDE_TASK
+from federation_harness import Federation, Killed
 
 from edge_agent.wire import messages as wire
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from federation_harness import WIDE_TASK, Federation, Stranger
+from federation_disturbances import Stranger
+from federation_duties import WIDE_TASK
+from federation_harness import Federation
 
 from coordinator.distribute import GATHER_S, Distributor
 from edge_agent.errors import ChunkError

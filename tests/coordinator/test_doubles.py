@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from federation_harness import Federation, restart_broker, vanish
+from federation_disturbances import restart_broker
+from federation_harness import Federation, vanish
 
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from federation_harness import TASK, WIDE_TASK, Federation, restart_broker
+from federation_disturbances import restart_broker
+from federation_duties import TASK, WIDE_TASK
+from federation_harness import Federation
 
 from edge_agent.methods import fedavg
 from edge_agent.wire.memory import Faults

@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from federation_harness import SMALL, TASK, Federation, TinyDuties, quick_params
+from federation_duties import SMALL, TASK, TinyDuties, quick_params
+from federation_harness import Federation
 
 from edge_agent import methods
 from edge_agent.agent.kept import KeptFiles

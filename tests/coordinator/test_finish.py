@@ -6,7 +6,8 @@ import hashlib
 from types import SimpleNamespace
 
 import pytest
-from federation_harness import Federation, Killed, lose
+from federation_disturbances import lose
+from federation_harness import Federation, Killed
 
 from coordinator import encoders
 from coordinator.cli.run import agents_table, footnotes

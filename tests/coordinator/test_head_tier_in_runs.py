@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from federation_harness import Federation, TinyDuties
+from federation_duties import TinyDuties
+from federation_harness import Federation
 
 from coordinator import encoders
 from coordinator.steering import why_stop

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from federation_harness import Federation, Stranger, killed_at_append, quick_params
+from federation_disturbances import Stranger, killed_at_append
+from federation_duties import quick_params
+from federation_harness import Federation
+from simulation_harness import small_plan, write_images
 
 from coordinator.cohort import lack
 from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
-from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
+from coordinator.simulate import PARTITION, Prepared, open_simulation
 from edge_agent.agent.duties import Duties
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
@@ -24,22 +27,13 @@ CLIENTS = ("c0", "c1", "c2", "c3")
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """96 images of 4 x 4 with three classes that differ in brightness."""
-    labels = np.arange(96) % 3
-    inputs = np.clip(np.random.default_rng(0).normal(60, 25, (96, 4, 4)) + 60 * labels[:, None, None], 0, 255)
-    path = tmp_path_factory.mktemp("images") / "images.npz"
-    np.savez(path, inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
-    return f"npz:{path}"
+    return write_images(tmp_path_factory.mktemp("images") / "images.npz", 96)
 
 
 def simulated(images, folder, method="fedper"):
     """What a simulation of the run ends in; its partition is left in ``folder``."""
-    plan = Plan(
-        method=method, params=quick_params(method), data=(images,), clients=4, partition="dirichlet", alpha=0.7,
-        min_size=8, rounds=3, seed=7, encoder="linear", encoder_params={"feature_dim": 4}, device="cpu",
-        engine="serial",
-    )  # fmt: skip
-    prepared = Prepared.of(plan)
+    changes = {"clients": 4, "partition": "dirichlet", "alpha": 0.7, "min_size": 8, "rounds": 3, "seed": 7}
+    prepared = Prepared.of(small_plan(images, method, **changes))
     with open_simulation(prepared, folder) as simulation:
         return prepared, simulation.finish()
 

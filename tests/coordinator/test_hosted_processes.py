@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from federation_harness import SMALL
+from federation_duties import SMALL
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import Hosts, owner

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
 
-from coordinator.cli import main
 from coordinator.report.mixture import mixture
 from coordinator.simulate import Plan, Prepared
 from edge_agent.data.partition import Division
 
 
 @pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
+def call(call, tmp_path, monkeypatch):
+    """The command in a folder with 90 images."""
     monkeypatch.chdir(tmp_path)
     labels = np.arange(90) % 3
     inputs = np.random.default_rng(0).integers(0, 256, (90, 4, 4)).astype(np.uint8)
     np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
-
-    def called(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(["partition", *(str(word) for word in words)])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return called
+    return functools.partial(call, "partition")
 
 
 def test_the_file_says_who_has_what_and_the_counts_are_those_of_the_labels(call, tmp_path):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation_harness import Federation, TinyDuties
+from federation_duties import TinyDuties
+from federation_harness import Federation
 
 from edge_agent import methods
 from edge_agent.agent.kept import KeptFiles

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from federation_harness import SMALL, TASK, Federation, TinyDuties
+from federation_duties import SMALL, TASK, TinyDuties
+from federation_harness import Federation
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from federation_harness import Clock, Federation, Stranger
+from federation_disturbances import Stranger
+from federation_harness import Clock, Federation
 
 from coordinator.refusals import AGAIN_S, LINES_AT_ONCE, MAX_COUNTED, Refusals
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 from coordinator import reproduce
-from coordinator.cli import main
 from coordinator.reproduce import Reproduction, Table, outcome, read_table
 from coordinator.simulate.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
@@ -66,14 +66,8 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def call(capsys):
-    def called(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(["reproduce", *(str(word) for word in words)])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return called
+def call(call):
+    return functools.partial(call, "reproduce")
 
 
 # --- the tables that come with the project ---------------------------------------------------------------------------

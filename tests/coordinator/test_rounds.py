@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from federation_harness import Federation, Stranger, lose, step_of
+from federation_disturbances import Stranger, lose
+from federation_duties import step_of
+from federation_harness import Federation
 
 from edge_agent.errors import TrainingFailed
 from edge_agent.wire import messages as wire

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -9,22 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.cli import main, progress
+from coordinator.cli import progress
 from coordinator.simulate.clients import Crowd
 
 
 @pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
-    """Run the command in this process and in an empty folder: (exit code, stdout, stderr)."""
+def call(call, tmp_path, monkeypatch):
+    """The command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def called(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["simulate", *(str(word) for word in words)])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return called
+    return functools.partial(call, "simulate")
 
 
 @pytest.fixture

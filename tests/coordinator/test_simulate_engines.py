@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, updates_of, write_images
 
 from coordinator.cohort import choose
 from coordinator.config import CohortConfig
-from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
+from coordinator.simulate import PARTITION, Prepared, open_simulation
 from coordinator.simulate.dropouts import Dropouts
 from coordinator.simulate.durations import Durations
 from coordinator.simulate.duties import answer
@@ -25,45 +26,14 @@ from edge_agent.task import Task
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, UpdateManifest
 
-SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
-
 
 @pytest.fixture
 def images(tmp_path):
-    """60 images of 4 x 4 with three classes that differ in brightness."""
-    labels = np.arange(60) % 3
-    inputs = np.clip(np.random.default_rng(0).normal(60, 25, (60, 4, 4)) + 60 * labels[:, None, None], 0, 255)
-    path = tmp_path / "images.npz"
-    np.savez(path, inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
-    return f"npz:{path}"
+    return write_images(tmp_path / "images.npz", 60)
 
 
 def plan_for(images, **changes):
-    wished = {
-        "method": "fedper",
-        "params": SMALL,
-        "data": (images,),
-        "clients": 3,
-        "rounds": 2,
-        "encoder": "linear",
-        "encoder_params": {"feature_dim": 4},
-        "device": "cpu",
-        "engine": "serial",
-    }
-    return Plan(**{**wished, **changes})
-
-
-def run(plan, folder):
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        result = simulation.finish()
-        entries = simulation.state.journal.entries(simulation.run, ("update_accepted",))
-        return result, {(e.round, e.agent): (e.digest, e.body["metrics"]) for e in entries}
-
-
-def learned(result):
-    """All but time and traffic, which are those of the process that closed a round, and who computed."""
-    rounds = [{**one, "seconds": None, "bytes_up": None, "bytes_down": None} for one in result["rounds"]]
-    return {**result, "rounds": rounds, "seconds": None, "engine": None, "workers": None}
+    return small_plan(images, "fedper", **changes)
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------
@@ -72,7 +42,7 @@ def learned(result):
 def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_the_run_was_stopped(tmp_path, images):
     """Two jobs in one process, then Ctrl-C for all workers, which they ignore, and kill -9 for one of them at work."""
     plan = plan_for(images)
-    whole, updates = run(plan, tmp_path / "whole")
+    whole, updates = run_and_updates(plan, tmp_path / "whole")
     folder = tmp_path / "pool"
     with open_simulation(Prepared.of(plan), folder) as simulation:
         for _ in range(2):
@@ -91,12 +61,12 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         result = simulation.finish()
         assert pool._deaths.at_work.total() == 1
         assert victim.pid not in pool.pids
-        entries = simulation.state.journal.entries(simulation.run, ("update_accepted",))
+        found = updates_of(simulation)
         orphan = pool._crew[0]._process
         orphan.stdin.close()  # what its owner's death does
         assert orphan.wait(10) == 0
-    assert learned(result) == learned(whole)
-    assert {(e.round, e.agent): (e.digest, e.body["metrics"]) for e in entries} == updates
+    assert learned_anywhere(result) == learned_anywhere(whole)
+    assert found == updates
     assert (result["engine"], result["workers"], result["threads"]) == ("pool", 2, 1)
     for pid in pool.pids:
         with pytest.raises(ProcessLookupError):
@@ -164,7 +134,7 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
         "client 'c7' ran out of memory in round 4 (3 workers ended at it, with signal 9 (SIGKILL)" in done.said.message
     )
     assert "a smaller batch_size than 50, fewer --workers" in done.said.message
-    assert (pool.is_busy, pool.room) == (False, 1)
+    assert (pool.is_busy, pool.room) == (False, 2)
 
 
 def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
@@ -275,7 +245,7 @@ def test_rounds_close_without_those_who_drop_out_and_who_trained_in_vain_has_tra
     dropouts = Dropouts(0.4, 2)
     fates = {(n, f"c{c}"): dropouts.fate(f"c{c}", n) for n in range(1, 5) for c in range(6)}
     assert {"vanishes", "trains_in_vain", "delivers"} == set(fates.values())
-    result, updates = run(plan, tmp_path / "sim")
+    result, updates = run_and_updates(plan, tmp_path / "sim")
     assert set(updates) == {key for key, fate in fates.items() if fate == "delivers"}
     assert [one["clients"] for one in result["rounds"]] == [
         sum(fates[n, f"c{c}"] == "delivers" for c in range(6)) for n in range(1, 5)
@@ -292,13 +262,13 @@ def test_a_round_in_which_all_drop_out_is_opened_again(tmp_path, images):
     while dropouts is None or dropouts.fate("c0", 1) == "delivers":
         seed += 1
         dropouts = Dropouts(0.7, seed)
-    result, updates = run(plan_for(images, clients=1, rounds=1, dropout=0.7, seed=seed), tmp_path / "sim")
+    result, updates = run_and_updates(plan_for(images, clients=1, rounds=1, dropout=0.7, seed=seed), tmp_path / "sim")
     assert set(updates) == {(1, "c0")}
     assert result["rounds"][0]["clients"] == 1
 
 
 def test_newcomers_never_train_and_fit_a_head_on_the_encoder_at_the_end(tmp_path, images):
-    result, updates = run(plan_for(images, clients=5, new_clients=2, rounds=3), tmp_path / "sim")
+    result, updates = run_and_updates(plan_for(images, clients=5, new_clients=2, rounds=3), tmp_path / "sim")
     assert {client for _, client in updates} == {"c0", "c1", "c2"}
     assert [one["clients"] for one in result["rounds"]] == [3, 3, 3]
     assert set(result["last"]["acc"]) == {"personal", "new"}
@@ -309,13 +279,13 @@ def test_newcomers_never_train_and_fit_a_head_on_the_encoder_at_the_end(tmp_path
 
 def test_newcomers_come_to_a_run_that_is_gone_on_with_as_well(tmp_path, images):
     plan = plan_for(images, new_clients=1, rounds=1)
-    whole, _ = run(plan, tmp_path / "whole")
+    whole = run(plan, tmp_path / "whole")
     for jobs in (1, 2, 3):
         folder = tmp_path / str(jobs)
         with open_simulation(Prepared.of(plan), folder) as simulation:
             for _ in range(jobs):
                 simulation.step()
-        assert learned(run(plan, folder)[0]) == learned(whole)
+        assert learned_anywhere(run(plan, folder)) == learned_anywhere(whole)
 
 
 def test_somebody_has_to_train(images):

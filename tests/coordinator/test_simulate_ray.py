@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
 
-from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
+from coordinator.simulate import PARTITION, Prepared, open_simulation
 from coordinator.simulate.engines import cluster
 from coordinator.simulate.engines.choice import Choice
 from coordinator.simulate.engines.connection import connected
@@ -24,48 +25,15 @@ STATEFUL = "fedper"
 
 @pytest.fixture
 def images(tmp_path):
-    """60 images of 4 x 4 with three classes that differ in brightness."""
-    labels = np.arange(60) % 3
-    inputs = np.clip(np.random.default_rng(0).normal(60, 25, (60, 4, 4)) + 60 * labels[:, None, None], 0, 255)
-    path = tmp_path / "images.npz"
-    np.savez(path, inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
-    return f"npz:{path}"
+    return write_images(tmp_path / "images.npz", 60)
 
 
 def plan_for(images, **changes):
-    wished = {
-        "method": STATEFUL,
-        "params": {"local_epochs": 1, "batch_size": 8, "lr": 0.05},
-        "data": (images,),
-        "clients": 3,
-        "rounds": 2,
-        "encoder": "linear",
-        "encoder_params": {"feature_dim": 4},
-        "device": "cpu",
-        "engine": "ray",
-        "workers": 2,
-    }
-    return Plan(**{**wished, **changes})
+    return small_plan(images, STATEFUL, **{"engine": "ray", "workers": 2, **changes})
 
 
 def alone(plan):
     return plan.model_copy(update={"engine": "serial", "workers": None})
-
-
-def run(plan, folder, *, saved=False):
-    with open_simulation(Prepared.of(plan, folder / PARTITION if saved else None), folder) as simulation:
-        result = simulation.finish()
-        return result, updates(simulation)
-
-
-def updates(simulation):
-    entries = simulation.state.journal.entries(simulation.run, ("update_accepted",))
-    return {(entry.round, entry.agent): (entry.digest, entry.body["metrics"]) for entry in entries}
-
-
-def learned(result):
-    rounds = [{**one, "seconds": None, "bytes_up": None, "bytes_down": None} for one in result["rounds"]]
-    return {**result, "rounds": rounds, "seconds": None, "engine": None, "workers": None}
 
 
 def kept(folder):
@@ -166,12 +134,12 @@ def ray(monkeypatch):
 def test_a_run_on_ray_has_the_bits_of_one_process_though_actors_die(ray, images, tmp_path, capsys):
     """c1's actor dies twice after all was computed: nothing of it is kept, or the third try would start elsewhere."""
     plan = plan_for(images)
-    whole, expected = run(alone(plan), tmp_path / "whole")
+    whole, expected = run_and_updates(alone(plan), tmp_path / "whole")
     ray.dies_at = ["c1", "c2", "c1"]
     before = signal.getsignal(signal.SIGTERM)
-    result, found = run(plan, tmp_path / "ray")
+    result, found = run_and_updates(plan, tmp_path / "ray")
     assert found == expected
-    assert learned(result) == learned(whole)
+    assert learned_anywhere(result) == learned_anywhere(whole)
     assert kept(tmp_path / "ray") == kept(tmp_path / "whole") != {}
     assert (result["engine"], result["workers"]) == ("ray", 2)
     assert ray.log.count("hired") == 2 + 3
@@ -204,13 +172,13 @@ def test_a_cluster_of_our_own_reports_nothing_shows_nothing_and_leaves_nothing(r
 
 def test_a_run_that_was_stopped_on_ray_goes_on_elsewhere(ray, images, tmp_path):
     plan = plan_for(images)
-    whole, expected = run(alone(plan), tmp_path / "whole")
+    whole, expected = run_and_updates(alone(plan), tmp_path / "whole")
     ray.stops_at = "c1"
     with pytest.raises(KeyboardInterrupt):
         run(plan, tmp_path / "ray")
     assert ray.log[-1] == "shutdown"
-    result, found = run(alone(plan), tmp_path / "ray", saved=True)
-    assert (learned(result), found) == (learned(whole), expected)
+    result, found = run_and_updates(alone(plan), tmp_path / "ray", saved=True)
+    assert (learned_anywhere(result), found) == (learned_anywhere(whole), expected)
 
 
 def test_a_client_at_which_actors_die_again_and_again_is_named(ray, images, tmp_path):
@@ -296,7 +264,7 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
 ):
     """Begun in one process, gone on with on Ray with an actor killed at work, ended in one process."""
     plan, folder = plan_for(images, rounds=3), tmp_path / "ray"
-    whole, expected = run(alone(plan), tmp_path / "whole")
+    whole, expected = run_and_updates(alone(plan), tmp_path / "whole")
     with open_simulation(Prepared.of(alone(plan)), folder) as simulation:
         for _ in range(2):
             simulation.step()
@@ -313,7 +281,7 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
             simulation.step()
         assert engine._deaths.at_work.total() == 1
         assert victim.pid not in engine.pids
-    result, found = run(alone(plan), folder, saved=True)
-    assert (learned(result), found) == (learned(whole), expected)
+    result, found = run_and_updates(alone(plan), folder, saved=True)
+    assert (learned_anywhere(result), found) == (learned_anywhere(whole), expected)
     assert kept(folder) == kept(tmp_path / "whole") != {}
     assert local_cluster.is_initialized(), "a connection that was there stays"

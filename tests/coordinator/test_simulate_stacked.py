@@ -7,10 +7,11 @@ import functools
 import numpy as np
 import pytest
 import torch
+from simulation_harness import small_plan, write_images
 from torch import nn
 
 from coordinator.cli.simulate import reading
-from coordinator.simulate import Plan, Prepared, open_simulation
+from coordinator.simulate import Prepared, open_simulation
 from coordinator.simulate.engines.trial import ONE_BY_ONE, Starter, Trial
 from edge_agent import methods, models
 from edge_agent.errors import RunFailed
@@ -50,32 +51,22 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def images(tmp_path):
-    """80 images of 4 x 4 with three classes that differ in brightness."""
-    labels = np.arange(80) % 3
-    inputs = np.clip(np.random.default_rng(0).normal(60, 25, (80, 4, 4)) + 60 * labels[:, None, None], 0, 255)
-    path = tmp_path / "images.npz"
-    np.savez(path, inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
-    return f"npz:{path}"
+    return write_images(tmp_path / "images.npz", 80)
 
 
 def plan_for(images, **changes):
     """Four clients of 24, 18, 30 and 8 samples, a quarter of which are for tests."""
     wished = {
         "params": PARAMS,
-        "data": (images,),
         "partition": "quantity",
         "alpha": 1.0,
         "min_size": 3,
         "clients": 4,
         "seed": 3,
-        "rounds": 2,
-        "encoder": "linear",
-        "encoder_params": {"feature_dim": 4},
-        "device": "cpu",
         "engine": "stacked",
         "stacked_always": True,
     }
-    return Plan(**{**wished, **changes})
+    return small_plan(images, **{**wished, **changes})
 
 
 def run(plan, folder, change=lambda engine: None):

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from simulation_harness import learned, run, write_idx
 
 from coordinator import simulate
 from coordinator.simulate import Plan, Prepared, open_simulation
 
 
-def idx_folder(folder):
-    """300 and 100 images of 4 x 4 of two classes, in the four files of MNIST."""
-    rng = np.random.default_rng(0)
-    for stem, count in (("train", 300), ("t10k", 100)):
-        arrays = {"labels-idx1": np.arange(count) % 2, "images-idx3": rng.integers(0, 256, (count, 4, 4))}
-        for name, array in arrays.items():
-            header = bytes([0, 0, 8, array.ndim]) + b"".join(side.to_bytes(4, "big") for side in array.shape)
-            (folder / f"{stem}-{name}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
-    return f"idx:{folder}"
+@pytest.fixture
+def idx(tmp_path):
+    return write_idx(tmp_path / "idx", 300, 100, classes=2, side=4)
 
 
-def run(plan, folder):
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        return simulation.finish()
-
-
-def learned(result):
-    """All but time and traffic, which are those of the process that closed a round."""
-    rounds = [{**one, "seconds": None, "bytes_up": None, "bytes_down": None} for one in result["rounds"]]
-    return {**result, "rounds": rounds, "seconds": None}
-
-
-def test_validation_scores_on_training_samples_alone(tmp_path):
+def test_validation_scores_on_training_samples_alone(idx):
     """Nobody meets a test sample, of the set's own test part or of what a device would hold back."""
-    idx = idx_folder(tmp_path)
     for source in (idx, f"{idx}?split=train"):
         plain = Plan(data=(source,), clients=4, encoder="linear", device="cpu")
         tested, validated = Prepared.of(plain), Prepared.of(plain.model_copy(update={"validation": 0.25}))
@@ -45,8 +27,8 @@ def test_validation_scores_on_training_samples_alone(tmp_path):
         assert validated.division.sha256 != tested.division.sha256
 
 
-def test_a_validated_run_says_so_and_goes_on_as_one(tmp_path):
-    plain = Plan(data=(idx_folder(tmp_path),), clients=3, rounds=2, encoder="linear", device="cpu", engine="serial")
+def test_a_validated_run_says_so_and_goes_on_as_one(idx, tmp_path):
+    plain = Plan(data=(idx,), clients=3, rounds=2, encoder="linear", device="cpu", engine="serial")
     plan = plain.model_copy(update={"validation": 0.3})
     whole = run(plan, tmp_path / "whole")
     assert whole["scored_on"] == "validation"

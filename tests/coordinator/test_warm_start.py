@@ -9,7 +9,10 @@ import threading
 
 import numpy as np
 import pytest
-from federation_harness import SMALL, TASK, Federation, killed_at_append, step_of
+from federation_disturbances import killed_at_append
+from federation_duties import SMALL, TASK, step_of
+from federation_harness import Federation
+from simulation_harness import write_images
 
 from coordinator.checks import checked_method
 from coordinator.config import CoordinatorConfig, WarmStartConfig
@@ -27,11 +30,8 @@ from edge_agent.work import InlineWorker
 
 @pytest.fixture
 def images(tmp_path):
-    """120 images of 4 x 4 with three classes that differ in brightness."""
-    labels = np.arange(120) % 3
-    inputs = np.clip(np.random.default_rng(0).normal(40, 10, (120, 4, 4)) + 70 * labels[:, None, None], 0, 255)
-    np.savez(tmp_path / "own.npz", inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b", "c"]))
-    return WarmStartConfig(data=f"npz:{tmp_path / 'own.npz'}", epochs=8, lr=0.1, device="cpu")
+    source = write_images(tmp_path / "own.npz", 120, dark=40, noise=10, step=70)
+    return WarmStartConfig(data=source, epochs=8, lr=0.1, device="cpu")
 
 
 def question(settings, into, method="fedavg", seed=1, **changes):

@@ -8,7 +8,9 @@ import logging
 import os
 
 import pytest
-from federation_harness import WIDE_TASK, Federation, Stranger, lose, vanish
+from federation_disturbances import Stranger, lose
+from federation_duties import WIDE_TASK
+from federation_harness import Federation, vanish
 
 from edge_agent.agent import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.agent.duties import Duties
@@ -270,6 +272,22 @@ def test_a_disk_that_is_full_while_a_model_comes_in_does_not_end_the_agent(fed, 
     monkeypatch.setattr(os, "pwrite", real)
     fed.finish()
     assert fed.record.status == "finished"
+
+
+def test_memory_goes_back_after_each_job_also_one_that_failed(fed):
+    fed.add("a0")
+    duties = fed.duties["a0"]
+    fed.request(rounds=2)
+    fed.until(lambda: fed.record.is_over)
+    assert duties.rests == len(duties.done) == 3
+
+    def broken(job):
+        raise DataError("no")
+
+    duties.before = broken
+    fed.request(rounds=1)
+    fed.until(lambda: fed.record.is_over)
+    assert duties.rests > len(duties.done) == 3
 
 
 def test_an_error_message_of_any_length_fits_into_a_fault(fed):

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from feature_clouds import clouds
 
 from edge_agent import heads
 from edge_agent.errors import ConfigError, StateError, TrainingFailed
@@ -14,15 +15,6 @@ from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads.dualfed import Params, Trainer, contrastive, start
 
 RNG = np.random.default_rng
-
-
-def data(seed: int = 0, *, classes: int = 3, size: int = 6, count: int = 60, shared: bool = False):
-    rng = RNG(seed)
-    labels = np.arange(count) % classes
-    centres = RNG(99).normal(size=(classes, size)) * 2
-    features = (centres[labels] + rng.normal(size=(count, size))).astype(np.float32)
-    head = {"weight": centres.astype(np.float32), "bias": (-(centres**2).sum(axis=1) / 2).astype(np.float32)}
-    return FitData(features, labels, classes, head if shared else None)
 
 
 def fitted(found: FitData, seed: int = 0, **params):
@@ -197,8 +189,8 @@ def test_loss_and_gradient_are_torchs(temperature):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("params", [{}, {"projector_depth": 1}, {"projector_norm": False}, {"ensemble": "logits"}])
 def test_it_learns(params, shared):
-    head = fitted(data(shared=shared), **params, contrastive_weight=2.0, lr=0.05)
-    unseen = data(1)
+    head = fitted(clouds(shared=shared), **params, contrastive_weight=2.0, lr=0.05)
+    unseen = clouds(1)
     answer = head.predict_proba(unseen.features)
     assert (answer.argmax(axis=1) == unseen.labels).mean() > 0.9
     np.testing.assert_allclose(answer.sum(axis=1), 1, atol=1e-6)
@@ -206,9 +198,9 @@ def test_it_learns(params, shared):
 
 @pytest.mark.parametrize("kind", ["probs", "logits"])
 def test_the_shared_classifier_answers_along(kind):
-    found = data(shared=True)
+    found = clouds(shared=True)
     head = fitted(found, ensemble=kind)
-    alone = fitted(data())
+    alone = fitted(clouds())
     assert (alone.arrays["projector.0.weight"] == head.arrays["projector.0.weight"]).all()
     shared = found.features.astype(np.float64) @ found.global_head["weight"].T + found.global_head["bias"]
     own = alone.predict_proba(found.features)
@@ -221,7 +213,7 @@ def test_the_shared_classifier_answers_along(kind):
 
 
 def test_classes_that_never_occurred_get_nothing_and_the_shared_classifier_is_cut_to_the_rest():
-    whole = data(classes=4, shared=True, count=80)
+    whole = clouds(classes=4, shared=True, count=80)
     rows = whole.labels != 1
     seen = FitData(whole.features[rows], whole.labels[rows], 4, whole.global_head)
     head = fitted(seen)
@@ -239,42 +231,42 @@ def test_one_class_alone_is_the_answer():
 
 @pytest.mark.parametrize("count", [2, 3, 17, 33])
 def test_few_samples_and_a_last_batch_of_one_are_enough(count):
-    head = fitted(data(count=count, classes=2))
-    assert np.isfinite(head.predict_proba(data().features)).all()
+    head = fitted(clouds(count=count, classes=2))
+    assert np.isfinite(head.predict_proba(clouds().features)).all()
 
 
 def test_many_rows_are_predicted_in_blocks_that_join():
-    head = fitted(data(shared=True))
-    rows = data(2, count=1500).features
+    head = fitted(clouds(shared=True))
+    rows = clouds(2, count=1500).features
     whole = head.predict_proba(rows)
     np.testing.assert_allclose(whole[700:800], head.predict_proba(rows[700:800]), atol=1e-6)
     assert head.predict_proba(rows[:0]).shape == (0, 3)
 
 
 def test_the_generator_alone_decides():
-    arrays = [fitted(data(), seed).arrays["projector.0.weight"] for seed in (0, 0, 1)]
+    arrays = [fitted(clouds(), seed).arrays["projector.0.weight"] for seed in (0, 0, 1)]
     assert (arrays[0] == arrays[1]).all()
     assert (arrays[0] != arrays[2]).any()
 
 
 def test_predicting_changes_nothing():
-    head = fitted(data(shared=True))
+    head = fitted(clouds(shared=True))
     before = {name: array.copy() for name, array in head.arrays.items()}
-    one, again = head.predict_proba(data().features), head.predict_proba(data().features)
+    one, again = head.predict_proba(clouds().features), head.predict_proba(clouds().features)
     assert (one == again).all()
     assert all((head.arrays[name] == array).all() for name, array in before.items())
 
 
 def test_from_disk_it_predicts_the_same_bits(tmp_path):
-    head = fitted(data(shared=True))
+    head = fitted(clouds(shared=True))
     saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
     found = saved.load(tmp_path).head
-    assert (found.predict_proba(data().features) == head.predict_proba(data().features)).all()
+    assert (found.predict_proba(clouds().features) == head.predict_proba(clouds().features)).all()
 
 
 @pytest.mark.parametrize("lacking", ["projector.0.bias", "projector.2.running_var", "personal_head.weight"])
 def test_a_saved_head_that_lacks_an_array_is_refused(tmp_path, lacking):
-    head = fitted(data())
+    head = fitted(clouds())
     del head.arrays[lacking]
     saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
     with pytest.raises(StateError, match="do not fit head 'dualfed'"):
@@ -283,9 +275,9 @@ def test_a_saved_head_that_lacks_an_array_is_refused(tmp_path, lacking):
 
 def test_a_lambda_that_makes_training_diverge_is_named():
     with pytest.raises(TrainingFailed, match=r"contrastive_weight \(lambda\) 1e\+38"):
-        fitted(data(), contrastive_weight=1e38, temperature=1e-3)
+        fitted(clouds(), contrastive_weight=1e38, temperature=1e-3)
     with pytest.raises(TrainingFailed, match=r"lr 1e\+30"):
-        fitted(data(), lr=1e30, epochs=3)
+        fitted(clouds(), lr=1e30, epochs=3)
 
 
 def test_impossible_parameters_are_refused():
@@ -329,5 +321,5 @@ def test_six_hundred_samples_of_512_features_fit_in_time_and_memory(name, budget
 
 def test_fitting_takes_seconds_at_most_even_on_a_busy_machine():
     begin = time.process_time()
-    fitted(data(count=600, size=64), epochs=50, batch_size=256, projector_width=64)
+    fitted(clouds(count=600, size=64), epochs=50, batch_size=256, projector_width=64)
     assert time.process_time() - begin < 5

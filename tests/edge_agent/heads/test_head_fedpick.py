@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import functools
 import logging
 import math
 
 import numpy as np
 import pytest
+from feature_clouds import clouds
 
 from edge_agent import heads
 from edge_agent.errors import StateError, TrainingFailed
@@ -13,15 +15,7 @@ from edge_agent.heads._selection import fisher_score, keep_top
 from edge_agent.heads.fedpick import Params, Trainer, divergence, logistic_noise, negative_entropy, picked, start
 
 RNG = np.random.default_rng
-
-
-def data(seed: int = 0, *, classes: int = 3, size: int = 8, count: int = 60, shared: bool = False):
-    rng = RNG(seed)
-    labels = np.arange(count) % classes
-    centres = RNG(99).normal(size=(classes, size)) * 2
-    features = (centres[labels] + rng.normal(size=(count, size))).astype(np.float32)
-    head = {"weight": centres.astype(np.float32), "bias": (-(centres**2).sum(axis=1) / 2).astype(np.float32)}
-    return FitData(features, labels, classes, head if shared else None)
+data = functools.partial(clouds, size=8)
 
 
 def fitted(found: FitData, seed: int = 0, **params):

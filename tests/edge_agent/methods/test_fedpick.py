@@ -1,3 +1,5 @@
+"""FedPick: what travels, training by its equation, how it answers, and which features it picks."""
+
 from __future__ import annotations
 
 import copy
@@ -7,30 +9,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from paper_methods import fedpick, on_twelve_windows
 from torch.nn import functional as F
 
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.heads._selection import fisher_score, keep_top, mistake_of_share
-from edge_agent.task import Task, WindowInput
-from edge_agent.training.gumbel import cut, drawn_mask, gumbel, mask_noise, steady_mask
 from edge_agent.training.loops import features_of
-from edge_agent.training.losses import negative_entropy, symmetric_divergence
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import encode
 
-QUICK = {"local_epochs": 1, "batch_size": 4}
-TINY = Task(
-    input=WindowInput(channels=1, length=4),
-    class_names=("a", "b", "c"),
-    encoder="linear",
-    encoder_params={"feature_dim": 6},
-)
 LOCAL = {"mask", "relevant_head", "irrelevant_head"}
-
-
-def fedpick(**params):
-    return methods.create("fedpick", {**QUICK, **params})
 
 
 def parts_of(names):
@@ -74,108 +63,6 @@ def test_a_fisher_mask_cannot_be_shared():
         fedpick(share_mask=True, selector="fisher")
 
 
-# --- mask --------------------------------------------------------------------------------------------------------
-
-SCORES = torch.tensor([0.3, -0.2])
-FIRST, SECOND = torch.tensor([0.5, 0.9]), torch.tensor([0.2, 0.4])
-
-
-def test_gumbel_noise_by_hand():
-    # -log(-log .5) = -log .693147 = .366513; -log(-log .2) = -.475885
-    torch.testing.assert_close(gumbel(FIRST), torch.tensor([0.366513, 2.250367]), atol=1e-6, rtol=0)
-    torch.testing.assert_close(gumbel(SECOND), torch.tensor([-0.475885, 0.087422]), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("temperature, expected", [(1.0, [0.758120, 0.876851]), (0.5, [0.907610, 0.980657])])
-def test_the_soft_mask_by_hand(temperature, expected):
-    noise = gumbel(FIRST) - gumbel(SECOND)
-    found = drawn_mask(SCORES, noise, temperature=temperature, hard=False)
-    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=0)
-
-
-def test_the_hard_mask_goes_forward_and_the_soft_ones_gradient_back():
-    scores = SCORES.clone().requires_grad_()
-    mask = drawn_mask(scores, gumbel(FIRST) - gumbel(SECOND), temperature=1.0)
-    assert mask.tolist() == [1.0, 1.0]
-    mask.sum().backward()
-    # m (1 - m) / T of .758120 and .876851
-    torch.testing.assert_close(scores.grad, torch.tensor([0.183374, 0.107983]), atol=1e-6, rtol=0)
-
-
-def test_the_hard_mask_is_exactly_zero_or_one_and_splits_features_without_loss():
-    generator = torch.Generator().manual_seed(0)
-    scores, z = torch.randn(200, 30, generator=generator) * 5, torch.randn(200, 30, generator=generator)
-    mask = drawn_mask(scores, mask_noise(scores, generator), temperature=0.3)
-    assert set(mask.unique().tolist()) == {0.0, 1.0}
-    assert torch.equal(z * mask + z * (1 - mask), z)
-
-
-def test_at_inference_the_mask_is_the_sign_of_the_logit_and_draws_nothing():
-    tiny = torch.tensor([0.3, -0.2, 0.0, 1e-30, -1e-30])
-    for temperature in (0.1, 1.0, 7.0):
-        assert steady_mask(tiny, temperature=temperature).tolist() == [1, 0, 0, 1, 0]
-    soft = steady_mask(SCORES, temperature=2.0, hard=False)
-    torch.testing.assert_close(soft, torch.sigmoid(SCORES / 2))
-
-
-@pytest.mark.parametrize("threshold, picks", [(0.5, [1, 0]), (0.6, [0, 0]), (0.4, [1, 1])])
-def test_a_threshold_is_one_of_the_soft_mask(threshold, picks):
-    # sigmoid(.3) = .574, sigmoid(-.2) = .450
-    assert steady_mask(SCORES, temperature=1.0, threshold=threshold).tolist() == picks
-    assert 1 / (1 + math.exp(-cut(2.0, threshold) / 2.0)) == pytest.approx(threshold)
-
-
-@pytest.mark.parametrize("temperature", [0.2, 1.0, 5.0])
-def test_a_feature_is_picked_with_probability_sigmoid_at_any_temperature(temperature):
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0]).expand(40_000, 5)
-    share = drawn_mask(scores, mask_noise(scores, generator), temperature=temperature).mean(dim=0)
-    torch.testing.assert_close(share, torch.sigmoid(scores[0]), atol=0.012, rtol=0)  # five standard errors
-
-
-def test_noise_is_finite_even_where_the_uniform_numbers_end():
-    assert torch.isfinite(gumbel(torch.tensor([0.0, 1.0, 1e-45, 1 - 1e-7]))).all()
-
-
-def test_the_first_gumbel_is_added_and_the_second_taken_away():
-    generator = torch.Generator().manual_seed(5)
-    first, second = (torch.rand(2, 3, generator=generator) for _ in range(2))
-    found = mask_noise(torch.zeros(2, 3), torch.Generator().manual_seed(5))
-    torch.testing.assert_close(found, -torch.log(-torch.log(first)) + torch.log(-torch.log(second)))
-
-
-# --- losses ------------------------------------------------------------------------------------------------------
-
-
-def test_entropy_by_hand():
-    # .7 ln .7 + .3 ln .3 = -.610864; uniform over five: -ln 5, the least there is.
-    assert float(negative_entropy(torch.log(torch.tensor([[0.7, 0.3]])))) == pytest.approx(-0.610864, abs=1e-6)
-    assert float(negative_entropy(torch.zeros(3, 5))) == pytest.approx(-math.log(5), abs=1e-6)
-    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)) * 3
-    assert -math.log(5) < float(negative_entropy(logits)) < 0
-    assert float(negative_entropy(torch.tensor([[500.0, 0, 0]]))) == 0
-
-
-def test_symmetric_divergence_by_hand():
-    # .7 ln(.7/.5) + .3 ln(.3/.5) + .5 ln(.5/.7) + .5 ln(.5/.3) = .169460
-    p, q = torch.log(torch.tensor([[0.7, 0.3]])), torch.zeros(1, 2)
-    assert float(symmetric_divergence(p, q)) == pytest.approx(0.169460, abs=1e-6)
-    assert float(symmetric_divergence(q, p)) == pytest.approx(0.169460, abs=1e-6)
-    assert float(symmetric_divergence(p, p + 3.0)) == pytest.approx(0, abs=1e-7)
-
-
-def test_detached_targets_leave_each_side_one_gradient():
-    p, q = torch.tensor([[0.4, -1.0, 0.2]], requires_grad=True), torch.tensor([[0.0, 0.3, 1.0]], requires_grad=True)
-    symmetric_divergence(p, q, detach_first=True).backward()
-    # KL(p || q) by the logits of q is softmax(q) - softmax(p), and the other way round.
-    apart = (torch.softmax(q, dim=1) - torch.softmax(p, dim=1)).detach()
-    torch.testing.assert_close(q.grad, apart)
-    torch.testing.assert_close(p.grad, -apart)
-    whole = [t.detach().clone().requires_grad_() for t in (p, q)]
-    symmetric_divergence(*whole).backward()
-    assert not torch.allclose(whole[0].grad, p.grad)
-
-
 # --- training against a twin -------------------------------------------------------------------------------------
 
 
@@ -203,12 +90,8 @@ def twin(model, inputs, labels, rng, generator, weights, *, detach=False, soft=F
 
 
 def tiny(federation, **params):
-    fed = federation(fedpick(lr=0.05, local_epochs=2, **params), TINY, labels={"x": []})
-    client = fed.clients["x"]
-    client.train_inputs = torch.randn(12, 1, 4, generator=torch.Generator().manual_seed(7)).double()
-    client.train_labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 0])
-    client.model.double()
-    return fed.method, client
+    method = fedpick(lr=0.05, local_epochs=2, **params)
+    return method, on_twelve_windows(federation, method)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +118,7 @@ def test_without_its_own_losses_it_is_cross_entropy_of_the_global_classifier(fed
     """'w/o PFSM' in Table IV: FedBN."""
     plain = fedpick(relevant_weight=0, irrelevant_weight=0, distillation_weight=0, ensemble="none")
     fed = federation(plain, rounds=1)
-    other = federation(methods.create("fedavg", {**QUICK, "lr": plain.params.lr}), rounds=1)
+    other = federation(methods.create("fedavg", {"local_epochs": 1, "batch_size": 4, "lr": plain.params.lr}), rounds=1)
     for name, client in fed.clients.items():
         twin_model = other.clients[name].model
         twin_model.load_state_dict(

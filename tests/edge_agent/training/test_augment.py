@@ -138,3 +138,31 @@ def test_window_views_lose_a_tenth_of_the_channels():
     views = augment.window_views(torch.full((1000, 4, 20), 100.0), torch.Generator().manual_seed(0))
     lost = (views.abs().amax(dim=2) < 1).double().mean()
     assert lost.item() == pytest.approx(0.1, abs=0.02)
+
+
+def test_flips_mirror_half_the_images_and_change_nothing_else():
+    task = Task(input=ImageInput(channels=1, height=6, width=8), class_names=("a", "b"))
+    images = torch.randn(40, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = augment.flips_and_turns(task, degrees=0.0)(images, torch.Generator().manual_seed(1))
+    same = torch.isclose(found, images, atol=1e-4).flatten(1).all(dim=1)
+    mirrored = torch.isclose(found, images.flip(3), atol=1e-4).flatten(1).all(dim=1)
+    assert bool((same ^ mirrored).all())
+    assert 10 < int(mirrored.sum()) < 30
+
+
+def test_turns_keep_the_shape_of_what_is_turned():
+    # A disc in the middle of an oblong picture is the same disc after any rotation.
+    task = Task(input=ImageInput(channels=1, height=32, width=64, mean=(0.0,), std=(1.0,)), class_names=("a", "b"))
+    y, x = torch.meshgrid(torch.arange(32) - 15.5, torch.arange(64) - 31.5, indexing="ij")
+    disc = ((y**2 + x**2) < 100).float().expand(16, 1, 32, 64)
+    turned = augment.flips_and_turns(task, degrees=180.0)(disc, torch.Generator().manual_seed(2))
+    assert float((turned - disc).abs().mean()) < 0.02
+    edge = ((x > 0).float()).expand(16, 1, 32, 64)
+    turned = augment.flips_and_turns(task, degrees=180.0)(edge, torch.Generator().manual_seed(2))
+    assert float((turned - edge).abs().mean()) > 0.2
+
+
+def test_windows_are_not_turned():
+    task = Task(input=WindowInput(channels=1, length=4), class_names=("a",))
+    windows = torch.randn(3, 1, 4)
+    assert torch.equal(augment.flips_and_turns(task)(windows, torch.Generator()), windows)

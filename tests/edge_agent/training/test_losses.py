@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.training.losses import balanced_softmax, supervised_contrastive
+from edge_agent.training.losses import balanced_softmax, negative_entropy, supervised_contrastive, symmetric_divergence
 
 FOUR = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
 THREE_AND_ONE = torch.tensor([0, 0, 0, 1])
@@ -164,3 +164,32 @@ def test_balanced_softmax_leaves_absent_classes_out():
     assert loss.item() == pytest.approx(math.log(1 + math.e), rel=1e-6)
     assert logits.grad[0, 2].item() == 0.0
     assert torch.isfinite(logits.grad).all()
+
+
+def test_entropy_by_hand():
+    # .7 ln .7 + .3 ln .3 = -.610864; uniform over five: -ln 5, the least there is.
+    assert float(negative_entropy(torch.log(torch.tensor([[0.7, 0.3]])))) == pytest.approx(-0.610864, abs=1e-6)
+    assert float(negative_entropy(torch.zeros(3, 5))) == pytest.approx(-math.log(5), abs=1e-6)
+    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)) * 3
+    assert -math.log(5) < float(negative_entropy(logits)) < 0
+    assert float(negative_entropy(torch.tensor([[500.0, 0, 0]]))) == 0
+
+
+def test_symmetric_divergence_by_hand():
+    # .7 ln(.7/.5) + .3 ln(.3/.5) + .5 ln(.5/.7) + .5 ln(.5/.3) = .169460
+    p, q = torch.log(torch.tensor([[0.7, 0.3]])), torch.zeros(1, 2)
+    assert float(symmetric_divergence(p, q)) == pytest.approx(0.169460, abs=1e-6)
+    assert float(symmetric_divergence(q, p)) == pytest.approx(0.169460, abs=1e-6)
+    assert float(symmetric_divergence(p, p + 3.0)) == pytest.approx(0, abs=1e-7)
+
+
+def test_detached_targets_leave_each_side_one_gradient():
+    p, q = torch.tensor([[0.4, -1.0, 0.2]], requires_grad=True), torch.tensor([[0.0, 0.3, 1.0]], requires_grad=True)
+    symmetric_divergence(p, q, detach_first=True).backward()
+    # KL(p || q) by the logits of q is softmax(q) - softmax(p), and the other way round.
+    apart = (torch.softmax(q, dim=1) - torch.softmax(p, dim=1)).detach()
+    torch.testing.assert_close(q.grad, apart)
+    torch.testing.assert_close(p.grad, -apart)
+    whole = [t.detach().clone().requires_grad_() for t in (p, q)]
+    symmetric_divergence(*whole).backward()
+    assert not torch.allclose(whole[0].grad, p.grad)

@@ -11,17 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 
-from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from edge_agent.errors import MessageError
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Will, Woken
 
-PATIENCE_S = 30.0
 OPEN_FILES = Path("/proc/self/fd")
 KINDS = {"embedded": EmbeddedBroker, "mosquitto": MosquittoBroker}
-NEEDS_MOSQUITTO = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 REAL = [
     pytest.param("embedded", marks=pytest.mark.broker),
     pytest.param("mosquitto", marks=[pytest.mark.broker, NEEDS_MOSQUITTO]),
@@ -114,16 +113,6 @@ def connect(network):
 def root(request):
     """Topics of this test alone: brokers live longer than one test."""
     return f"fl/1/{abs(hash(request.node.nodeid)) % 10**9}"
-
-
-def wait_for(transport, kind, is_it=lambda event: True):
-    """The first event of a kind; others are dropped."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        event = transport.receive(1.0)
-        if isinstance(event, kind) and is_it(event):
-            return event
-    raise AssertionError(f"no {kind.__name__} within {PATIENCE_S:.0f} s")
 
 
 def confirmed_all(transport, filters):

@@ -8,56 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
 from coordinator.request import Request
 from coordinator.service import Coordinator
 from coordinator.store import StateFolder
-from edge_agent import methods
 from edge_agent.agent import Agent, will_of
-from edge_agent.agent.duties import Duties
-from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.data import Samples
-from edge_agent.errors import HeadwaterError
-from edge_agent.task import ImageInput, Task, Tensors
+from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES, Outgoing
 from edge_agent.wire.memory import Faults, MemoryBroker, MemoryTransport
-from edge_agent.wire.tensors import decode, encode
+from edge_agent.wire.tensors import decode
 from edge_agent.wire.topics import Topics
 from edge_agent.work import InlineWorker
 
-TASK = Task(
-    input=ImageInput(channels=1, height=4, width=4),
-    class_names=("a", "b", "c"),
-    encoder="linear",
-    encoder_params={"feature_dim": 4},
-)
-"""One chunk: 16 * 4 + 4 + 4 * 3 + 3 = 83 numbers."""
-
-WIDE_TASK = TASK.model_copy(
-    update={"input": ImageInput(channels=1, height=64, width=64), "encoder_params": {"feature_dim": 32}}
-)
-"""Nine chunks: 4096 * 32 numbers and some more, 524 kB."""
-
 LONGEST_PAUSE_S = 0.5
-
-SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
-QUICK = {"augment": False, "local_steps": 2, "tune_epochs": 1, "tune_rounds": 1, "head_epochs": 1, "ala_most_epochs": 2}
-
-
-def quick_params(method: str) -> dict[str, Any]:
-    """Parameters of a method with which a dozen samples are trained on in no time."""
-    fields = methods.get(method).Params.model_fields
-    head = {"head": "prototype"} if method == "repper" else {}
-    return {**SMALL, **{name: value for name, value in QUICK.items() if name in fields}, **head}
 
 
 class Killed(BaseException):
@@ -92,51 +62,6 @@ class TimedWorker:
 
     def close(self) -> None:
         self._jobs.clear()
-
-
-def step_of(agent: str) -> float:
-    """How far `FakeDuties` of this agent moves each number in round 1; twice as far in round 2, and so on."""
-    return (zlib.crc32(agent.encode()) % 9973 + 1) / 4096
-
-
-class FakeDuties:
-    """Training without training: every received number moves by a step that depends on agent and round alone."""
-
-    def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
-        self.config, self.tier, self.samples = config, tier, samples
-        self.fingerprint = self.rolled_back = ""
-        self.outbox = Outbox(config.state / "outbox")
-        self.done: list[tuple[str, int, str]] = []
-        self.installed: list[str] = []
-        self.before: Callable[[wire.Job], None] = lambda job: None
-        self.after: Callable[[wire.Job], None] = lambda job: None
-
-    def facts(self) -> dict[str, Any]:
-        return {"cores": 1}
-
-    def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
-        self.before(job)
-        self.done.append((job.run, job.round, job.purpose))
-        if job.purpose == "finish":
-            return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
-        move = np.float32(step_of(self.config.id) * job.round)
-        tensors = {name: array + move for name, array in received.items()}
-        manifest = self.outbox.put(
-            tensors, run=job.run, round_number=job.round, samples=self.samples, metrics={"loss": 1.0}
-        )
-        self.after(job)
-        return manifest
-
-    def install(self, message: wire.Install, path: Path) -> wire.Report:
-        self.installed.append(message.fingerprint)
-        self.fingerprint = message.fingerprint
-        return wire.Report(
-            run=message.run,
-            about=message.fingerprint,
-            samples=self.samples,
-            fingerprint=message.fingerprint,
-            acc_personal=0.5,
-        )
 
 
 class Federation:
@@ -341,144 +266,8 @@ class Federation:
         return [message for p in self.published(topic) if isinstance(message := parse(p), kind)]
 
 
-class Stranger:
-    """Somebody with a bare connection who says what they like and hears what an agent of that name would hear."""
-
-    def __init__(self, federation: Federation, name: str, tier: str = "train", samples: int = 10) -> None:
-        self.federation, self.name, self.tier, self.samples = federation, name, tier, samples
-        self.topics = federation.topics
-        self.transport = federation.broker.transport()
-        self.transport.subscribe(*self.topics.for_agent(name), f"{self.topics.root}/b/+")
-        self.transport.start()
-        self.seq = 0
-
-    def hello(self) -> None:
-        self.say(wire.Hello(software="x", tier=self.tier, samples=self.samples))
-
-    def say(self, message: wire.Control) -> None:
-        self.seq += 1
-        stamped = message.model_copy(update={"boot": f"boot-{self.name}", "seq": self.seq})
-        self.raw(wire.encode(stamped))
-
-    def raw(self, payload: bytes, topic: str | None = None) -> None:
-        self.transport.publish(topic or self.topics.up(self.name), payload)
-
-    def chunk(self, frame: bytes) -> None:
-        self.raw(frame, self.topics.up_chunks(self.name))
-
-    def offer(
-        self,
-        tensors: Tensors | bytes,
-        *,
-        round: int = 1,  # noqa: A002 - the word of the vocabulary
-        run: str | None = None,
-        samples: int = 10,
-        metrics: dict[str, float] | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> Outgoing:
-        """Announce an update; returns the blob, of which nothing is sent."""
-        data = tensors if isinstance(tensors, bytes) else encode(tensors)
-        blob = Outgoing.of(data, chunk_bytes)
-        run = run if run is not None else self.federation.run
-        self.say(wire.UpdateManifest(run=run, round=round, blob=blob.ref, samples=samples, metrics=metrics or {}))
-        return blob
-
-    def send(self, blob: Outgoing) -> None:
-        """All chunks, without waiting for a grant."""
-        for index in range(blob.count):
-            self.chunk(blob.frame(index))
-
-    def deliver(self, tensors: Tensors | bytes, **options: Any) -> wire.Receipt:
-        """Announce and send an update as an honest agent would; returns the receipt."""
-        self.heard()
-        blob = self.offer(tensors, **options)
-        self.federation.settle()
-        answers = self.heard(wire.Grant, wire.Receipt)
-        if isinstance(answers[-1], wire.Grant):
-            self.send(blob)
-            self.federation.settle()
-            answers = self.heard(wire.Receipt)
-        return answers[-1]
-
-    def heard(self, *kinds: type[wire.Control]) -> list[Any]:
-        """Control messages that have come since the last call."""
-        found = []
-        while (event := self.transport.receive(0)) is not None:
-            if getattr(event, "topic", None) == self.topics.down(self.name):
-                found.append(wire.parse_from_coordinator(event.payload))
-        return [message for message in found if not kinds or isinstance(message, kinds)]
-
-
 def vanish(transport: MemoryTransport) -> None:
     """A connection is gone without a word, and what was under way to it is lost."""
     transport._connected = False
     transport._events = queue.SimpleQueue()
     transport.broker.detach(transport, politely=True)
-
-
-def restart_broker(federation: Federation) -> None:
-    """The broker dies and comes back: all connections break, what was under way is lost, no will is published."""
-    parties = [*federation.agents.values(), *([federation.coordinator] if federation.coordinator else [])]
-    transports = [party.transport for party in parties]
-    for transport in transports:
-        vanish(transport)
-    for transport in transports:
-        transport.start()
-
-
-def lose(transport: MemoryTransport, is_lost: Callable[[wire.Control], bool], times: int = 1) -> list[wire.Control]:
-    """The first ``times`` control messages for which ``is_lost`` go nowhere; returns the list that they are put in."""
-    real, lost = transport.publish, list[wire.Control]()
-
-    def publish(topic: str, payload: bytes, **options: Any) -> None:
-        message = None
-        for parse in (wire.parse_from_agent, wire.parse_from_coordinator):
-            with contextlib.suppress(HeadwaterError):
-                message = message or parse(payload)
-        if message is not None and len(lost) < times and is_lost(message):
-            lost.append(message)
-        else:
-            real(topic, payload, **options)
-
-    transport.publish = publish
-    return lost
-
-
-@contextlib.contextmanager
-def killed_at_append(federation: Federation, number: int, *, before: bool) -> Iterator[None]:
-    """The next coordinator dies just before, or just after, its ``number``-th entry into the journal (0: the first)."""
-    journal = federation.state.journal
-    real, count = journal.append, [0]
-
-    def append(*args: Any, **columns: Any) -> Any:
-        count[0] += 1
-        if count[0] == number + 1 and before:
-            raise Killed
-        entry = real(*args, **columns)
-        if count[0] == number + 1:
-            raise Killed
-        return entry
-
-    journal.append = append
-    try:
-        yield
-    finally:
-        journal.append = real
-
-
-class TinyDuties(Duties):
-    """The real duties on 24 made-up images of three classes, different for each agent."""
-
-    def _samples(self, task: Task) -> tuple[Samples, Samples]:
-        if self._data is None:
-            rng = np.random.default_rng(sum(map(ord, self.config.id)))
-            labels = np.arange(24, dtype=np.int64) % 3
-            inputs = rng.normal(size=(24, *task.input_shape)).astype(np.float32) + labels[:, None, None, None]
-            every = Samples(inputs, labels, task.class_names, task.input)
-            rows = np.arange(24)
-            self._data, self.samples = (task, every.take(rows[:18]), every.take(rows[18:])), 18
-        return self._data[1], self._data[2]
-
-    def _report(self, job: wire.Job, session: Any, outcome: Any, files: Any) -> wire.Report:
-        files.write(9_999_999, outcome.kept.personal, outcome.kept.memory)
-        return wire.Report(run=job.run, samples=18, acc_personal=outcome.metrics["acc.personal"])

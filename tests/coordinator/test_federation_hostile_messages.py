@@ -1,0 +1,247 @@
+"""Whatever a peer says costs that peer its message: garbage, other protocols, what a broker retained, impostors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from federation_disturbances import Stranger, assert_honest_result, besieged, refusals
+from federation_harness import Federation
+
+from edge_agent.errors import ProtocolMismatch
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import Outgoing
+
+
+@pytest.fixture
+def fed(tmp_path):
+    with besieged(tmp_path) as federation:
+        yield federation
+
+
+def garbage():
+    dice = np.random.default_rng(7)
+    deep = b'{"v":1,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    yield from (
+        b"",
+        b"\x00",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"1",
+        b"\xff\xfe",
+        deep,
+        b'{"v":1}',
+        b'{"v":"1","type":"bye"}',
+    )
+    yield b'{"v":1,"v":1,"type":"bye"}'
+    yield b'{"v":1,"type":["bye"]}'
+    yield b'{"v":1,"type":"bye","more":1}'
+    yield b'{"v":true,"type":"bye"}'
+    yield b'{"v":1.0,"type":"bye"}'
+    yield b'{"v":' + b"9" * 3000 + b',"type":"bye"}'
+    yield b'{"v":-' + b"9" * 3000 + b',"type":"bye"}'
+    yield b'{"v":' + b"9" * 5000 + b',"type":"bye"}'
+    yield b'{"v":1,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[0,99999999999999]]}'
+    yield b'{"v":1,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[5,1]]}'
+    yield b'{"v":1,"type":"progress","digest":"' + b"0" * 64 + b'","seen":' + b"9" * 3000 + b"}"
+    yield b'{"v":1,"type":"hello","software":"x","tier":"train","samples":NaN}'
+    yield b"x" * 60_000
+    for size in (1, 39, 40, 41, 500, 5000):
+        yield dice.bytes(size)
+
+
+@pytest.mark.parametrize("kind", ["up", "ub", "s", "h"])
+def test_garbage_on_every_topic_an_agent_speaks_on_harms_nobody(fed, kind):
+    topic = {"up": fed.topics.up, "ub": fed.topics.up_chunks, "s": fed.topics.presence, "h": fed.topics.heartbeat}[kind]
+    for payload in garbage():
+        fed.mallory.raw(payload, topic("mallory"))
+        fed.settle()
+    assert kind == "s" or fed.coordinator.refused.total > 20
+    assert_honest_result(fed)
+
+
+def test_garbage_on_every_topic_an_agent_listens_to_harms_nobody(fed):
+    """Somebody with too many rights, or a broker without rules. Only a protocol number may end an agent."""
+    fed.coordinator.config.round.model_copy()
+    (job,) = fed.messages(fed.topics.down("a0"), wire.Job)[:1]
+    topics = [fed.topics.down("a0"), fed.topics.down_chunks("a0"), fed.topics.announce]
+    topics.append(fed.topics.broadcast(job.blobs[0].digest))
+    for payload in garbage():
+        if b"9999" in payload and b'"bye"' in payload:
+            continue
+        for topic in topics:
+            fed.mallory.raw(payload, topic)
+    fed.settle()
+    fed.agents["a0"].raise_if_refused()
+    assert_honest_result(fed)
+
+
+def test_names_that_cannot_be_agents_are_not_remembered(fed):
+    root = fed.topics.root
+    for number in range(20):
+        fed.mallory.raw(b"x", f"{root}/a/UPPER{number}/up")
+        fed.mallory.raw(b"online x", f"{root}/s/..")
+    fed.settle()
+    assert fed.coordinator.refused.counts == {"topic: MessageError": 40}
+    assert [member.id for member in fed.coordinator.roster.members()] == ["a0", "a1", "mallory"]
+
+
+def test_what_strangers_can_make_the_coordinator_remember_is_bounded(fed):
+    for number in range(1500):
+        fed.mallory.raw(b"x", fed.topics.up(f"n{number}"))
+    fed.settle()
+    assert len(fed.coordinator.refused.counts) <= 1000
+    assert fed.coordinator.refused.total == 1500
+
+
+@pytest.mark.parametrize(
+    "version, upgrade",
+    [(0, "upgrade the peer"), (99, "upgrade this side"), (10**2500, "upgrade this side")],
+    ids=["older", "newer", "absurd"],
+)
+def test_an_agent_of_another_protocol_is_told_so_and_the_coordinator_says_it_too(fed, version, upgrade, caplog):
+    hello = wire.Hello(software="other", tier="train", samples=1)
+    raw = {**json.loads(wire.encode(hello)), "v": version}
+    raw.pop("crc", None)
+    fed.mallory.heard()
+    fed.mallory.raw(json.dumps(raw).encode())
+    fed.settle()
+    (refused,) = fed.mallory.heard(wire.Refused)
+    assert refused.error == "ProtocolMismatch"
+    for text in (refused.message, caplog.text):
+        assert f"speaks protocol {version}"[:50] in text
+        assert upgrade in text
+    assert fed.coordinator.refused.counts == {"mallory: ProtocolMismatch": 1}
+    assert_honest_result(fed)
+
+
+@pytest.mark.parametrize("version, upgrade", [(0, "upgrade the peer"), (99, "upgrade this side")])
+def test_an_agent_that_hears_another_protocol_stops_and_says_which_side_to_upgrade(fed, version, upgrade):
+    raw = {**json.loads(wire.encode(wire.Welcome(epoch=1, software="x", lease_s=1))), "v": version}
+    raw.pop("crc", None)
+    fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
+    fed.settle()
+    with pytest.raises(ProtocolMismatch, match=rf"speaks protocol 1\.\.1: peer speaks protocol {version}.*{upgrade}"):
+        fed.agents["a0"].raise_if_refused()
+    fed.agents["a1"].raise_if_refused()
+
+
+def test_an_agent_that_is_refused_stops_with_the_coordinators_words(fed):
+    message = wire.Refused(error="ProtocolMismatch", message="coordinator 9.9 speaks protocol 7..8: upgrade the agent")
+    fed.mallory.raw(wire.encode(message), fed.topics.down("a0"))
+    fed.settle()
+    with pytest.raises(ProtocolMismatch, match="upgrade the agent"):
+        fed.agents["a0"].raise_if_refused()
+
+
+def poison(fed, message, agent="a0"):
+    fed.mallory.transport.publish(fed.topics.down(agent), wire.encode(message), retain=True)
+
+
+def test_a_retained_job_is_not_obeyed(tmp_path):
+    with Federation(tmp_path, agents=1, cohort={"min_agents": 1}) as fed:
+        fed.mallory = Stranger(fed, "mallory")
+        blob = Outgoing.of(b"x" * 100)
+        job = wire.Job(
+            run="run-6666", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(blob.ref,), deadline_s=9
+        )
+        fed.kill("a0")
+        poison(fed, job)
+        agent = fed.add("a0")
+        fed.settle()
+        assert agent.jobs.job is None
+        fed.request()
+        fed.finish()
+        assert fed.record.status == "finished"
+
+
+@pytest.mark.parametrize("where", ["down", "announce"])
+def test_a_retained_message_of_another_protocol_does_not_stop_an_agent(tmp_path, where):
+    """It would be there again after each restart: nobody could start the agent before the broker is cleaned."""
+    with Federation(tmp_path, agents=1, cohort={"min_agents": 1}) as fed:
+        mallory = Stranger(fed, "mallory")
+        topic = fed.topics.down("a0") if where == "down" else fed.topics.announce
+        fed.kill("a0")
+        mallory.transport.publish(topic, b'{"v":99,"type":"announce","epoch":1,"software":"x"}', retain=True)
+        agent = fed.add("a0")
+        fed.settle()
+        agent.raise_if_refused()
+        assert agent.welcomed
+
+
+@pytest.mark.parametrize("message", ["bye", "update"])
+def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path, message):
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 1}) as fed:
+        fed.add("a0", seconds=5)
+        fed.request(rounds=1)
+        fed.wait(1)
+        mallory = Stranger(fed, "mallory")
+        ref = Outgoing.of(bytes(400)).ref
+        words = {"bye": wire.Bye(), "update": wire.UpdateManifest(run=fed.run, round=1, blob=ref, samples=0)}
+        fed.kill_coordinator()
+        mallory.transport.publish(fed.topics.up("a0"), wire.encode(words[message]), retain=True)
+        fed.start_coordinator()
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert fed.metrics()[0]["refused"] == []
+
+
+def test_a_lower_epoch_is_not_listened_to(fed):
+    agent = fed.agents["a0"]
+    epoch = agent.epoch
+    assert epoch >= 1
+    before = len(fed.messages(fed.topics.up("a0"), wire.Hello))
+    fed.clock.now += 1
+    fed.mallory.raw(wire.encode(wire.Announce(epoch=0, software="old", boot="old")), fed.topics.announce)
+    fed.mallory.raw(wire.encode(wire.Welcome(epoch=0, software="old", lease_s=1, boot="old")), fed.topics.down("a0"))
+    fed.settle()
+    assert agent.epoch == epoch
+    assert len(fed.messages(fed.topics.up("a0"), wire.Hello)) == before
+    assert_honest_result(fed)
+
+
+@pytest.mark.parametrize("field", ["rss_mb", "metrics"])
+def test_a_report_with_infinity_does_not_fail_the_run(fed, field):
+    report = json.loads(wire.encode(wire.Report(run=fed.run, samples=10)))
+    report.pop("crc", None)
+    report[field] = float("inf") if field == "rss_mb" else {"x": float("inf")}
+    fed.mallory.raw(json.dumps(report).encode())
+    fed.settle()
+    assert_honest_result(fed)
+    assert fed.record.status == "finished"
+
+
+def test_reports_of_strangers_are_not_in_the_summary(fed):
+    Stranger(fed, "eve").say(wire.Report(run=fed.run, samples=10**9, acc_personal=1.0))
+    fed.settle()
+    assert_honest_result(fed)
+    assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
+
+
+def test_a_fault_of_one_agent_says_nothing_about_another(fed):
+    fed.mallory.raw(wire.encode(wire.Fault(error="X", message="a0 is broken", run=fed.run, round=1)))
+    fed.settle()
+    assert_honest_result(fed)
+    assert refusals(fed) == ["X: a0 is broken"]
+
+
+def test_an_impostor_boot_cannot_take_an_agent_off_the_roster(fed):
+    fed.mallory.raw(b"offline wrong-boot", fed.topics.presence("a0"))
+    fed.settle()
+    assert fed.coordinator.roster.get("a0").is_present
+    assert_honest_result(fed)
+
+
+def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits(tmp_path):
+    """A newer coordinator may ask for something this agent has no words for; the round need not wait for it."""
+    with Federation(tmp_path, agents=1, cohort={"min_agents": 1}, capture=True) as fed:
+        fed.settle()
+        raw = b'{"v":1,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
+        Stranger(fed, "x").raw(raw, fed.topics.down("a0"))
+        fed.settle()
+        (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        assert (fault.run, fault.round, fault.error) == ("run-0007", 3, "MessageError")
+        assert "purpose" in fault.message

@@ -1,0 +1,222 @@
+"""Sender and receiver together, over a link that loses what it likes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+from chunked_blobs import CHUNK, blob_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_agent.wire.chunks import Incoming, decode_frame
+from edge_agent.wire.flow import Receiving, Sending
+
+
+class World:
+    """A clock, and messages that take 20 ms each way, in order; each is lost with probability ``loss``."""
+
+    def __init__(self, loss: float, seed: int) -> None:
+        self.now, self.loss, self.rng = 0.0, loss, np.random.default_rng(seed)
+        self._queue: list[tuple[float, int, object]] = []
+        self._tickets = itertools.count()
+
+    def post(self, action) -> None:
+        if self.rng.random() >= self.loss:
+            heapq.heappush(self._queue, (self.now + 0.02, next(self._tickets), action))
+
+    def run(self, tick, is_over, limit_s: float) -> None:
+        while not is_over():
+            assert self.now < limit_s, f"not complete after {limit_s} s of simulated time"
+            if self._queue and self._queue[0][0] <= self.now + 0.1:
+                self.now, _, action = heapq.heappop(self._queue)
+                action()
+            else:
+                self.now += 0.1
+            tick()
+
+
+def upload(folder, *, chunks: int, loss: float, seed: int, resume=()) -> tuple[bytes, int, float]:
+    """What an agent and a coordinator do with one update, in few lines. Returns what arrived, frames sent, seconds."""
+    outgoing, world = blob_of(chunks), World(loss, seed)
+    if resume:
+        begun = Incoming(outgoing.ref, folder)
+        for index in resume:
+            begun.add(decode_frame(outgoing.frame(index)))
+        begun.close()
+    receiving = Receiving(Incoming(outgoing.ref, folder), 0.0)
+    state = {"way": None, "frames": 0, "heard": -100.0, "whole": False, "receipt": False}
+
+    def pump():
+        for frame in state["way"].due(world.now):
+            state["frames"] += 1
+            world.post(lambda frame=frame: on_frame(frame))
+
+    def on_manifest():
+        if state["whole"]:
+            world.post(on_receipt)
+            return
+        receiving.restart(world.now)
+        missing = receiving.incoming.chunks.missing()
+        world.post(lambda: on_grant(missing))
+
+    def on_grant(missing):
+        state["heard"] = world.now
+        state["way"] = Sending(outgoing, missing, ("coordinator",), ahead_bytes=16 * CHUNK, now=world.now)
+        pump()
+
+    def on_frame(frame):
+        if state["whole"]:
+            return
+        if receiving.add(decode_frame(frame), world.now):
+            receiving.incoming.finish(folder / "whole", durable=False)
+            state["whole"] = True
+            world.post(on_receipt)
+        elif receiving.report_due(world.now):
+            acknowledge()
+
+    def acknowledge():
+        seen, gaps = receiving.seen, receiving.gaps()
+        world.post(lambda: on_ack(seen, gaps))
+
+    def on_ack(seen, gaps):
+        state["heard"] = world.now
+        state["way"].saw("coordinator", seen, world.now)
+        if gaps:
+            state["way"].again(gaps)
+        pump()
+
+    def on_receipt():
+        state["receipt"] = True
+
+    def tick():
+        if not state["whole"] and receiving.report_due(world.now):
+            acknowledge()
+        if world.now - state["heard"] >= 5.0:
+            state["heard"] = world.now
+            world.post(on_manifest)
+
+    world.run(tick, lambda: state["receipt"], limit_s=3000.0)
+    return (folder / "whole").read_bytes(), state["frames"], world.now
+
+
+@settings(max_examples=150)
+@given(chunks=st.integers(1, 120), loss=st.sampled_from([0.0, 0.02, 0.1, 0.4]), seed=st.integers(0, 2**32))
+def test_an_upload_always_completes(tmp_path_factory, chunks, loss, seed):
+    arrived, frames, _ = upload(tmp_path_factory.mktemp("up"), chunks=chunks, loss=loss, seed=seed)
+    assert arrived == bytes(blob_of(chunks)._data)
+    assert frames >= chunks
+
+
+def test_an_upload_without_loss_sends_each_chunk_once(tmp_path):
+    _, frames, seconds = upload(tmp_path, chunks=300, loss=0.0, seed=1)
+    assert frames == 300
+    assert seconds < 300 / 8 * 0.04 + 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_upload_with_losses_sends_little_more_than_what_was_lost(tmp_path, seed):
+    """Of 600 chunks each try is lost with probability 0.05: 632 tries are needed on average."""
+    _, frames, _ = upload(tmp_path, chunks=600, loss=0.05, seed=seed)
+    assert frames < 600 / 0.95 * 1.1
+
+
+def test_a_resumed_upload_sends_only_what_is_missing(tmp_path):
+    there = [index for index in range(200) if index % 50 > 20]
+    _, frames, _ = upload(tmp_path, chunks=200, loss=0.0, seed=1, resume=there)
+    assert frames == 200 - len(there)
+
+
+def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tuple[int, int, float]:
+    """One blob to ``count`` receivers that share the frames. Returns frames sent, questions asked, seconds."""
+    outgoing, world = blob_of(chunks), World(loss, seed)
+    names = [f"agent{number}" for number in range(count)]
+    receivings = {name: Receiving(Incoming(outgoing.ref, folder / name), 0.0) for name in names}
+    done: set[str] = set()
+    wanted: dict[str, tuple[tuple[int, int], ...]] = {}
+    ways: list[Sending] = []
+    tally = {"frames": 0, "questions": 0, "first": 0.0}
+
+    def ask(name):
+        tally["questions"] += 1
+        receivings[name].restart(world.now)
+        missing = receivings[name].incoming.chunks.missing()
+        world.post(lambda: on_want(name, missing))
+
+    def on_want(name, missing):
+        for way in ways:
+            way.leave(name)
+        if not wanted:
+            tally["first"] = world.now
+        wanted[name] = missing
+
+    def start():
+        numbers = sorted({i for missing in wanted.values() for a, b in missing for i in range(a, b)})
+        way = Sending(outgoing, [(i, i + 1) for i in numbers], wanted, ahead_bytes=32 * CHUNK, now=world.now)
+        ways[:] = [*(w for w in ways if w.receivers), way]
+        wanted.clear()
+
+    def pump():
+        for way in ways:
+            for frame in way.due(world.now):
+                tally["frames"] += 1
+                for name in way.receivers:
+                    world.post(lambda name=name, frame=frame: on_frame(name, frame))
+
+    def on_frame(name, frame):
+        if name in done:
+            return
+        if receivings[name].add(decode_frame(frame), world.now):
+            receivings[name].incoming.finish(folder / name / "whole", durable=False)
+            done.add(name)
+            for way in ways:
+                way.leave(name)
+        elif receivings[name].report_due(world.now):
+            report(name)
+
+    def report(name):
+        seen = receivings[name].seen
+        world.post(lambda: [way.saw(name, seen, world.now) for way in ways])
+
+    def tick():
+        for name in set(names) - done:
+            if receivings[name].ask_due(world.now):
+                ask(name)
+            elif receivings[name].report_due(world.now):
+                report(name)
+        if wanted and (len(wanted) + len(done) == count or world.now - tally["first"] >= 0.05):
+            start()
+        pump()
+
+    for name in names:
+        ask(name)
+    world.run(tick, lambda: len(done) == count, limit_s=3000.0)
+    data = bytes(outgoing._data)
+    assert all((folder / name / "whole").read_bytes() == data for name in names)
+    return tally["frames"], tally["questions"], world.now
+
+
+@settings(max_examples=100)
+@given(
+    chunks=st.integers(1, 100),
+    loss=st.sampled_from([0.0, 0.02, 0.1, 0.4]),
+    seed=st.integers(0, 2**32),
+    count=st.integers(1, 4),
+)
+def test_a_broadcast_always_completes_for_everybody(tmp_path_factory, chunks, loss, seed, count):
+    download(tmp_path_factory.mktemp("down"), chunks=chunks, loss=loss, seed=seed, count=count)
+
+
+def test_a_broadcast_without_loss_sends_each_chunk_once_for_all(tmp_path):
+    frames, questions, _ = download(tmp_path, chunks=300, loss=0.0, seed=1, count=5)
+    assert (frames, questions) == (300, 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_download_with_losses_asks_a_few_times_and_not_for_each_chunk(tmp_path, seed):
+    """Of 400 chunks 20 are lost in the first pass, one in the second: about three questions."""
+    frames, questions, _ = download(tmp_path, chunks=400, loss=0.05, seed=seed, count=1)
+    assert questions <= 12
+    assert frames < 400 * 1.25

@@ -1,0 +1,169 @@
+"""Certificates over MQTT: an authority of one's own, and refusals that never fall back to plain text."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import os
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from mqtt_harness import NEEDS_MOSQUITTO, wait_for
+
+from coordinator.broker import MosquittoBroker
+from edge_agent.config import BrokerConfig, TlsConfig
+from edge_agent.errors import BrokerAway, ConfigError
+from edge_agent.wire.transport import Message, Subscribed
+
+
+class Authority:
+    """A certificate authority for one test run, with short elliptic keys: they are made in a millisecond."""
+
+    def __init__(self, folder, name):
+        self.folder, self.key = folder, ec.generate_private_key(ec.SECP256R1())
+        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.ca = folder / f"{name}.pem"
+        self.ca.write_bytes(self._signed(self.name, self.key, is_authority=True))
+
+    def issue(self, name, *addresses):
+        """Paths of a certificate and its key for ``name``."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        cert, private = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        cert.write_bytes(self._signed(subject, key, addresses=addresses))
+        private.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return cert, private
+
+    def _signed(self, subject, key, *, is_authority=False, addresses=()):
+        now = dt.datetime.now(dt.timezone.utc)
+        usage = x509.KeyUsage(
+            digital_signature=True,
+            key_cert_sign=is_authority,
+            crl_sign=is_authority,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self.name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - dt.timedelta(hours=1))
+            .not_valid_after(now + dt.timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
+        )
+        if addresses:
+            names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+class TlsMosquitto(MosquittoBroker):
+    """Mosquitto that speaks TLS only and takes the client certificate's name for the user."""
+
+    lines: tuple[str, ...] = ()
+
+    def command(self):
+        line = super().command()
+        with Path(line[-1]).open("a", encoding="utf-8") as settings:
+            settings.write("\n".join([*self.lines, ""]))
+        return line
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    authority, stranger = Authority(folder, "authority"), Authority(folder, "stranger")
+    cert, key = authority.issue("broker", "127.0.0.1")
+    broker = TlsMosquitto()
+    broker.lines = (
+        f"cafile {authority.ca}",
+        f"certfile {cert}",
+        f"keyfile {key}",
+        "require_certificate true",
+        "use_identity_as_username true",
+    )
+    broker.start()
+    ours = TlsConfig(ca=authority.ca, **dict(zip(("cert", "key"), authority.issue("porch"), strict=True)))
+    theirs = dict(zip(("cert", "key"), stranger.issue("mallory"), strict=True))
+    yield broker, ours, stranger, theirs
+    broker.stop()
+
+
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+def test_tls_with_an_own_authority_and_a_client_certificate_carries_bulk_in_both_directions(open_transport, tls):
+    broker, ours, _, _ = tls
+    config = BrokerConfig(url=f"mqtts://127.0.0.1:{broker.port}", tls=ours, wait=False)
+    one, two = open_transport(config, "one"), open_transport(config, "two")
+    for transport, name in ((one, "one"), (two, "two")):
+        transport.subscribe(f"fl/{name}")
+        transport.start()
+        wait_for(transport, Subscribed)
+    chunks = [os.urandom(61_440) for _ in range(20)]
+    for chunk in chunks:
+        one.publish("fl/two", chunk)
+        two.publish("fl/one", chunk)
+    for transport in (one, two):
+        assert [wait_for(transport, Message).payload for _ in chunks] == chunks
+
+
+# paho leaves the socket of a failed handshake to the garbage collector, which says so.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*SSLSocket:pytest.PytestUnraisableExceptionWarning")
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+@pytest.mark.parametrize(
+    "case, reason",
+    [
+        ("only the system's authorities are trusted", "certificate is not trusted"),
+        ("another authority is trusted", "certificate is not trusted"),
+        ("the broker's certificate is for another name", "certificate is not trusted"),
+        ("no client certificate", "."),
+        ("a client certificate of another authority", "."),
+        ("no TLS at all", "."),
+    ],
+)
+def test_tls_that_does_not_fit_is_refused_and_never_falls_back_to_plain(open_transport, tls, case, reason):
+    broker, ours, stranger, theirs = tls
+    url = f"mqtts://127.0.0.1:{broker.port}"
+    config = {
+        "only the system's authorities are trusted": BrokerConfig(url=url, wait=False),
+        "another authority is trusted": BrokerConfig(url=url, wait=False, tls=TlsConfig(ca=stranger.ca)),
+        "the broker's certificate is for another name": BrokerConfig(
+            url=f"mqtts://localhost:{broker.port}", wait=False, tls=ours
+        ),
+        "no client certificate": BrokerConfig(url=url, wait=False, tls=TlsConfig(ca=ours.ca)),
+        "a client certificate of another authority": BrokerConfig(
+            url=url, wait=False, tls=TlsConfig(ca=ours.ca, **theirs)
+        ),
+        "no TLS at all": BrokerConfig(url=f"mqtt://127.0.0.1:{broker.port}", wait=False),
+    }[case]
+    transport = open_transport(config)
+    with pytest.raises(BrokerAway, match=reason):
+        transport.start()
+    transport.publish("fl/x", b"secret")
+    assert transport.traffic.messages_up == 0
+
+
+@pytest.mark.parametrize("broken", ["ca", "cert"])
+def test_certificates_that_cannot_be_read_are_told_before_anything_is_sent(open_transport, tmp_path, broken):
+    (tmp_path / "bad.pem").write_text("not a certificate", encoding="utf-8")
+    for path in (tmp_path / "bad.pem", tmp_path / "none.pem"):
+        with pytest.raises(ConfigError, match="certificates cannot be loaded"):
+            open_transport(BrokerConfig(url="mqtts://127.0.0.1", tls=TlsConfig(**{broken: path}))).start()

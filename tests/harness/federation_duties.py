@@ -1,0 +1,108 @@
+"""What the agents of a federation of the tests are asked to do, and work that costs them next to nothing."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent import methods
+from edge_agent.agent.duties import Duties
+from edge_agent.agent.uploads import Outbox
+from edge_agent.config import AgentConfig
+from edge_agent.data import Samples
+from edge_agent.task import ImageInput, Task, Tensors
+from edge_agent.wire import messages as wire
+
+TASK = Task(
+    input=ImageInput(channels=1, height=4, width=4),
+    class_names=("a", "b", "c"),
+    encoder="linear",
+    encoder_params={"feature_dim": 4},
+)
+"""One chunk: 16 * 4 + 4 + 4 * 3 + 3 = 83 numbers."""
+
+WIDE_TASK = TASK.model_copy(
+    update={"input": ImageInput(channels=1, height=64, width=64), "encoder_params": {"feature_dim": 32}}
+)
+"""Nine chunks: 4096 * 32 numbers and some more, 524 kB."""
+
+SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
+QUICK = {"augment": False, "local_steps": 2, "tune_epochs": 1, "tune_rounds": 1, "head_epochs": 1, "ala_most_epochs": 2}
+
+
+def quick_params(method: str) -> dict[str, Any]:
+    """Parameters of a method with which a dozen samples are trained on in no time."""
+    fields = methods.get(method).Params.model_fields
+    head = {"head": "prototype"} if method == "repper" else {}
+    return {**SMALL, **{name: value for name, value in QUICK.items() if name in fields}, **head}
+
+
+def step_of(agent: str) -> float:
+    """How far `FakeDuties` of this agent moves each number in round 1; twice as far in round 2, and so on."""
+    return (zlib.crc32(agent.encode()) % 9973 + 1) / 4096
+
+
+class FakeDuties:
+    """Training without training: every received number moves by a step that depends on agent and round alone."""
+
+    def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
+        self.config, self.tier, self.samples = config, tier, samples
+        self.fingerprint = self.rolled_back = ""
+        self.outbox = Outbox(config.state / "outbox")
+        self.done: list[tuple[str, int, str]] = []
+        self.installed: list[str] = []
+        self.rests = 0
+        self.before: Callable[[wire.Job], None] = lambda job: None
+        self.after: Callable[[wire.Job], None] = lambda job: None
+
+    def facts(self) -> dict[str, Any]:
+        return {"cores": 1}
+
+    def rest(self) -> None:
+        self.rests += 1
+
+    def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
+        self.before(job)
+        self.done.append((job.run, job.round, job.purpose))
+        if job.purpose == "finish":
+            return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
+        move = np.float32(step_of(self.config.id) * job.round)
+        tensors = {name: array + move for name, array in received.items()}
+        manifest = self.outbox.put(
+            tensors, run=job.run, round_number=job.round, samples=self.samples, metrics={"loss": 1.0}
+        )
+        self.after(job)
+        return manifest
+
+    def install(self, message: wire.Install, path: Path) -> wire.Report:
+        self.installed.append(message.fingerprint)
+        self.fingerprint = message.fingerprint
+        return wire.Report(
+            run=message.run,
+            about=message.fingerprint,
+            samples=self.samples,
+            fingerprint=message.fingerprint,
+            acc_personal=0.5,
+        )
+
+
+class TinyDuties(Duties):
+    """The real duties on 24 made-up images of three classes, different for each agent."""
+
+    def _samples(self, task: Task) -> tuple[Samples, Samples]:
+        if self._data is None:
+            rng = np.random.default_rng(sum(map(ord, self.config.id)))
+            labels = np.arange(24, dtype=np.int64) % 3
+            inputs = rng.normal(size=(24, *task.input_shape)).astype(np.float32) + labels[:, None, None, None]
+            every = Samples(inputs, labels, task.class_names, task.input)
+            rows = np.arange(24)
+            self._data, self.samples = (task, every.take(rows[:18]), every.take(rows[18:])), 18
+        return self._data[1], self._data[2]
+
+    def _report(self, job: wire.Job, session: Any, outcome: Any, files: Any) -> wire.Report:
+        files.write(9_999_999, outcome.kept.personal, outcome.kept.memory)
+        return wire.Report(run=job.run, samples=18, acc_personal=outcome.metrics["acc.personal"])
