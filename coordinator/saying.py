@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
+PAUSE_S = 0.2
+"""Least time between two status files: a round of a thousand updates changes what is waited for a thousand times."""
 
 
 class Voice:
@@ -32,7 +34,7 @@ class Voice:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path, self._clock = path, clock
         self._said: Waiting | None = None
-        self._written_at = float("-inf")
+        self._has_news, self._written_at = False, float("-inf")
 
     def say(self, waiting: Waiting, status: Callable[[], dict[str, Any]]) -> None:
         """Log what is waited for when it changes, and keep the status file fresh."""
@@ -42,8 +44,10 @@ class Voice:
             same_wait = before is not None and waiting.about and waiting.about == before.about
             level = logging.DEBUG if same_wait else logging.INFO
             log.log(level, "waiting for=%s whom=%s", waiting.what, listed(waiting.whom, "-"))
-        if changed or self._clock() - self._written_at >= STATUS_EVERY_S:
-            self._written_at = self._clock()
+        self._has_news |= changed
+        now = self._clock()
+        if now - self._written_at >= (PAUSE_S if self._has_news else STATUS_EVERY_S):
+            self._has_news, self._written_at = False, now
             try:
                 write_atomic(self._path, json.dumps(status()).encode(), durable=False)
             except OSError as error:

@@ -78,7 +78,7 @@ class Coordinator:
         self.refused = Refusals(clock)
         self.releases = Releases(state, self.distributor, self.send)
         self.epoch = 0
-        self._voice = Voice(state.path / "status.json", clock)
+        self._voice = Voice(state.path / "status.json", self.stopwatch)
         self._boot, self._seq = boot or secrets.token_hex(8), 0
         self._steps: Steps | None = None
         self._chunks = self._finished_uploads = 0

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edge_agent.training.allocation import keep_freed_memory
+
 from . import w1
 from .processes import say
 
@@ -27,12 +29,15 @@ HEAD_LR, WEIGHT_DECAY = 0.1, 5e-4
 
 
 def main() -> None:
-    """Train the named clients each time a line comes in: ``FILE METHOD CLIENT...``."""
+    """Train the named clients each time a line comes in: ``FILE METHOD [--keep] CLIENT...``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("method", choices=("fedavg", "fedpac"))
+    parser.add_argument("--keep", action="store_true", help="keep freed memory, as our workers do")
     parser.add_argument("mine", nargs="+")
     arguments = parser.parse_args()
+    if arguments.keep:
+        keep_freed_memory()
     import torch
 
     torch.set_num_threads(1)

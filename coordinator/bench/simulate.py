@@ -51,11 +51,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Turns:
-    """Seconds of wall clock, and of CPU in all processes, of each round: ours, bare, and ours with evaluation."""
+    """Seconds of wall clock, and of CPU in all processes, of each round: ours, bare, and ours with evaluation.
+
+    ``keeping`` is the bare loop again, in processes that keep what they free, as ours do.
+    """
 
     method: str
     ours: tuple[tuple[float, float], ...]
     bare: tuple[tuple[float, float], ...]
+    keeping: tuple[tuple[float, float], ...]
     evaluated: tuple[tuple[float, float], ...] = ()
 
     def rows(self) -> list[Row]:
@@ -66,6 +70,7 @@ class Turns:
             Row(f"{name}: round", median([wall for wall, _ in self.ours]), "s"),
             Row(f"{name}: round over bare loop", over(self.ours, self.bare, 0), "x", BUDGETS.get(name)),
             Row(f"{name}: round over bare loop, CPU of all processes", over(self.ours, self.bare, 1), "x"),
+            Row(f"{name}: round over bare loop that keeps freed memory, too", over(self.ours, self.keeping, 0), "x"),
         ]
         if self.evaluated:
             ratio = over(self.evaluated, self.ours, 1)
@@ -74,7 +79,7 @@ class Turns:
 
     def seconds(self) -> dict[str, list[float]]:
         """Wall seconds of each round."""
-        kinds = {"ours": self.ours, "bare": self.bare, "evaluated": self.evaluated}
+        kinds = {"ours": self.ours, "bare": self.bare, "keeping": self.keeping, "evaluated": self.evaluated}
         return {kind: [round(wall, 4) for wall, _ in turns] for kind, turns in kinds.items()}
 
 
@@ -123,14 +128,14 @@ def measure(method: str, source: str, size: Size, folder: Path) -> Turns:
     prepared = Prepared.of(plan_for(method, source, size)).shared()
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
-        bare = Bare.started(stack, method, prepared, size, folder)
+        bare = [Bare.started(stack, method, prepared, size, folder, keeps=keeps) for keeps in (False, True)]
         ours = [stack.enter_context(open_simulation(prepared, folder / "plain", SETUP))]
         if size.has_evaluation:
             looking = replace(prepared, plan=prepared.plan.model_copy(update={"evaluate_every": 1}))
             ours.append(stack.enter_context(open_simulation(looking, folder / "evaluating", SETUP)))
-        turns = [(bare.timed_round(), *map(timed_round, ours)) for _ in range(size.rounds + 1)]
-    alone, *timed = zip(*turns[1:], strict=True)
-    return Turns(method, timed[0], alone, *timed[1:])
+        turns = [(*(one.timed_round() for one in bare), *map(timed_round, ours)) for _ in range(size.rounds + 1)]
+    alone, keeping, mine, *evaluated = zip(*turns[1:], strict=True)
+    return Turns(method, mine, alone, keeping, *evaluated)
 
 
 def timed_round(simulation: Simulation) -> tuple[float, float]:
@@ -141,8 +146,8 @@ def timed_round(simulation: Simulation) -> tuple[float, float]:
     """
     simulation.talk()
     pids = (os.getpid(), *simulation.engine.pids)
-    begin, cpu, closed = time.perf_counter(), _cpu_s(pids), simulation.closed()
-    while simulation.closed() == closed:
+    begin, cpu, number = time.perf_counter(), _cpu_s(pids), simulation.open_round
+    while simulation.open_round == number:
         if simulation.is_over:
             raise MeasuringFailed("the simulated run ended while it was measured")
         simulation.work()
@@ -161,7 +166,9 @@ class Bare:
     workers: tuple[Measured, ...]
 
     @classmethod
-    def started(cls, stack: contextlib.ExitStack, method: str, prepared: Prepared, size: Size, folder: Path) -> Bare:
+    def started(
+        cls, stack: contextlib.ExitStack, method: str, prepared: Prepared, size: Size, folder: Path, *, keeps: bool
+    ) -> Bare:
         """Workers that have loaded their clients, dealt out in turn (all clients of the workload are alike)."""
         clients = sorted(prepared.division.clients)
         path = folder / "clients.npz"
@@ -169,8 +176,8 @@ class Bare:
         started = [
             stack.enter_context(
                 module(
-                    f"bare-{n}",
-                    [path, method, *clients[n :: size.crew]],
+                    f"bare-{n}{'-keeping' * keeps}",
+                    [path, method, *["--keep"] * keeps, *clients[n :: size.crew]],
                     folder,
                     module="coordinator.bench.bare_rounds",
                 )

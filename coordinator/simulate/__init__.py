@@ -100,6 +100,12 @@ class Simulation:
             self.clock.now += max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
         return job
 
+    @property
+    def open_round(self) -> int:
+        """The round that clients work for; 0 when there is none."""
+        collection = self.coordinator.collector.open_round
+        return collection.round if collection else 0
+
     def closed(self) -> int:
         """How many rounds have closed."""
         return len(self.state.journal.entries(self.run, ("round_closed",)))

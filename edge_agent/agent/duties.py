@@ -56,8 +56,10 @@ class Duties:
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         session, files = self._session_for(job), self.kept_files(job.run)
+        from ..training.allocation import keep_freed_memory
         from ..training.session import Kept
 
+        keep_freed_memory()
         kept = Kept(*files.before(kept_before(job)))
         if job.purpose == "finish":
             return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
@@ -65,6 +67,13 @@ class Duties:
             return self._give_norm(job, session, kept)
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         return self._deliver(job, outcome, files)
+
+    def rest(self) -> None:
+        """Nothing is trained until the next job: its memory goes back to the system."""
+        if "torch" in sys.modules:
+            from ..training.allocation import give_freed_memory_back
+
+            give_freed_memory_back()
 
     def kept_files(self, run: str) -> KeptFiles:
         """What this device keeps of a run."""

@@ -153,7 +153,10 @@ class Jobs:
     def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
         if job.purpose == "join" and job.bundle is not None:
             return self._duties.join(job, self._received(job), self._cache.path(job.bundle.digest))
-        return self._duties.do(job, self._received(job))
+        try:
+            return self._duties.do(job, self._received(job))
+        finally:
+            self._duties.rest()
 
     def _received(self, job: wire.Job) -> Tensors:
         """The tensors of all blobs of a job, each checked against its hash."""

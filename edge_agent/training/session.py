@@ -152,7 +152,7 @@ class Session:
         rng = np.random.default_rng(seeds)
         generator = torch.Generator(device=self.device)
         generator.manual_seed(int(rng.integers(1 << 62)))
-        torch.manual_seed(int(rng.integers(1 << 62)))  # for layers that draw from the global generator (dropout)
+        _seed_layers(self.device, int(rng.integers(1 << 62)))
         return Client(
             id=self.client,
             model=self._model,
@@ -187,6 +187,17 @@ class Session:
     def _place(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)
         return inputs, torch.from_numpy(np.ascontiguousarray(arrays.labels, dtype=np.int64)).to(self.device)
+
+
+def _seed_layers(device: torch.device, seed: int) -> None:
+    """For layers that draw from the global generator (dropout); where there is no GPU, without a thought of all others.
+
+    `torch.manual_seed` notes a traceback for each kind of GPU that may come to be: a millisecond for each client.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def choose_device(wish: str) -> torch.device:

@@ -261,14 +261,20 @@ def test_transport_is_measured_in_both_directions(tmp_path):
 def test_ratios_are_medians_of_pairs_and_not_of_all():
     """Load that falls on one pair falls on both: 2 / 1, 30 / 20 and 3 / 2 have the median 1.5."""
     turns = simulate.Turns(
-        "fedavg", ((2, 4.4), (30, 4), (3, 4)), ((1, 4), (20, 4), (2, 4)), ((2, 4.84), (30, 5), (3, 4))
+        "fedavg",
+        ours=((2, 4.4), (30, 4), (3, 4)),
+        bare=((1, 4), (20, 4), (2, 4)),
+        keeping=((1, 3), (10, 3), (2, 3)),
+        evaluated=((2, 4.84), (30, 5), (3, 4)),
     )
     found = {row.name: row for row in turns.rows()}
     assert found["fedavg: round over bare loop"].value == 1.5
     assert found["fedavg: round over bare loop"].is_met is False
     assert found["fedavg: round over bare loop, CPU of all processes"].value == 1.0
+    assert found["fedavg: round over bare loop that keeps freed memory, too"].value == 2.0
     assert found["fedavg: CPU of a round with evaluation over one without"].value == pytest.approx(1.1)
-    assert turns.seconds() == {"ours": [2, 30, 3], "bare": [1, 20, 2], "evaluated": [2, 30, 3]}
+    seconds = {"ours": [2, 30, 3], "bare": [1, 20, 2], "keeping": [1, 10, 2], "evaluated": [2, 30, 3]}
+    assert turns.seconds() == seconds
 
 
 def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
@@ -297,8 +303,8 @@ def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypa
     with contextlib.ExitStack() as stack:
         stack.callback(models.registry._extra.pop, w1.ENCODER, None)
         found = simulate.report(size, tmp_path)
-    assert [len(found["seconds"]["fedavg"][kind]) for kind in ("ours", "bare", "evaluated")] == [1, 1, 0]
-    assert [row.unit for row in found["rows"]] == ["s", "s", "x", "x"]
+    assert [len(found["seconds"]["fedavg"][kind]) for kind in ("ours", "bare", "keeping", "evaluated")] == [1, 1, 1, 0]
+    assert [row.unit for row in found["rows"]] == ["s", "s", "x", "x", "x"]
     assert all(row.value > 0 for row in found["rows"])
     assert found["workers"] == 1
     assert simulate.proportional_mb(os.getpid()) > 50

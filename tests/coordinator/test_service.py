@@ -7,8 +7,12 @@ import json
 import os
 
 import pytest
-from federation_harness import WIDE_TASK, Federation, Stranger
+from federation_disturbances import Stranger
+from federation_duties import WIDE_TASK
+from federation_harness import Federation
 
+from coordinator.fleet import Waiting
+from coordinator.saying import Voice
 from edge_agent.wire import messages as wire
 
 
@@ -199,3 +203,19 @@ def test_a_round_of_many_agents_takes_few_lines_of_the_log(tmp_path, caplog):
             "round_closed",
         ]
         assert all("and 2 more" in r.message for r in records if ": 0 of 12" in r.message)
+
+
+def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(tmp_path):
+    now, path = [0.0], tmp_path / "status.json"
+    voice = Voice(path, lambda: now[0])
+
+    def say(place):
+        voice.say(Waiting(f"update {place}"), lambda: {"waiting": place})
+        return json.loads(path.read_bytes())["waiting"]
+
+    assert [say(place) for place in range(5)] == [0] * 5
+    now[0] = 0.25
+    assert say(4) == 4, "what has changed meanwhile is told as soon as it may be"
+    assert say(5) == 4
+    now[0] = 0.5
+    assert say(6) == 6

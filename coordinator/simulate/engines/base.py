@@ -62,7 +62,7 @@ class Engine(Protocol):
 
     @property
     def room(self) -> int:
-        """How many pieces of work could begin at once now."""
+        """How many pieces of work can be given now."""
 
     @property
     def is_busy(self) -> bool:
@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Get ready; called once before any work."""
 
     def give(self, work: Work) -> None:
-        """Begin with it; only where there is room."""
+        """Begin with it as soon as somebody can; only where there is room."""
 
     def take(self) -> Done:
         """The next piece of work that is done; waits for it.

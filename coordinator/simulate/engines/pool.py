@@ -65,8 +65,11 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """Workers without work, those that are still starting included."""
-        return self.workers - len(self._busy) - len(self._waiting)
+        """Workers without work, those that are still starting included, and a place to wait for the first that is done.
+
+        So that it goes on at once, and not when everybody has heard of what it has done.
+        """
+        return self.workers + 1 - len(self._busy) - len(self._waiting)
 
     @property
     def is_busy(self) -> bool:
@@ -133,9 +136,11 @@ class Pool:
         if worker in self._getting_ready:
             self._getting_ready.remove(worker)
             self._deaths.began()
+            self._hand_out()
         else:
-            self._came_back(self._busy.pop(worker), words, areas)
-        self._hand_out()
+            work = self._busy.pop(worker)
+            self._hand_out()  # before anything else: nobody is idle while this is looked at
+            self._came_back(work, words, areas)
 
     def _came_back(self, work: Work, words: Mapping[str, Any], areas: list[Area]) -> None:
         said = ANSWERS[words["type"]].model_validate_json(words["said"])
