@@ -248,7 +248,7 @@ def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
         parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
         train, test = [own.train for own in parts], [own.test for own in parts if own.test is not None]
         return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
-    each = [data.load(source, spec, folder=plan.folder) for source in sources.values()]
+    each = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
     return Pools(_joined(each), None, _rows_of(sources, each))
 
 
@@ -268,7 +268,8 @@ def _joined(found: Sequence[Samples]) -> Samples:
         if samples.groups is not None:
             groups.append(samples.groups + last)
             last = int(groups[-1].max(initial=last)) + 1
-    inputs = np.concatenate([samples.inputs for samples in found])
+    is_compact = all(samples.inputs.dtype == np.uint8 for samples in found)
+    inputs = np.concatenate([(samples if is_compact else samples.ready()).inputs for samples in found])
     joined = np.concatenate(groups) if len(groups) == len(found) else None
     return Samples(inputs, np.concatenate(labels), names, found[0].input, joined)
 

@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from ..errors import DataError
-from ..task import Frozen, InputSpec
+from ..task import Frozen, ImageInput, InputSpec
+from .preprocess import normalise_images
 
 
 def _split(value: object) -> object:
@@ -52,9 +53,10 @@ class Raw:
 class Samples:
     """Labelled inputs, ready for an encoder.
 
-    ``inputs`` (n, *input.shape) float32, preprocessed; ``labels`` (n,) int64, positions in ``class_names``; ``groups``
-    (n,) int64 recording of each window, windows of one recording in time order, or None; ``names`` (n or none) say
-    where each input came from.
+    ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are still to be normalised, where somebody
+    holds many of them for others (`ready` makes the former of the latter, with the same bits). ``labels`` (n,) int64,
+    positions in ``class_names``; ``groups`` (n,) int64 recording of each window, windows of one recording in time
+    order, or None; ``names`` (n or none) say where each input came from.
     """
 
     inputs: np.ndarray
@@ -78,6 +80,12 @@ class Samples:
         digest = hashlib.sha256(repr(self.inputs.shape).encode())
         digest.update(np.ascontiguousarray(self.inputs).data)
         return digest.hexdigest()
+
+    def ready(self) -> Samples:
+        """The samples with their inputs normalised, float32: the same ones where they are already."""
+        if self.inputs.dtype != np.uint8 or not isinstance(self.input, ImageInput):
+            return self
+        return replace(self, inputs=normalise_images(self.inputs.astype(np.float32), self.input))
 
     def take(self, rows: np.ndarray) -> Samples:
         """The samples at ``rows`` (m,), in that order."""

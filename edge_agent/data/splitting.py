@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,12 +37,25 @@ def standardised(samples: Samples) -> InputSpec:
 
     Estimate them on training data of one place and fix them in the task: they are part of the encoder's fingerprint.
     """
-    axes = (0, *range(2, samples.inputs.ndim))
-    shift, spread = samples.inputs.mean(axis=axes, dtype=np.float64), samples.inputs.std(axis=axes, dtype=np.float64)
+    shift, spread = _moments(samples)
     mean, std = (np.broadcast_to(np.asarray(value), len(shift)) for value in (samples.input.mean, samples.input.std))
     new_std = np.where(spread > 0, std * spread, std)
     update = {"mean": _rounded(mean + std * shift), "std": _rounded(new_std)}
     return samples.input.model_copy(update=update)
+
+
+def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (channels,) of the inputs; of images of 8 bits without making floats of them."""
+    inputs = samples.inputs
+    if inputs.dtype != np.uint8:
+        axes = (0, *range(2, inputs.ndim))
+        return inputs.mean(axis=axes, dtype=np.float64), inputs.std(axis=axes, dtype=np.float64)
+    greys = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None, None], (256, inputs.shape[1], 1, 1))
+    values = replace(samples, inputs=greys).ready().inputs[:, :, 0, 0].T.astype(np.float64)
+    counts = np.stack([np.bincount(inputs[:, channel].reshape(-1), minlength=256) for channel in range(len(values))])
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean = (shares * values).sum(axis=1)
+    return mean, np.sqrt((shares * (values - mean[:, None]) ** 2).sum(axis=1))
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:

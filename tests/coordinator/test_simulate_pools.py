@@ -169,3 +169,28 @@ def test_a_number_of_clients_that_the_data_contradict_is_refused(tmp_path):
     plan = Plan(data=("digits?n=12",), partition="domains", clients=7)
     with pytest.raises(UsageError, match="--clients 7 with partition domains: the data hold 6 of them"):
         prepared_pools(plan)
+
+
+def test_pools_of_images_are_bytes_until_a_client_has_its_turn(images, tmp_path):
+    pools, division, task = prepared_pools(small_plan(images))
+    assert pools.train.inputs.dtype == np.uint8
+    size = sum(memoryview(piece).nbytes for piece in pools.content())
+    shared = type(pools).from_memory(memoryview(b"".join(pools.content())), task)
+    assert size < 1.2 * (pools.train.inputs.nbytes + pools.train.labels.nbytes) + 1000
+    for share in division.clients.values():
+        for mine, theirs in zip(pools.arrays(share), shared.arrays(share), strict=True):
+            assert mine.inputs.dtype == np.float32
+            np.testing.assert_array_equal(mine.inputs, theirs.inputs)
+
+
+def test_sources_of_bytes_and_of_floats_make_one_pool(tmp_path):
+    rng = np.random.default_rng(0)
+    names = np.array(["a", "b"])
+    bytes_, floats = rng.integers(0, 256, (20, 8, 8, 3)).astype(np.uint8), rng.random((20, 8, 8, 3)).astype(np.float32)
+    for name, inputs in {"bytes": bytes_, "floats": floats}.items():
+        np.savez(tmp_path / f"{name}.npz", inputs=inputs, labels=np.arange(20) % 2, class_names=names)
+    sources = tuple(f"npz:{tmp_path}/{name}.npz" for name in ("bytes", "floats"))
+    spec = {"mean": (0.0,), "std": (1.0,)}
+    pools, _, _ = prepared_pools(Plan(data=sources, partition="domains", input=spec))
+    expected = np.concatenate([bytes_ / 255.0, floats]).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(pools.train.inputs, expected, atol=1e-6)

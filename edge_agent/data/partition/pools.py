@@ -25,7 +25,7 @@ RULES_OF_SEVERAL = ("domains", "subjects")
 
 @dataclass(frozen=True)
 class Pools:
-    """All samples: ``test`` None where each client holds back a part of its own.
+    """All samples, images of 8 bits as such (`Samples.ready`): ``test`` None where each client holds back a part.
 
     ``owners``: who has which rows of ``train``, where the data say so; ``tested``: likewise of ``test``.
     """
@@ -48,7 +48,7 @@ class Pools:
         """One client's training and test samples, copied out of the pools."""
         tested = self.train if self.test is None else self.test
         train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
-        return self.train.take(train), tested.take(test)
+        return self.train.take(train).ready(), tested.take(test).ready()
 
 
 def parts_of(source: str) -> tuple[str, str] | None:
@@ -72,16 +72,16 @@ def read_pools(
     *,
     folder: Path | None = None,
 ) -> Pools:
-    """The pools of one source, preprocessed and labelled as `edge_agent.data.load` does.
+    """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`.
     """
     parts = parts_of(source)
     if parts is None:
-        return Pools(load(source, input, class_names, folder=folder))
-    train = load(parts[0], input, class_names, folder=folder)
-    return Pools(train, load(parts[1], train.input, train.class_names, folder=folder))
+        return Pools(load(source, input, class_names, folder=folder, compact=True))
+    train = load(parts[0], input, class_names, folder=folder, compact=True)
+    return Pools(train, load(parts[1], train.input, train.class_names, folder=folder, compact=True))
 
 
 @dataclass(frozen=True)
