@@ -33,7 +33,11 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
         lambda: check_settings(config.proxy, "[proxy]"),
     )
     mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
-    later = (lambda: made[0].check(config.task), lambda: check_warmable(made[0], config.warm_start))
+    later = (
+        lambda: made[0].check(config.task),
+        lambda: check_warmable(made[0], config.warm_start),
+        lambda: _check_weights(made[0], config),
+    )
     mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
     if len(mistakes) == 1:
         raise mistakes[0]
@@ -50,6 +54,17 @@ def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
         MissingCapability: as `checked_method`.
     """
     checked_method(config, config.run.method, config.run.params, str(where or "coordinator.toml"))
+
+
+def _check_weights(method: Method, config: CoordinatorConfig) -> None:
+    path = config.run.weights
+    if path is None:
+        return
+    if "encoder" not in method.shared:
+        raise UsageError(f"weights {path} with method '{method.name}', which shares no encoder: nobody would get them")
+    from edge_agent.training.weights import load_weights
+
+    load_weights(method.build(config.task), path)
 
 
 def _mistake(look: Callable[[], object]) -> UsageError | None:

@@ -34,6 +34,11 @@ class RunConfig(Frozen):
     keep_every: int = Field(
         0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the newest only"
     )
+    weights: Path | None = Field(
+        None,
+        description="safetensors file that the encoder begins with, of the encoder's or torchvision's names; what "
+        "stays on devices, such as batch norm in some methods, begins fresh",
+    )
 
 
 class CohortConfig(Frozen):

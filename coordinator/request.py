@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from edge_agent.task import Task
+from edge_agent.errors import DataError, StateError
+from edge_agent.store import sha256_file
+from edge_agent.task import Frozen, Task
 
 from .config import WarmStartConfig
+from .words import listed
+
+if TYPE_CHECKING:
+    from edge_agent.training.parts import Parts
+
+log = logging.getLogger(__name__)
+
+
+class Weights(Frozen):
+    """A file that the encoder begins with, as it was when it was asked for."""
+
+    path: Path
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Weights:
+        """The file as it is now.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            return cls(path=path.absolute(), sha256=sha256_file(path))
+        except (OSError, StateError) as error:
+            raise DataError(f"{path}: cannot be read; give a safetensors file of weights") from error
+
+    def check(self) -> None:
+        """Return quietly when the file is still the same.
+
+        Raises:
+            DataError: it is not.
+        """
+        if Weights.of(self.path).sha256 != self.sha256:
+            raise DataError(
+                f"{self.path}: has changed since the run was asked for; bring it back, or ask for a new run"
+            )
+
+    def load_into(self, model: Parts) -> None:
+        """Put them into the model's encoder.
+
+        Raises:
+            DataError: the file has changed, or does not hold this encoder.
+        """
+        from edge_agent.training.weights import load_weights
+
+        self.check()
+        left_out = load_weights(model, self.path)
+        log.info("weights_loaded path=%s left_out=%s", self.path, listed(left_out, "-"))
 
 
 @dataclass(frozen=True)
@@ -25,10 +77,15 @@ class Request:
     warm_start: WarmStartConfig | None = None
     """What the encoder learns at the coordinator before the first round."""
 
+    weights: Weights | None = None
+    """What the encoder begins with, before that; None: fresh from the seed."""
+
     def body(self) -> dict[str, Any]:
         """As JSON."""
-        warm = None if self.warm_start is None else self.warm_start.model_dump(mode="json")
-        return {**vars(self), "task": self.task.model_dump(mode="json"), "warm_start": warm}
+        parts = {"task": self.task, "warm_start": self.warm_start, "weights": self.weights}
+        return vars(self) | {
+            name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()
+        }
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Request:
@@ -39,10 +96,11 @@ class Request:
             ValueError: the task is not one.
         """
         fields = {key: body[key] for key in ("method", "params", "rounds", "seed")}
-        warm = body.get("warm_start")
+        warm, weights = body.get("warm_start"), body.get("weights")
         return cls(
             **fields,
             task=Task.model_validate(body["task"]),
             keep_every=int(body.get("keep_every", 0)),
             warm_start=None if warm is None else WarmStartConfig.model_validate(warm),
+            weights=None if weights is None else Weights.model_validate(weights),
         )

@@ -147,6 +147,8 @@ class RunLoop:
         journal, blobs = self.fleet.state.journal, self.fleet.state.blobs
         torch.manual_seed(self.request.seed)
         model = self.method.build(self.request.task)
+        if checkpoint is None and self.request.weights is not None:
+            self.request.weights.load_into(model)
         fresh = to_arrays(model, self.method.shared_names(model))
         self._extras = specs_of(self.method.sends(model, self.request.task))
         self._expected = {**specs_of(fresh), **self._extras}

@@ -28,6 +28,9 @@ Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this c
 Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas; default: those of the table.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Fewer rounds than the table's; it will say so.")]
 Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source of the data, where they lie elsewhere.")]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with, such as ImageNet's.")
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="As for simulate.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="As for simulate.")]
@@ -45,6 +48,7 @@ def reproduce(
     seeds: Seeds = None,
     rounds: Rounds = None,
     data: Data = None,
+    weights: Weights = None,
     device: Device = None,
     engine: Engine = None,
     workers: Workers = None,
@@ -67,7 +71,14 @@ def reproduce(
     if name is None:
         _list(names(), as_json=as_json)
         return
-    wanted = {"rounds": rounds, "data": tuple(data or ()), "device": device, "engine": engine, "workers": workers}
+    wanted: dict[str, Any] = {
+        "rounds": rounds,
+        "data": tuple(data or ()),
+        "device": device,
+        "engine": engine,
+        "workers": workers,
+    }
+    wanted["weights"] = None if weights is None else weights.expanduser().absolute()
     changes = {field: value for field, value in wanted.items() if value not in (None, ())}
     folder = out or Path(f"reproduce-{Path(name).stem}")
     asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from ..hosted.checking import overlaps
 from ..hosted.figures import told
 from ..journal import RunRecord
 from ..report.figures import notes_of
-from ..request import Request
+from ..request import Request, Weights
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
 from ..words import counted
@@ -50,6 +51,9 @@ KeepEvery = Annotated[
 Resume = Annotated[
     str | None, typer.Option("--resume", metavar="RUN", help="Ask for no new run: follow, or go on with, this one.")
 ]
+WeightsFile = Annotated[
+    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with; default: run.weights.")
+]
 NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Begin without the file's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
@@ -65,6 +69,7 @@ def run(
     param: Param = None,
     keep_every: KeepEvery = None,
     resume: Resume = None,
+    weights: WeightsFile = None,
     no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
     as_json: Json = False,
@@ -82,9 +87,16 @@ def run(
     """
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
+    settings = settings if weights is None else _with_weights(settings, weights)
     set_up_logging(verbose=verbose, quiet=True)
-    wishes = {"--method": method, "--rounds": rounds, "--seed": seed, "--param": param, "--no-wait": no_wait or None}
-    wishes |= {"--keep-every": keep_every, "--no-warm-start": no_warm_start or None}
+    wishes: dict[str, object] = {
+        "--method": method,
+        "--rounds": rounds,
+        "--seed": seed,
+        "--param": param,
+        "--no-wait": no_wait or None,
+    }
+    wishes |= {"--keep-every": keep_every, "--weights": weights, "--no-warm-start": no_warm_start or None}
     if resume is not None:
         _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
         request = None
@@ -95,6 +107,10 @@ def run(
         return
     record = _follow(settings, request, resume, Place(config, state))
     tell(StateFolder(settings.state).run(record.run).summary() or {}, as_json=as_json)
+
+
+def _with_weights(settings: CoordinatorConfig, weights: Path) -> CoordinatorConfig:
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights.expanduser()})})
 
 
 def _check_resumed(settings: CoordinatorConfig, run: str, wishes: list[str]) -> None:
@@ -177,6 +193,11 @@ def request_for(
     made = checked_method(settings, name, {**base, **params})
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
+    if defaults.weights is not None and made.norm != "global":
+        what = (
+            f"note: batch norm of method '{name}' stays on devices and begins fresh there, not from {defaults.weights}"
+        )
+        console.print(what, soft_wrap=True)
     return Request(
         method=name,
         params=made.params.model_dump(mode="json"),
@@ -185,6 +206,7 @@ def request_for(
         task=settings.task,
         keep_every=defaults.keep_every if keep_every is None else keep_every,
         warm_start=settings.warm_start,
+        weights=None if defaults.weights is None else Weights.of(defaults.weights),
     )
 
 

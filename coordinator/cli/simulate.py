@@ -64,6 +64,9 @@ EncoderParam = Annotated[
     list[str] | None,
     typer.Option("--encoder-param", "--encoder-params", help="name=value of the encoder; repeatable."),
 ]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with, such as ImageNet's.")
+]
 Input = Annotated[
     list[str] | None, typer.Option("--input", help="name=value of the input spec: mean=0.13, height=32; repeatable.")
 ]
@@ -121,6 +124,7 @@ def simulate(
     seed: Seed = None,
     encoder: Encoder = None,
     encoder_params: EncoderParam = None,
+    weights: Weights = None,
     input_fields: Input = None,
     standardise: Standardise = False,
     evaluate_every: EvaluateEvery = None,
@@ -165,6 +169,7 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     given = {name: typed.get(name) for name in Plan.model_fields}
     given |= {name: parameters(typed[option] or []) for name, option in pairs.items()}
     given["data"] = tuple(typed["data"] or ())
+    given["weights"] = None if typed["weights"] is None else typed["weights"].expanduser().absolute()
     given |= shares(typed["fraction"])
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
 

@@ -251,7 +251,8 @@ def _asked(loop: RunLoop) -> dict[str, Any]:
     """What both questions say of the run."""
     request = loop.request
     params, task = loop.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
-    return {"method": request.method, "params": params, "task": task, "seed": request.seed}
+    weights = None if request.weights is None else request.weights.model_dump(mode="json")
+    return {"method": request.method, "params": params, "task": task, "seed": request.seed, "weights": weights}
 
 
 def _left_over(folder: Path) -> list[tuple[int, Path]]:

@@ -26,6 +26,7 @@ from edge_agent.training.parts import Parts, feature_dim, to_arrays
 from edge_agent.training.session import choose_device
 
 from ..config import WarmStartConfig
+from ..request import Weights
 
 _SALT = 0xAA
 
@@ -33,7 +34,7 @@ _SALT = 0xAA
 def train_warm(question: dict[str, Any]) -> dict[str, Any]:
     """Train as asked; the method's first state is then in the file ``into``, and the answer tells how good it is.
 
-    ``question``: method, params, task, seed, and the settings of ``[warm_start]``.
+    ``question``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
 
     Raises:
         HeadwaterError: the data do not fit the task, or training diverged.
@@ -48,7 +49,10 @@ def train_warm(question: dict[str, Any]) -> dict[str, Any]:
         raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
     device = choose_device(settings.device)
     torch.manual_seed(question["seed"])
-    model = method.build(task).to(device)
+    model = method.build(task)
+    if question.get("weights") is not None:
+        Weights.model_validate(question["weights"]).load_into(model)
+    model = model.to(device)
     trained, is_own = _with_head(method, model, task)
     client = _client(trained.to(device), task, train, question["seed"], device)
     loss = train_all_parts(client, _params(settings))

@@ -18,6 +18,7 @@ from edge_agent.store import read_json, sweep, without_syncs, write_json
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 
+from ..request import Request
 from ..service import Coordinator
 from ..store import StateFolder
 from .clients import Crowd
@@ -157,6 +158,8 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
         sweep(folder / CLIENTS)
         runs = state.journal.runs()
         run = runs[0] if runs else state.journal.request_run(prepared.request().body())
+        if (weights := Request.from_body(state.journal.replay(run).request).weights) is not None:
+            weights.check()  # clients that go on begin anew with what they do not share
         engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
         simulation = Simulation(prepared, state, run, engine)
         try:

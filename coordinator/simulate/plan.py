@@ -82,6 +82,9 @@ class Plan(Frozen):
         None, description="a file name in edge_agent/models; default: one that suits the inputs"
     )
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
+    weights: Path | None = Field(
+        None, description="safetensors file that the encoder begins with; its names are the encoder's or torchvision's"
+    )
     input: dict[str, Any] = Field(
         default_factory=dict, description="fields of the input spec that differ from the data's"
     )
@@ -153,6 +156,11 @@ class Plan(Frozen):
         if self.partition.endswith(".json"):
             return self.folder / Path(self.partition).expanduser()
         return None
+
+    @property
+    def weights_place(self) -> Path | None:
+        """Where the weights lie."""
+        return None if self.weights is None else self.folder / self.weights.expanduser()
 
     @property
     def rule(self) -> str | None:

@@ -14,7 +14,7 @@ from edge_agent.task import Task
 from edge_agent.training.session import Built
 
 from ..config import CoordinatorConfig
-from ..request import Request
+from ..request import Request, Weights
 from .engines.areas import Area
 from .engines.choice import Choice
 from .plan import Plan
@@ -63,7 +63,7 @@ class Prepared:
             raise UsageError(
                 f"new_clients = {plan.new_clients} of {len(division.clients)} clients; somebody has to train before"
             )
-        model = Built.of(method, task, seed=plan.seed, device=plan.device)
+        model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=plan.weights_place)
         return cls(plan, method, pools, division, task, model, Choice.of(plan, len(division.clients)))
 
     def shared(self) -> Prepared:
@@ -85,7 +85,8 @@ class Prepared:
         """The run to ask for."""
         params = self.method.params.model_dump(mode="json")
         plan = self.plan
-        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every)
+        weights = None if plan.weights_place is None else Weights.of(plan.weights_place)
+        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every, weights=weights)
 
     def config(self, folder: Path) -> CoordinatorConfig:
         """A coordinator that waits for everybody who can still deliver."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from ..methods.base import Client, Method
 from ..task import Task, Tensors
 from .loops import accuracy
 from .parts import Parts, load_arrays, norm_names, personal_names, to_arrays
+from .weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,19 @@ class Built:
     fresh: Tensors
 
     @classmethod
-    def of(cls, method: Method, task: Task, *, seed: int, device: str = "auto") -> Built:
-        """The model that every client of a run with this seed starts from.
+    def of(cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Path | None = None) -> Built:
+        """The model that every client of a run with this seed starts from; ``weights``: a file for its encoder.
 
         Raises:
             UnknownName: no such encoder.
             ConfigError: the encoder does not fit the task.
-            DataError: no such device.
+            DataError: no such device, or the file does not hold this encoder.
         """
         torch.manual_seed(seed)
-        model = method.build(task).to(choose_device(device))
+        model = method.build(task)
+        if weights is not None:
+            load_weights(model, weights)
+        model = model.to(choose_device(device))
         return cls(model, to_arrays(model, model.state_dict()))
 
 

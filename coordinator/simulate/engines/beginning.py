@@ -38,7 +38,8 @@ def shared_by(words: Mapping[str, Any], memory: memoryview, division: Division, 
         getattr(importlib.import_module(module), function)()
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    model = Built.of(methods.create(plan.method, plan.params), task, seed=plan.seed, device=plan.device)
+    method = methods.create(plan.method, plan.params)
+    model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=plan.weights_place)
     return Shared(
         Pools.from_memory(memory, task),
         division,

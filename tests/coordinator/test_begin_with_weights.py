@@ -1,0 +1,128 @@
+"""Runs that begin with weights from a file: simulated ones, runs over a network, warm starts, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from federation_duties import TASK, TinyDuties
+from federation_harness import Federation
+from safetensors.numpy import load_file, save_file
+from simulation_harness import run, small_plan, write_images
+
+from coordinator.checks import checked_method
+from coordinator.config import CoordinatorConfig
+from coordinator.hosted.warm import train_warm
+from coordinator.request import Request, Weights
+from coordinator.simulate import Prepared, open_simulation
+from edge_agent import methods
+from edge_agent.errors import ConfigError, DataError, UsageError
+from edge_agent.store import read_tensors
+from edge_agent.training.parts import to_arrays
+
+HARDLY = {"lr": 1e-12, "local_epochs": 1}
+"""After a step of this size the weights are what they were, but for rounding."""
+
+
+@pytest.fixture
+def images(tmp_path):
+    return write_images(tmp_path / "images.npz")
+
+
+def _write(path, task, shift=0.0):
+    """Weights of the task's encoder, 0, 0.01, 0.02 and so on, which no generator draws."""
+    model = methods.create("fedavg", {}).build(task)
+    names = [name for name in model.state_dict() if name.startswith("encoder.")]
+    arrays = to_arrays(model, names)
+    made = {n: (shift + np.arange(a.size) / 100).reshape(a.shape).astype(a.dtype) for n, a in arrays.items()}
+    save_file({name.removeprefix("encoder."): array for name, array in made.items()}, path)
+    return made
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+def test_a_simulation_begins_with_them_also_where_nothing_is_shared(images, tmp_path, method):
+    plan = small_plan(images, method, params=HARDLY, rounds=1, keep_every=1)
+    made = _write(tmp_path / "w.safetensors", Prepared.of(plan).task)
+    run(plan.model_copy(update={"weights": tmp_path / "w.safetensors"}), tmp_path / "sim")
+    if method == "fedavg":
+        with open_simulation(Prepared.of(plan), tmp_path / "sim") as again:
+            entry = again.state.journal.entries(kinds=("round_closed",))[-1]
+            found = read_tensors(again.state.blobs.path(entry.digest))
+    else:
+        kept = next(path for path in (tmp_path / "sim/clients/c0").rglob("*.safetensors"))
+        found = {name.partition(".")[2]: array for name, array in load_file(kept).items()}
+    for name, array in made.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-6)
+
+
+def test_a_file_that_has_changed_stops_whoever_goes_on(images, tmp_path):
+    path = tmp_path / "w.safetensors"
+    plan = small_plan(images, rounds=3)
+    _write(path, Prepared.of(plan).task)
+    plan = plan.model_copy(update={"weights": path})
+    with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
+        while simulation.closed() < 1:
+            simulation.step()
+    _write(path, Prepared.of(plan.model_copy(update={"weights": None})).task, shift=1)
+    with pytest.raises(DataError, match="has changed since"), open_simulation(Prepared.of(plan), tmp_path / "sim"):
+        pass
+
+
+def test_weights_of_another_encoder_are_refused_on_the_command_line(images, tmp_path, call):
+    save_file({"0.weight": np.ones((1, 1), np.float32)}, tmp_path / "w.safetensors")
+    words = ["simulate", "-d", images, "-n", "2", "--weights", str(tmp_path / "w.safetensors"), "-o", "sim"]
+    code, _, err = call(*words)
+    assert code == 2
+    assert "does not hold this encoder" in err
+    assert "Traceback" not in err
+
+
+def test_agents_receive_them_in_the_first_round_and_a_changed_file_fails_the_run(tmp_path):
+    path = tmp_path / "w.safetensors"
+    made = _write(path, TASK)
+    with Federation(tmp_path / "fed", agents=1, duties=TinyDuties) as fed:
+        for shift, status in ((None, "finished"), (5.0, "failed")):
+            wanted = Request("fedavg", HARDLY, 1, 0, TASK, weights=Weights.of(path))
+            if shift is not None:
+                _write(path, TASK, shift)
+            fed.run = fed.state.journal.request_run(wanted.body())
+            fed.until(lambda: fed.record.is_over)
+            assert fed.record.status == status
+        assert "has changed since the run was asked for" in fed.record.outcome["reason"]
+        state = fed.state.blobs.path(fed.state.journal.entries(kinds=("round_closed",))[-1].digest)
+        found = read_tensors(state)
+    for name, array in made.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-6)
+
+
+def test_a_warm_start_begins_where_they_are(images, tmp_path):
+    made = _write(tmp_path / "w.safetensors", TASK)
+    question = {
+        "method": "fedavg",
+        "params": {},
+        "task": TASK.model_dump(mode="json"),
+        "seed": 0,
+        "into": str(tmp_path / "warm.safetensors"),
+        "weights": Weights.of(tmp_path / "w.safetensors").model_dump(mode="json"),
+        "settings": {"data": images, "epochs": 1, "lr": 1e-12, "device": "cpu"},
+    }
+    train_warm(json.loads(json.dumps(question)))
+    found = read_tensors(tmp_path / "warm.safetensors")
+    for name, array in made.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-6)
+
+
+def test_a_coordinator_looks_at_them_before_anything_is_done(tmp_path):
+    _write(tmp_path / "w.safetensors", TASK)
+    (tmp_path / "text").write_text("nothing")
+
+    def config(name):
+        return CoordinatorConfig.model_validate({"task": TASK, "run": {"weights": tmp_path / name}})
+
+    assert checked_method(config("w.safetensors"), "fedavg", {}).name == "fedavg"
+    with pytest.raises(UsageError, match="shares no encoder"):
+        checked_method(config("w.safetensors"), "local", {})
+    for name, words in (("text", "no safetensors"), ("absent", "cannot be read")):
+        with pytest.raises((DataError, ConfigError), match=words):
+            checked_method(config(name), "fedavg", {})
