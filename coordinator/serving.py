@@ -27,6 +27,8 @@ from .store import StateFolder
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CONFIG = Path("coordinator.toml")
+
 
 @contextlib.contextmanager
 def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
@@ -103,7 +105,7 @@ def load_config(path: Path | None, state: Path | None = None) -> CoordinatorConf
     Raises:
         ConfigError: no such file, or mistakes, all of them listed.
     """
-    chosen = path or Path("coordinator.toml")
+    chosen = path or DEFAULT_CONFIG
     if not chosen.exists():
         raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
     return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

@@ -5,25 +5,32 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edge_agent import data
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
+from edge_agent.store import write_tensors
 from edge_agent.wire.tensors import decode
 
+from ..config import ExportConfig
 from ..encoders import NORM_NOTES
 from ..journal import RunRecord, utc_now
 from ..pooling import pooled_before
 from ..request import Request
-from ..serving import load_config
+from ..serving import DEFAULT_CONFIG, load_config
 from ..store import StateFolder
 from .options import Config, Json, State, console, print_json, ready_for, set_up_logging, show, table, text
 
+if TYPE_CHECKING:
+    from edge_agent.training.parts import Parts
+
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Bundle file to write.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Bundle file to write; *.safetensors: the encoder's weights alone.")
+]
 Calibration = Annotated[
     str | None,
     typer.Option("--calibration", help="Data source of inputs that settle the int8 ranges; default: the file's."),
@@ -40,30 +47,40 @@ def export(
 ) -> None:
     """Freeze a run's encoder, check it, quantize it, and write it as one bundle file.
 
-    A gate that fails leaves a bundle that lies there untouched and says why.
+    A gate that fails leaves a bundle that lies there untouched and says why. --state may be the folder of a simulation,
+    which needs no configuration. A file that ends in .safetensors gets the weights as they are, for --weights of other
+    runs and for PyTorch.
 
     Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
     """
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 
+    from ..simulate.pooling import pooled_of
+
     set_up_logging(quiet=True)
-    settings = load_config(config, state)
+    place, settings = _settings(config, state)
     ready_for(out)
-    with StateFolder(settings.state).look() as folder:
+    with StateFolder(place).look() as folder:
         record = _record(folder, run)
         weights = decode(folder.blobs.read(record.checkpoint or ""))
         pooled = pooled_before(folder, record.run, record.round)
     request = Request.from_body(record.request)
     method = registry.create(request.method, request.params)
-    source = calibration or settings.export.calibration
-    task, folder_of = request.task, None if calibration else settings.export.folder  # as typed here, or in the file
+    task = request.task
+    pooled = pooled or pooled_of(place, record.run, record.round, method, task)
+    model = model_from_state(method, task, {**weights, **pooled})
+    if out.suffix == ".safetensors":
+        _write_weights(model, out, record, as_json=as_json)
+        return
+    source = calibration or settings.calibration
+    folder_of = None if calibration else settings.folder  # as typed here, or in the file
     inputs = synthetic_inputs(task)
     if source:
         inputs = data.load(source, task.input, task.class_names, folder=folder_of).inputs[:128]
     busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
     with busy:
         report = export_bundle(
-            model_from_state(method, task, {**weights, **pooled}),
+            model,
             method,
             task,
             inputs,
@@ -71,11 +88,39 @@ def export(
             name=record.run,
             created=utc_now().isoformat(timespec="seconds"),
             global_head=method.global_head(weights),
-            exporter=settings.export.exporter,
+            exporter=settings.exporter,
             norm_note=NORM_NOTES[method.norm] if pooled else "",
-            int8=settings.export.int8,
+            int8=settings.int8,
         )
     _tell(report, record, as_json=as_json)
+
+
+def _settings(config: Path | None, state: Path | None) -> tuple[Path, ExportConfig]:
+    """The state folder and how to export; the folder of a simulation needs no file for that."""
+    if config is None and state is not None and not DEFAULT_CONFIG.exists():
+        return state, ExportConfig()
+    settings = load_config(config, state)
+    return settings.state, settings.export
+
+
+def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool) -> None:
+    """The encoder's tensors by its own names."""
+    from edge_agent.training.parts import to_arrays
+
+    weights = to_arrays(model.encoder, model.encoder.state_dict())
+    digest = write_tensors(out, weights, {"run": record.run, "round": str(record.round)})
+    found = {
+        "run_id": record.run,
+        "round": record.round,
+        "path": str(out),
+        "bytes": out.stat().st_size,
+        "tensors": len(weights),
+        "sha256": digest,
+    }
+    if as_json:
+        print_json(found)
+    else:
+        show(table("weights", ("what", "value"), [(name, _cell(value)) for name, value in found.items()], left=2))
 
 
 def _record(folder: StateFolder, run: str | None) -> RunRecord:
