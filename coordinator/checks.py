@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from edge_agent import data, methods, models
 from edge_agent.errors import ConfigError, UsageError
 from edge_agent.methods import Method
+from edge_agent.task import Task
 
 from .config import CoordinatorConfig
 from .hosted.checking import check_hosted, check_settings, check_warmable
+
+log = logging.getLogger(__name__)
 
 
 def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "") -> Method:
@@ -33,12 +37,11 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
         lambda: check_settings(config.proxy, "[proxy]"),
     )
     mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
-    later = (
-        lambda: made[0].check(config.task),
-        lambda: check_warmable(made[0], config.warm_start),
-        lambda: _check_weights(made[0], config),
-    )
+    later = (lambda: made[0].check(config.task), lambda: check_warmable(made[0], config.warm_start))
     mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
+    path = config.run.weights
+    if path is not None and not mistakes:  # else the model cannot be built, perhaps
+        mistakes += filter(None, [_mistake(lambda: check_weights(made[0], config.task, path))])
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes:
@@ -56,15 +59,30 @@ def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
     checked_method(config, config.run.method, config.run.params, str(where or "coordinator.toml"))
 
 
-def _check_weights(method: Method, config: CoordinatorConfig) -> None:
-    path = config.run.weights
-    if path is None:
-        return
+def check_weights(method: Method, task: Task, path: Path) -> tuple[str, ...]:
+    """Names of the tensors that begin fresh on devices all the same, for these do not travel; sorted.
+
+    Raises:
+        UsageError: nobody would get the weights.
+        WeightsError: the file does not hold this encoder.
+    """
+    from edge_agent.training.weights import put_weights, read_weights
+
     if "encoder" not in method.shared:
         raise UsageError(f"weights {path} with method '{method.name}', which shares no encoder: nobody would get them")
-    from edge_agent.training.weights import load_weights
+    model = method.build(task)
+    weights, _ = read_weights(model.encoder, path)
+    staying = set(put_weights(model, weights)) - set(method.shared_names(model))
+    return tuple(sorted(name for name in staying if not name.endswith("num_batches_tracked")))
 
-    load_weights(method.build(config.task), path)
+
+def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
+    """The configuration without weights that are not there: runs that have begun need them no more, new ones say so."""
+    path = config.run.weights
+    if path is None or path.exists():
+        return config
+    log.warning("weights_missing path=%s: runs that begin with them will be refused", path)
+    return config.model_copy(update={"run": config.run.model_copy(update={"weights": None})})
 
 
 def _mistake(look: Callable[[], object]) -> UsageError | None:

@@ -6,9 +6,9 @@ Durations are seconds (``_s``). Relative paths count from the folder of the file
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from edge_agent.config import NAME_PATTERN, AgentConfig, BrokerConfig, DataConfig, TrainingConfig
 from edge_agent.task import Frozen, Task
@@ -34,7 +34,7 @@ class RunConfig(Frozen):
     keep_every: int = Field(
         0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the newest only"
     )
-    weights: Path | None = Field(
+    weights: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
         None,
         description="safetensors file that the encoder begins with, of the encoder's or torchvision's names; what "
         "stays on devices, such as batch norm in some methods, begins fresh",

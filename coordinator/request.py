@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import DataError, StateError
+from edge_agent.errors import WeightsError, cause
 from edge_agent.store import sha256_file
 from edge_agent.task import Frozen, Task
 
@@ -31,34 +31,29 @@ class Weights(Frozen):
         """The file as it is now.
 
         Raises:
-            DataError: it cannot be read.
+            WeightsError: it cannot be read.
         """
         try:
+            if path.exists() and not path.is_file():
+                raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
             return cls(path=path.absolute(), sha256=sha256_file(path))
-        except (OSError, StateError) as error:
-            raise DataError(f"{path}: cannot be read; give a safetensors file of weights") from error
-
-    def check(self) -> None:
-        """Return quietly when the file is still the same.
-
-        Raises:
-            DataError: it is not.
-        """
-        if Weights.of(self.path).sha256 != self.sha256:
-            raise DataError(
-                f"{self.path}: has changed since the run was asked for; bring it back, or ask for a new run"
-            )
+        except OSError as error:
+            raise WeightsError(
+                f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights"
+            ) from error
 
     def load_into(self, model: Parts) -> None:
-        """Put them into the model's encoder.
+        """Let the model's encoder begin with them.
 
         Raises:
-            DataError: the file has changed, or does not hold this encoder.
+            WeightsError: the file is gone or has changed, or does not hold this encoder.
         """
-        from edge_agent.training.weights import load_weights
+        from edge_agent.training.weights import put_weights, read_weights
 
-        self.check()
-        left_out = load_weights(model, self.path)
+        if Weights.of(self.path).sha256 != self.sha256:
+            raise WeightsError(f"{self.path}: has changed since the run was asked for; bring it back, or ask anew")
+        weights, left_out = read_weights(model.encoder, self.path)
+        put_weights(model, weights)
         log.info("weights_loaded path=%s left_out=%s", self.path, listed(left_out, "-"))
 
 

@@ -34,7 +34,7 @@ class Voice:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path, self._clock = path, clock
         self._said: Waiting | None = None
-        self._has_news, self._written_at = False, float("-inf")
+        self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
 
     def say(self, waiting: Waiting, status: Callable[[], dict[str, Any]]) -> None:
         """Log what is waited for when it changes, and keep the status file fresh."""
@@ -45,13 +45,24 @@ class Voice:
             level = logging.DEBUG if same_wait else logging.INFO
             log.log(level, "waiting for=%s whom=%s", waiting.what, listed(waiting.whom, "-"))
         self._has_news |= changed
-        now = self._clock()
-        if now - self._written_at >= (PAUSE_S if self._has_news else STATUS_EVERY_S):
-            self._has_news, self._written_at = False, now
-            try:
-                write_atomic(self._path, json.dumps(status()).encode(), durable=False)
-            except OSError as error:
-                log.warning("status_not_written path=%s reason=%s", self._path, cause(error))
+        if self._clock() - self._written_at >= (PAUSE_S if self._has_news else STATUS_EVERY_S):
+            self._write(status)
+
+    def catch_up(self, status: Callable[[], dict[str, Any]], pause_s: float = 0.0) -> None:
+        """Write what is not in the status file yet, unless this was called less than ``pause_s`` ago.
+
+        For the moments before silence: nobody may call `say` for a long time, or ever.
+        """
+        if self._has_news and self._clock() - self._caught_up_at >= pause_s:
+            self._caught_up_at = self._clock()
+            self._write(status)
+
+    def _write(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._has_news, self._written_at = False, self._clock()
+        try:
+            write_atomic(self._path, json.dumps(status()).encode(), durable=False)
+        except OSError as error:
+            log.warning("status_not_written path=%s reason=%s", self._path, cause(error))
 
 
 def status_of(c: Coordinator) -> dict[str, Any]:

@@ -102,10 +102,15 @@ class Coordinator:
 
     def close(self) -> None:
         """Leave everything on disk so that the next start goes on from here."""
+        self.catch_up()
         self.collector.pause()
         self.worker.close()
         self.aside.close()
         self.transport.close()
+
+    def catch_up(self, pause_s: float = 0.0) -> None:
+        """Let the status file tell how things stand before nothing is said for a while; not more often than that."""
+        self._voice.catch_up(self.status, pause_s)
 
     def step(self, timeout_s: float) -> bool:
         """Handle at most one event and whatever is due; True when there was an event."""

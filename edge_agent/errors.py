@@ -73,6 +73,10 @@ class DataError(UsageError):
     """Local data are missing, empty, or not of the expected form."""
 
 
+class WeightsError(UsageError):
+    """A file of weights is missing, unreadable, or of another network."""
+
+
 class DuplicateId(UsageError):
     """Another agent with the same id is alive; one of the two needs another."""
 

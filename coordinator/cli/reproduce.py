@@ -13,6 +13,7 @@ import typer
 from edge_agent.errors import DataError, RunFailed, TrainingFailed, UsageError
 from edge_agent.store import write_atomic, write_json
 
+from ..request import Weights
 from ..words import counted
 from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, table
 from .simulate import run_plan
@@ -28,7 +29,7 @@ Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this c
 Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas; default: those of the table.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Fewer rounds than the table's; it will say so.")]
 Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source of the data, where they lie elsewhere.")]
-Weights = Annotated[
+WeightsFile = Annotated[
     Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with, such as ImageNet's.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
@@ -48,7 +49,7 @@ def reproduce(
     seeds: Seeds = None,
     rounds: Rounds = None,
     data: Data = None,
-    weights: Weights = None,
+    weights: WeightsFile = None,
     device: Device = None,
     engine: Engine = None,
     workers: Workers = None,
@@ -78,7 +79,7 @@ def reproduce(
         "engine": engine,
         "workers": workers,
     }
-    wanted["weights"] = None if weights is None else weights.expanduser().absolute()
+    wanted["weights"] = None if weights is None else Weights.of(weights.expanduser()).path
     changes = {field: value for field, value in wanted.items() if value not in (None, ())}
     folder = out or Path(f"reproduce-{Path(name).stem}")
     asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))

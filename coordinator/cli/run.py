@@ -12,7 +12,7 @@ from rich.table import Table
 
 from edge_agent.errors import UsageError
 
-from ..checks import checked_method
+from ..checks import check_weights, checked_method
 from ..config import CoordinatorConfig
 from ..hosted.checking import overlaps
 from ..hosted.figures import told
@@ -21,7 +21,7 @@ from ..report.figures import notes_of
 from ..request import Request, Weights
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
-from ..words import counted
+from ..words import counted, listed
 from .follow import follow
 from .options import (
     INTERRUPTED,
@@ -54,6 +54,7 @@ Resume = Annotated[
 WeightsFile = Annotated[
     Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with; default: run.weights.")
 ]
+NoWeights = Annotated[bool, typer.Option("--no-weights", help="Begin without the file's run.weights.")]
 NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Begin without the file's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
@@ -70,6 +71,7 @@ def run(
     keep_every: KeepEvery = None,
     resume: Resume = None,
     weights: WeightsFile = None,
+    no_weights: NoWeights = False,
     no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
     as_json: Json = False,
@@ -87,7 +89,7 @@ def run(
     """
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
-    settings = settings if weights is None else _with_weights(settings, weights)
+    settings = _with_weights(settings, weights, fresh=no_weights)
     set_up_logging(verbose=verbose, quiet=True)
     wishes: dict[str, object] = {
         "--method": method,
@@ -96,7 +98,8 @@ def run(
         "--param": param,
         "--no-wait": no_wait or None,
     }
-    wishes |= {"--keep-every": keep_every, "--weights": weights, "--no-warm-start": no_warm_start or None}
+    wishes |= {"--keep-every": keep_every, "--weights": weights}
+    wishes |= {"--no-weights": no_weights or None, "--no-warm-start": no_warm_start or None}
     if resume is not None:
         _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
         request = None
@@ -109,8 +112,13 @@ def run(
     tell(StateFolder(settings.state).run(record.run).summary() or {}, as_json=as_json)
 
 
-def _with_weights(settings: CoordinatorConfig, weights: Path) -> CoordinatorConfig:
-    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights.expanduser()})})
+def _with_weights(settings: CoordinatorConfig, weights: Path | None, *, fresh: bool) -> CoordinatorConfig:
+    if fresh and weights is not None:
+        raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
+    if weights is None and not fresh:
+        return settings
+    wanted = None if weights is None else weights.expanduser()
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": wanted})})
 
 
 def _check_resumed(settings: CoordinatorConfig, run: str, wishes: list[str]) -> None:
@@ -193,11 +201,9 @@ def request_for(
     made = checked_method(settings, name, {**base, **params})
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
-    if defaults.weights is not None and made.norm != "global":
-        what = (
-            f"note: batch norm of method '{name}' stays on devices and begins fresh there, not from {defaults.weights}"
-        )
-        console.print(what, soft_wrap=True)
+    if defaults.weights is not None and (staying := check_weights(made, settings.task, defaults.weights)):
+        told = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
+        console.print(f"note: {told}: {listed(staying)}", soft_wrap=True)
     return Request(
         method=name,
         params=made.params.model_dump(mode="json"),

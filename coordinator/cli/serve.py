@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import typer
 
-from ..checks import check_defaults
+from ..checks import check_defaults, without_lost_weights
 from ..journal import Journal
 from ..serving import coordinator, load_config, stop_on_signals
 from .options import INTERRUPTED, Config, State, Verbose, console, set_up_logging
@@ -27,7 +27,7 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
     """
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
-    check_defaults(settings, config)
+    check_defaults(without_lost_weights(settings), config)
     with stop_on_signals() as stop, coordinator(settings) as service:
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True

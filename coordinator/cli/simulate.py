@@ -240,6 +240,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
         f"partition {result['partition_hash'][:16]}, encoder {result['encoder_sha256'][:16]}"
     )
+    if result["weights"]:
+        yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
     if "stacked" in result:
         yield _stacked(result["stacked"])
     yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
@@ -283,7 +285,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
 
     raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
     if config is not None:
-        raw |= read_toml(config)
+        raw |= _anchored(read_toml(config), config.absolute().parent)
     if "data" in wished and config is not None:
         raw["folder"] = str(Path.cwd())
     if isinstance(raw.get("data"), str):
@@ -297,6 +299,13 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; go on with it by --resume, or choose another folder with --out")
     return plan, folder
+
+
+def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Files that a file names count from that file, also where its data are replaced by others."""
+    files = {"weights": raw.get("weights"), "partition": raw.get("partition")}
+    files = {name: place for name, place in files.items() if name == "weights" or str(place).endswith(".json")}
+    return raw | {name: str(folder / Path(str(place)).expanduser()) for name, place in files.items() if place}
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:

@@ -10,15 +10,17 @@ from ..words import counted
 
 
 def own_figures(journal: Journal, run: str) -> dict[str, Any]:
-    """``warm_start`` of a run (None: it had none), and two lists.
+    """``weights`` that a run began with and its ``warm_start`` (None: it had none), and two lists.
 
     ``proxy``: one record for each round that was evaluated. ``proxy_failed``: for each reason why one was not, the
     round when it was first met.
     """
-    entries = journal.entries(run, ("warm_started", "proxy_evaluated", "proxy_failed"))
+    entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
+    asked = next((entry.body for entry in entries if entry.kind == "run_requested"), {})
     warm = [entry.body for entry in entries if entry.kind == "warm_started"]
     proxy = {entry.round: {"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_evaluated"}
     return {
+        "weights": asked.get("weights"),
         "warm_start": warm[-1] if warm else None,
         "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
         "proxy_failed": [{"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_failed"],
@@ -27,6 +29,8 @@ def own_figures(journal: Journal, run: str) -> dict[str, Any]:
 
 def told(figures: Mapping[str, Any]) -> Iterator[str]:
     """`own_figures`, one line each; of the proxy the newest one."""
+    if weights := figures.get("weights"):
+        yield f"the encoder began with {weights['path']} (SHA-256 {weights['sha256'][:16]})"
     if warm := figures.get("warm_start"):
         known = warm.get("accuracy")
         scored = "not scored, for no samples were held back" if known is None else f"acc.warm_start {known:.4f}"

@@ -13,8 +13,10 @@ from edge_agent.config import parse
 from edge_agent.errors import UnknownName, UsageError
 from edge_agent.store import read_json, write_json
 
+from ..request import Weights
 from ..simulate import Plan, planned
 from ..simulate.plan import HOW_NOT_WHAT
+from ..simulate.prepared import WEIGHTS
 from ..store import StateFolder
 from .definition import Column, Row, Table, slug
 
@@ -89,6 +91,10 @@ class Cell:
             if name not in {*HOW_NOT_WHAT, "folder", "data"} and getattr(found, name) != getattr(self.plan, name)
         ]
         other += ["data"] if _places(found) != _places(self.plan) else []
+        if not other and self.plan.weights_place is not None:
+            begun, now = Weights.of(self.folder / WEIGHTS), Weights.of(self.plan.weights_place)
+            if begun.sha256 != now.sha256:
+                raise UsageError(f"{self.folder} began with other weights than {now.path} holds; choose another --out")
         if other:
             told = "; ".join(f"{name} {getattr(found, name)}, now {getattr(self.plan, name)}" for name in other[:5])
             raise UsageError(f"{self.folder} was asked for otherwise ({told}); choose another --out")

@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edge_agent.config import parse
 from edge_agent.errors import RunFailed, UsageError
-from edge_agent.store import read_json, sweep, without_syncs, write_json
+from edge_agent.store import read_json, sweep, without_syncs, write_atomic, write_json
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 
-from ..request import Request
+from ..request import Weights
+from ..saying import STATUS_EVERY_S
 from ..service import Coordinator
 from ..store import StateFolder
 from .clients import Crowd
 from .dropouts import Dropouts
 from .engines import Engine
 from .plan import Plan
-from .prepared import Prepared
+from .prepared import WEIGHTS, Prepared
 
 __all__ = ["Plan", "Prepared", "Simulation", "open_simulation", "planned"]
 
@@ -92,6 +94,7 @@ class Simulation:
         """Let everybody say what they have to say."""
         while self.coordinator.step(0) or self.crowd.hear():
             pass
+        self.coordinator.catch_up(STATUS_EVERY_S)
 
     def work(self) -> Job | None:
         """Let clients work until one has done a job, which is returned; where there is none, the clock moves."""
@@ -154,12 +157,13 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     with without_syncs(folder), StateFolder(folder).open("headwater simulate") as state:
         if is_new:
             prepared.division.write(folder / PARTITION)
+            if prepared.plan.weights_place is not None:
+                write_atomic(folder / WEIGHTS, prepared.plan.weights_place.read_bytes())
             write_json(folder / PLAN, prepared.plan.model_dump(mode="json", exclude_defaults=True))
         sweep(folder / CLIENTS)
+        weights = Weights.of(folder / WEIGHTS) if prepared.plan.weights is not None else None
         runs = state.journal.runs()
-        run = runs[0] if runs else state.journal.request_run(prepared.request().body())
-        if (weights := Request.from_body(state.journal.replay(run).request).weights) is not None:
-            weights.check()  # clients that go on begin anew with what they do not share
+        run = runs[0] if runs else state.journal.request_run(replace(prepared.request(), weights=weights).body())
         engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
         simulation = Simulation(prepared, state, run, engine)
         try:

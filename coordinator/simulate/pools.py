@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from edge_agent import data
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
 from edge_agent.errors import DataError, UsageError
-from edge_agent.task import InputSpec, Task
+from edge_agent.task import InputSpec, Task, Tensors
 from edge_agent.training.session import Arrays
 from edge_agent.wire.tensors import decode, pieces
 
@@ -22,12 +22,20 @@ from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
 
 log = logging.getLogger(__name__)
 
+_WEIGHTS = "weights."
+
 Shares = dict[str, tuple[np.ndarray, np.ndarray]]
 """Client -> (training rows, test rows)."""
 
 
+@dataclass(frozen=True)
 class Pools(partition.Pools):
-    """All samples, for sessions as arrays, and for processes as bytes that they share."""
+    """All samples, for sessions as arrays, and for processes as bytes that they share.
+
+    ``weights``: what encoders begin with, by their own names; empty: fresh ones from the seed.
+    """
+
+    weights: Tensors = field(default_factory=dict)
 
     def arrays(self, share: partition.Share) -> tuple[Arrays, Arrays]:
         """One client's training and test samples, copied out of the pools."""
@@ -35,10 +43,11 @@ class Pools(partition.Pools):
         return Arrays(train.inputs, train.labels), Arrays(test.inputs, test.labels)
 
     def content(self) -> list[bytes | memoryview]:
-        """Inputs and labels as bytes in pieces; `from_memory` takes them joined."""
+        """Inputs, labels and weights as bytes in pieces; `from_memory` takes them joined."""
         parts = {"train": self.train, **({} if self.test is None else {"test": self.test})}
         inputs = {f"{name}.inputs": samples.inputs for name, samples in parts.items()}
-        return [*pieces({**inputs, **{f"{name}.labels": samples.labels for name, samples in parts.items()}})]
+        labels = {f"{name}.labels": samples.labels for name, samples in parts.items()}
+        return [*pieces({**inputs, **labels, **{_WEIGHTS + name: array for name, array in self.weights.items()}})]
 
     @classmethod
     def from_memory(cls, memory: memoryview, task: Task) -> Pools:
@@ -54,7 +63,8 @@ class Pools(partition.Pools):
             raise DataError(
                 "the shared memory holds no training samples; nobody but this program writes it, report this"
             )
-        return cls(train, test)
+        weights = {name.removeprefix(_WEIGHTS): arrays[name] for name in arrays if name.startswith(_WEIGHTS)}
+        return cls(train, test, weights=weights)
 
 
 def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Task]:

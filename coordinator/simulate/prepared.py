@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edge_agent import methods
+from edge_agent import methods, models
 from edge_agent.config import parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
 from edge_agent.training.session import Built
+from edge_agent.training.weights import read_weights
 
 from ..config import CoordinatorConfig
-from ..request import Request, Weights
+from ..request import Request
 from .engines.areas import Area
 from .engines.choice import Choice
 from .plan import Plan
 from .pools import Pools, prepare
 
 FEDERATION = "simulation"
+WEIGHTS = "weights.safetensors"
 LONGEST_ROUND_S = 7 * 86_400.0
 LEASE_S = 3600.0
 GRACE_S, LONGEST_SILENCE_S = 0.01, 1.0
@@ -30,6 +32,12 @@ ANYBODY = 1e-6
 """Quorum where clients drop out: one update is enough."""
 
 MANY_ATTEMPTS = 100
+
+
+def weights_for(plan: Plan, saved: Path | None) -> Path | None:
+    """What encoders begin with: where a simulation is gone on with its own copy, beside the partition in ``saved``."""
+    kept = None if saved is None else saved.parent / WEIGHTS
+    return kept if kept is not None and plan.weights is not None and kept.exists() else plan.weights_place
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ class Prepared:
             raise UsageError(
                 f"new_clients = {plan.new_clients} of {len(division.clients)} clients; somebody has to train before"
             )
-        model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=plan.weights_place)
+        if (place := weights_for(plan, saved)) is not None:
+            pools = replace(pools, weights=read_weights(models.create(task), place)[0])
+        model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
         return cls(plan, method, pools, division, task, model, Choice.of(plan, len(division.clients)))
 
     def shared(self) -> Prepared:
@@ -71,8 +81,7 @@ class Prepared:
         if self.choice.engine != "pool":
             return self
         area = Area.of(*self.pools.content())
-        owners = self.pools.owners
-        pools = replace(Pools.from_memory(area.map(), self.task), owners=owners)
+        pools = replace(Pools.from_memory(area.map(), self.task), owners=self.pools.owners)
         return replace(self, memory=area, pools=pools)
 
     @property
@@ -85,8 +94,7 @@ class Prepared:
         """The run to ask for."""
         params = self.method.params.model_dump(mode="json")
         plan = self.plan
-        weights = None if plan.weights_place is None else Weights.of(plan.weights_place)
-        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every, weights=weights)
+        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every)
 
     def config(self, folder: Path) -> CoordinatorConfig:
         """A coordinator that waits for everybody who can still deliver."""

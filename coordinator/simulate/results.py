@@ -14,6 +14,7 @@ from edge_agent.data.partition import Division
 
 from ..journal import Entry
 from ..store import StateFolder
+from .plan import Plan
 from .prepared import Prepared
 
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
@@ -39,6 +40,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "params": summary.get("params", {}),
         "data": list(plan.data),
         "task": record.request.get("task", {}),
+        "weights": _weights(plan, record.request.get("weights")),
         "partition": division.rule,
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
@@ -57,6 +59,11 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "last": {"rounds_done": record.round, "acc": last},
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
+
+
+def _weights(plan: Plan, recorded: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """The file that the encoder began with; None: it was fresh."""
+    return None if recorded is None else {"path": str(plan.weights_place), "sha256": recorded["sha256"]}
 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:

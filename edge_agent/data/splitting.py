@@ -12,6 +12,8 @@ from .base import Samples
 from .preprocess import windows_apart
 
 _log = logging.getLogger(__name__)
+_IMAGES = 128
+"""Images that are counted at once: numpy makes eight bytes of each pixel for that."""
 
 
 def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
@@ -52,7 +54,10 @@ def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
         return inputs.mean(axis=axes, dtype=np.float64), inputs.std(axis=axes, dtype=np.float64)
     greys = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None, None], (256, inputs.shape[1], 1, 1))
     values = replace(samples, inputs=greys).ready().inputs[:, :, 0, 0].T.astype(np.float64)
-    counts = np.stack([np.bincount(inputs[:, channel].reshape(-1), minlength=256) for channel in range(len(values))])
+    counts = np.zeros(values.shape, np.int64)
+    for begin in range(0, len(inputs), _IMAGES):
+        for channel, grey in enumerate(np.moveaxis(inputs[begin : begin + _IMAGES], 1, 0)):
+            counts[channel] += np.bincount(grey.reshape(-1), minlength=256)
     shares = counts / counts.sum(axis=1, keepdims=True)
     mean = (shares * values).sum(axis=1)
     return mean, np.sqrt((shares * (values - mean[:, None]) ** 2).sum(axis=1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ..methods.base import Client, Method
 from ..task import Task, Tensors
 from .loops import accuracy
 from .parts import Parts, load_arrays, norm_names, personal_names, to_arrays
-from .weights import load_weights
+from .weights import put_weights
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,20 @@ class Built:
     fresh: Tensors
 
     @classmethod
-    def of(cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Path | None = None) -> Built:
-        """The model that every client of a run with this seed starts from; ``weights``: a file for its encoder.
+    def of(
+        cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Tensors | None = None
+    ) -> Built:
+        """The model that every client of a run with this seed starts from; ``weights``: what its encoder has.
 
         Raises:
             UnknownName: no such encoder.
             ConfigError: the encoder does not fit the task.
-            DataError: no such device, or the file does not hold this encoder.
+            DataError: no such device.
         """
         torch.manual_seed(seed)
         model = method.build(task)
-        if weights is not None:
-            load_weights(model, weights)
+        if weights:
+            put_weights(model, weights)
         model = model.to(choose_device(device))
         return cls(model, to_arrays(model, model.state_dict()))
 

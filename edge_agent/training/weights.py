@@ -13,52 +13,60 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import DataError, TensorsError, cause
+from ..errors import TensorsError, WeightsError, cause
 from ..task import Tensors
 from ..wire.tensors import decode, first_non_finite
 from .parts import Parts
 
 CONVERT = (
     'convert it once, where you trust it: python -c "import sys, torch; from safetensors.torch import save_file; '
-    'save_file(torch.load(sys.argv[1], weights_only=True), sys.argv[2])" IN.pth OUT.safetensors'
+    "state = torch.load(sys.argv[1], weights_only=True); "
+    'save_file({name: tensor.contiguous() for name, tensor in state.items()}, sys.argv[2])" IN.pth OUT.safetensors'
 )
 MOST_BYTES = 4 << 30
 _PICKLES = (b"PK", b"\x80\x02")
-_COUNTER = "num_batches_tracked"
+_COUNTER, _VARIANCE = "num_batches_tracked", "running_var"
 _PREFIX = "encoder."
 _SHOWN = 5
 
 
-def load_weights(model: Parts, path: Path) -> tuple[str, ...]:
-    """Put a file's tensors into the model's encoder, and into every other part that is built like it.
+def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ...]]:
+    """The encoder's tensors by its own names and of its dtypes, and the names in the file that were left out, sorted.
 
-    Returns the names in the file that were left out, sorted. Batch counters may be missing; numbers of half precision
-    become those of the model.
+    Batch counters may be missing.
 
     Raises:
-        DataError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of its
-            very shapes; all mistakes are listed and nothing is loaded.
+        WeightsError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of
+            its very shapes; all mistakes are listed.
     """
-    found = {name.removeprefix(_PREFIX): array for name, array in _read(path).items()}
-    expected = model.encoder.state_dict()
-    mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, found.get(name)))]
+    found, expected = _read(path), encoder.state_dict()
+    names = {name: name if name in found else _PREFIX + name for name in expected}
+    taken = {name: found[place] for name, place in names.items() if place in found}
+    mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]
     if mistakes:
         more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
-        raise DataError(
+        raise WeightsError(
             f"{path}: does not hold this encoder: {'; '.join(mistakes[:_SHOWN])}{more}. It has {len(found)} tensors"
             f"{_examples(found)}; choose weights of the same network, or another encoder"
         )
-    taken = {name: torch.from_numpy(found[name].copy()) for name in expected if name in found}
-    for module in _alike(model, expected):
-        module.load_state_dict(taken, strict=False)
-    return tuple(sorted(found.keys() - expected.keys()))
+    weights = {name: _converted(array, expected[name]) for name, array in taken.items()}
+    return weights, tuple(sorted(found.keys() - names.values()))
 
 
-def _alike(model: Parts, expected: dict[str, torch.Tensor]) -> list[nn.Module]:
-    """The encoder, and parts whose tensors have the same names and shapes."""
-    shapes = {name: tensor.shape for name, tensor in expected.items()}
-    parts = dict(model.named_children()).values()
-    return [part for part in parts if {name: tensor.shape for name, tensor in part.state_dict().items()} == shapes]
+def put_weights(model: Parts, weights: Tensors) -> tuple[str, ...]:
+    """Let the encoder of ``model`` begin with them, and so every other network in it that is built like it.
+
+    Methods that train a second model (personal, or a teacher) start it from the weights of the first. Returns the names
+    of the model's tensors that were set.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.encoder.state_dict().items()}
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+    touched = []
+    for place, module in model.named_modules():
+        if {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes:
+            module.load_state_dict(tensors, strict=False)
+            touched += [f"{place}.{name}" for name in tensors]
+    return tuple(sorted(touched))
 
 
 def _mistake(name: str, expected: torch.Tensor, found: np.ndarray | None) -> str:
@@ -68,23 +76,32 @@ def _mistake(name: str, expected: torch.Tensor, found: np.ndarray | None) -> str
         return f"'{name}' is {list(found.shape)}, expected {list(expected.shape)}"
     if (found.dtype.kind == "f") != expected.dtype.is_floating_point:
         return f"'{name}' is {found.dtype}, expected {str(expected.dtype).removeprefix('torch.')}"
-    return f"'{name}' holds NaN or infinity" if first_non_finite({name: found}) else ""
+    if first_non_finite({name: _converted(found, expected)}):
+        return f"'{name}' holds NaN or infinity"
+    return f"'{name}' is below 0" if name.endswith(_VARIANCE) and (found < 0).any() else ""
+
+
+def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
+    """Of the model's own precision; what is too large for it becomes infinity."""
+    with np.errstate(over="ignore"):
+        return array.astype(torch.empty(0, dtype=expected.dtype).numpy().dtype)
 
 
 def _read(path: Path) -> Tensors:
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise DataError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
+        if path.exists() and not path.is_file():
+            raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights") from error
+        raise WeightsError(f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights") from error
     if content[:2] in _PICKLES:
-        raise DataError(f"{path}: was written by torch.save and is a pickle, which can run code; {CONVERT}")
+        raise WeightsError(f"{path}: was written by torch.save and is a pickle, which can run code; {CONVERT}")
     try:
         return decode(content)
     except TensorsError as error:
-        raise DataError(f"{path}: is no safetensors file of weights ({error})") from error
+        raise WeightsError(f"{path}: is no safetensors file of weights that can be read here ({error})") from error
 
 
 def _examples(found: Tensors) -> str:

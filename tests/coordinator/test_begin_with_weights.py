@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation
 from safetensors.numpy import load_file, save_file
-from simulation_harness import run, small_plan, write_images
+from simulation_harness import learned_anywhere, run, small_plan, write_images
 
-from coordinator.checks import checked_method
+from coordinator.analyze.subjects.simulation import Simulated
+from coordinator.checks import check_weights, checked_method, without_lost_weights
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm import train_warm
 from coordinator.request import Request, Weights
 from coordinator.simulate import Prepared, open_simulation
 from edge_agent import methods
-from edge_agent.errors import ConfigError, DataError, UsageError
+from edge_agent.errors import ConfigError, UsageError, WeightsError
 from edge_agent.store import read_tensors
 from edge_agent.training.parts import to_arrays
 
@@ -56,17 +60,36 @@ def test_a_simulation_begins_with_them_also_where_nothing_is_shared(images, tmp_
         np.testing.assert_allclose(found[name], array, atol=1e-6)
 
 
-def test_a_file_that_has_changed_stops_whoever_goes_on(images, tmp_path):
+@pytest.mark.parametrize("engine", ["serial", "pool"])
+def test_a_simulation_has_a_copy_and_goes_on_with_that_whatever_becomes_of_the_file(images, tmp_path, engine):
     path = tmp_path / "w.safetensors"
-    plan = small_plan(images, rounds=3)
+    plan = small_plan(images, "local", rounds=2, clients=2)
     _write(path, Prepared.of(plan).task)
     plan = plan.model_copy(update={"weights": path})
-    with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
+    undisturbed = run(plan, tmp_path / "whole")
+    plan = plan.model_copy(update={"engine": engine, "workers": 1 if engine == "pool" else None})
+    with open_simulation(Prepared.of(plan).shared(), tmp_path / "sim") as simulation:
+        assert simulation.step() is not None
+        path.unlink()
+        for pid in simulation.engine.pids:
+            os.kill(pid, signal.SIGKILL)
         while simulation.closed() < 1:
             simulation.step()
-    _write(path, Prepared.of(plan.model_copy(update={"weights": None})).task, shift=1)
-    with pytest.raises(DataError, match="has changed since"), open_simulation(Prepared.of(plan), tmp_path / "sim"):
-        pass
+    with open_simulation(Prepared.of(plan, tmp_path / "sim/partition.json").shared(), tmp_path / "sim") as simulation:
+        result = simulation.finish()
+    assert learned_anywhere(result) == learned_anywhere(undisturbed)
+    assert result["weights"] == {"path": str(path), "sha256": undisturbed["weights"]["sha256"]}
+    subject = Simulated.at(tmp_path / "sim", ())
+    assert subject.clients == ("c0", "c1")
+
+
+def test_a_personal_model_begins_with_them_too(images, tmp_path):
+    """Ditto's clients are scored with a model of their own, which they have before they ever trained."""
+    plan = small_plan(images, "ditto", rounds=1, params=HARDLY)
+    made = _write(tmp_path / "w.safetensors", Prepared.of(plan).task)
+    fresh = Prepared.of(plan.model_copy(update={"weights": tmp_path / "w.safetensors"})).model.fresh
+    for name, array in made.items():
+        np.testing.assert_array_equal(fresh[f"personal.{name}"], array)
 
 
 def test_weights_of_another_encoder_are_refused_on_the_command_line(images, tmp_path, call):
@@ -124,5 +147,44 @@ def test_a_coordinator_looks_at_them_before_anything_is_done(tmp_path):
     with pytest.raises(UsageError, match="shares no encoder"):
         checked_method(config("w.safetensors"), "local", {})
     for name, words in (("text", "no safetensors"), ("absent", "cannot be read")):
-        with pytest.raises((DataError, ConfigError), match=words):
+        with pytest.raises((WeightsError, ConfigError), match=words):
             checked_method(config(name), "fedavg", {})
+
+
+def test_what_stays_on_devices_is_named(tmp_path):
+    path, task = tmp_path / "w.safetensors", TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {}})
+    _write(path, task)
+    assert check_weights(methods.create("fedavg", {}), task, path) == ()
+    norms = check_weights(methods.create("fedbn", {}), task, path)
+    assert {name.rpartition(".")[2] for name in norms} == {"weight", "bias", "running_mean", "running_var"}
+    ditto = check_weights(methods.create("ditto", {}), task, path)
+    assert ditto
+    assert all(name.startswith("personal.encoder.") for name in ditto)
+
+
+def test_serving_does_not_end_for_weights_that_are_away(tmp_path, caplog):
+    config = CoordinatorConfig.model_validate({"task": TASK, "run": {"weights": tmp_path / "away"}})
+    assert without_lost_weights(config).run.weights is None
+    assert "weights_missing" in caplog.text
+    assert config.model_validate({"task": TASK, "run": {"weights": "~/w"}}).run.weights == Path.home() / "w"
+
+
+def test_a_wrong_encoder_is_told_once(tmp_path):
+    wrong = TASK.model_copy(update={"encoder": "linaer"})
+    config = CoordinatorConfig.model_validate({"task": wrong, "run": {"weights": tmp_path / "away"}})
+    with pytest.raises(UsageError, match="linaer") as caught:
+        checked_method(config, "fedavg", {})
+    assert str(caught.value).count("linaer") == 1
+
+
+def test_paths_in_a_file_count_from_it_also_with_other_data(images, tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    _write(tmp_path / "sub/w.safetensors", Prepared.of(small_plan(images)).task)
+    content = (
+        'weights = "w.safetensors"\nclients = 3\nrounds = 1\nencoder = "linear"\nencoder_params = { feature_dim = 4 }'
+    )
+    (tmp_path / "sub/sim.toml").write_text(content)
+    code, out, err = call("simulate", "-c", "sub/sim.toml", "-d", images, "-o", "sim", "--engine", "serial", "--json")
+    assert code == 0, err
+    assert json.loads(out)["weights"]["path"] == str(tmp_path / "sub/w.safetensors")

@@ -201,6 +201,7 @@ def test_status_as_json_is_one_object(call, tmp_path):
             "rounds": 1,
             "reason": "nobody [came]",
             "queued_behind": None,
+            "weights": None,
             "warm_start": None,
             "proxy": [],
             "proxy_failed": [],

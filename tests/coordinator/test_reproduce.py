@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from coordinator import reproduce
 from coordinator.reproduce import Reproduction, Table, outcome, read_table
@@ -291,6 +292,26 @@ def test_a_row_with_a_method_or_parameter_that_is_not_there_is_refused(place):
         rows = (table.rows[0].model_copy(update=change),)
         with pytest.raises(UsageError, match=rf"row 'Local'(.|\n)*{words}"):
             Reproduction("t", table.model_copy(update={"rows": rows}), place).cells()
+
+
+def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(place, call):
+    def write(value):
+        save_file({"layers.1.weight": np.full((4, 16), value), "layers.1.bias": np.zeros(4)}, place / "w.safetensors")
+
+    words = ("t.toml", "--row", "Local", "--column", "even", "--weights", "w.safetensors", "--json")
+    write(0.25)
+    code, _, err = call(*words)
+    assert code == 0, err
+    found = json.loads(next((place / "reproduce-t").glob("*/result.json")).read_text())
+    assert found["weights"]["path"] == str(place / "w.safetensors")
+    write(0.5)
+    code, _, err = call(*words)
+    assert (code, "began with other weights" in err) == (2, True)
+    for name, said in (("absent", "cannot be read"), ("t.toml", "is no safetensors file")):
+        code, _, err = call(*words[:-2], name, "--out", "other")
+        assert code == 2
+        assert said in err
+        assert "shelf" not in err, "it is not the data that are missing"
 
 
 def test_tables_are_listed(call):

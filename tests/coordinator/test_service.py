@@ -219,3 +219,34 @@ def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(
     assert say(5) == 4
     now[0] = 0.5
     assert say(6) == 6
+
+
+def test_what_is_not_written_yet_is_before_a_silence_but_not_too_often(tmp_path):
+    now, path = [0.0], tmp_path / "status.json"
+    voice = Voice(path, lambda: now[0])
+
+    def said():
+        return json.loads(path.read_bytes())["waiting"]
+
+    for place in range(3):
+        voice.say(Waiting(f"update {place}"), lambda place=place: {"waiting": place})
+    assert said() == 0
+    voice.catch_up(lambda: {"waiting": 2}, 1.0)
+    assert said() == 2
+    now[0] = 0.1
+    voice.say(Waiting("update 3"), lambda: {"waiting": 3})
+    voice.catch_up(lambda: {"waiting": 3}, 1.0)
+    assert said() == 2
+    voice.catch_up(lambda: {"waiting": 3})
+    assert said() == 3
+    path.unlink()
+    voice.catch_up(lambda: {"waiting": 3})
+    assert not path.exists(), "there is no news"
+
+
+def test_a_coordinator_that_ends_leaves_the_end_in_its_status(tmp_path):
+    with Federation(tmp_path, agents=1) as fed:
+        fed.request(rounds=1)
+        fed.until(lambda: fed.record.is_over)
+        fed.coordinator.close()
+        assert status_file(fed)["run"] is None

@@ -39,9 +39,10 @@ def shared_by(words: Mapping[str, Any], memory: memoryview, division: Division, 
     if plan.threads:
         torch.set_num_threads(plan.threads)
     method = methods.create(plan.method, plan.params)
-    model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=plan.weights_place)
+    pools = Pools.from_memory(memory, task)
+    model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
     return Shared(
-        Pools.from_memory(memory, task),
+        pools,
         division,
         model,
         clients,
