@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from edge_agent.config import NAME_PATTERN, AgentConfig, BrokerConfig, DataConfig, TrainingConfig
+from edge_agent.config import (
+    NAME_PATTERN,
+    PRECISION,
+    AgentConfig,
+    BrokerConfig,
+    DataConfig,
+    Precision,
+    TrainingConfig,
+)
 from edge_agent.task import Frozen, Task
 
 
@@ -112,6 +120,7 @@ class HostedConfig(Frozen):
     threads: int = Field(
         1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
     )
+    precision: Precision = Field("float32", description=PRECISION)
 
     def agent(self, federation: str, state: Path, lease_s: float) -> AgentConfig:
         """The configuration of the agent that it is."""
@@ -122,7 +131,7 @@ class HostedConfig(Frozen):
             state=state / "hosted" / self.id,
             heartbeat_s=min(15.0, lease_s / 3),
             data=self.data,
-            training=TrainingConfig(device=self.device, threads=self.threads),
+            training=TrainingConfig(device=self.device, threads=self.threads, precision=self.precision),
         )
 
 

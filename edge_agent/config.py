@@ -128,6 +128,12 @@ class DataConfig(Frozen):
         return self
 
 
+Precision = Literal["float32", "bfloat16"]
+PRECISION = (
+    "of training steps; bfloat16: mixed, weights stay float32; faster where the processor has it, with other numbers"
+)
+
+
 class TrainingConfig(Frozen):
     """How a train-tier device works."""
 
@@ -135,6 +141,7 @@ class TrainingConfig(Frozen):
     threads: int = Field(
         1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
     )
+    precision: Precision = Field("float32", description=PRECISION)
     share_norm: bool = Field(
         True, description="give the encoder's batch norm, where it stays here otherwise, once for an encoder for others"
     )

@@ -5,6 +5,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── ConfigError             exit 2   a configuration file has mistakes (all of them are listed)
 │   ├── UnknownName             exit 2   no such method, head, encoder or data source (nearest name suggested)
 │   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
+│   ├── WeightsError            exit 2   a file of weights is missing, unreadable, or of another network
 │   └── DuplicateId             exit 2   another agent with the same id is alive
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used

@@ -167,6 +167,29 @@ def simulate(
     show(note)
 
 
+@app.command("precision")
+def precision(
+    repeats: Repeats = 5,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=1, max=256, help="Torch threads.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Training steps in bfloat16 (precision = "bfloat16") and in the other memory layout, over those by default.
+
+    Example: headwater bench precision --device cpu
+    """
+    from ..bench import precision as bench
+
+    here, found = machine(), bench.report(repeats, device, threads)
+    rows = found.pop("rows")
+    note = caveat(here, f"On {found['device']}, {threads} threads, random images, variants in turns.")
+    if as_json:
+        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
+        return
+    _show(f"training steps on {found['device']}", rows)
+    show(note)
+
+
 def _stacked(size: Size, device: str, folder: Path | None, *, as_json: bool) -> None:
     from ..bench import stacked as bench
     from ..bench.processes import scratch

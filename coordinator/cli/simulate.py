@@ -77,6 +77,10 @@ KeepEvery = Annotated[
     int | None, typer.Option("--keep-every", help="Keep the states of every so many rounds for 'headwater analyze'.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
+Precision = Annotated[
+    str | None,
+    typer.Option("--precision", help="float32, or bfloat16: mixed, faster where the processor has it, other numbers."),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Torch threads of a worker; default: 1, which is repeatable.")
 ]
@@ -131,6 +135,7 @@ def simulate(
     evaluate_after: After = False,
     keep_every: KeepEvery = None,
     device: Device = None,
+    precision: Precision = None,
     threads: Threads = None,
     engine: Engine = None,
     workers: Workers = None,

@@ -14,7 +14,7 @@ from edge_agent import methods
 from edge_agent.agent.duties import LAST_ROUND, Duties, kept_before, resident_mb
 from edge_agent.agent.jobs import fault
 from edge_agent.agent.kept import KeptFiles
-from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
+from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError, TrainingFailed
 from edge_agent.methods import Client
@@ -83,6 +83,7 @@ class Shared:
     model: Built
     folder: Path
     device: str = "auto"
+    precision: Precision = "float32"
     evaluate_after: bool = False
     keep_every: int = 0
     newcomers: frozenset[str] = frozenset()
@@ -116,7 +117,7 @@ class SimulatedDuties(Duties):
             id=client,
             state=shared.folder / client,
             data=DataConfig(source="simulation:"),
-            training=TrainingConfig(device=shared.device),
+            training=TrainingConfig(device=shared.device, precision=shared.precision),
         )
         super().__init__(config, "train")
         self._shared, self.outbox = shared, HeldOutbox()
@@ -171,6 +172,7 @@ class SimulatedDuties(Duties):
             device=self.config.training.device,
             model=self._shared.model,
             evaluate_after=self._shared.evaluate_after,
+            precision=self._shared.precision,
         )
 
     def _arrays(self) -> tuple[Arrays, Arrays]:

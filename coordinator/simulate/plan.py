@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from edge_agent.config import mistakes_of
+from edge_agent.config import PRECISION, Precision, mistakes_of
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, ImageInput, InputSpec
@@ -95,6 +95,7 @@ class Plan(Frozen):
         0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the last only"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    precision: Precision = Field("float32", description=PRECISION)
     threads: int = Field(
         1, ge=0, le=256, description="torch threads of a worker; 0 = torch's own choice. 1 keeps results repeatable"
     )
@@ -147,6 +148,8 @@ class Plan(Frozen):
             yield f"address = {self.address} means nothing to engine {self.engine or 'pool'}; it is for ray"
         if (self.address or "").startswith("ray://"):
             yield f"address = {self.address} is one for Ray's remote client; run on a machine of the cluster, with auto"
+        if self.precision != "float32" and self.engine == "stacked":
+            yield f"precision = {self.precision} with engine stacked, which computes in float32; leave one of them out"
         if self.stacked_always and self.engine != "stacked":
             yield f"stacked_always means nothing to engine {self.engine or 'pool'}; it is for stacked"
 

@@ -53,6 +53,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "engine": prepared.choice.engine,
         "workers": prepared.choice.workers,
         "threads": plan.threads,
+        "precision": plan.precision,
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
         "best": best_of(rounds, record.round, last, len(division.clients) - plan.new_clients),

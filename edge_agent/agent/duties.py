@@ -147,6 +147,7 @@ class Duties:
             seed=job.seed,
             device=self.config.training.device,
             model=self._model_for(job),
+            precision=self.config.training.precision,
         )
         self._session = (job.run, session)
         return session

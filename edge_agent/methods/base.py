@@ -24,6 +24,7 @@ from ..task import Frozen, State, Task, Tensors
 if TYPE_CHECKING:
     import torch
 
+    from ..config import Precision
     from ..training.parts import Parts
 
 Norm = Literal["global", "local_stats", "local_all"]
@@ -79,7 +80,8 @@ class Client:
 
     ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
     survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
-    ``device``. ``log`` takes numbers that travel with the update as metrics (``client.log["loss"] = 0.3``).
+    ``device``. Steps are done in ``precision``: bfloat16 is mixed, weights stay float32. ``log`` takes numbers that
+    travel with the update as metrics (``client.log["loss"] = 0.3``).
     """
 
     id: str
@@ -92,6 +94,7 @@ class Client:
     generator: torch.Generator
     round: int = 1
     rounds: int = 1
+    precision: Precision = "float32"
     memory: Tensors = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
 

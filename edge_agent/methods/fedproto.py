@@ -162,7 +162,7 @@ class Method(Base):
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
-            seen.add(features.detach(), labels)
+            seen.add(features.detach().float(), labels)
             value = F.cross_entropy(model.head(features), labels)
             if not weight:
                 return value

@@ -197,8 +197,10 @@ def _epoch(client: Client, step: Step, split: Sequence[np.ndarray]) -> float:
 
 
 def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
+    is_mixed = client.precision != "float32"
     try:
-        return step(client.train_inputs[chosen], client.train_labels[chosen])
+        with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
+            return step(client.train_inputs[chosen], client.train_labels[chosen])
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..config import Precision
 from ..errors import DataError
 from ..methods.base import Client, Method
 from ..task import Task, Tensors
@@ -91,11 +92,13 @@ class Session:
         device: str = "auto",
         model: Built | None = None,
         evaluate_after: bool = False,
+        precision: Precision = "float32",
     ) -> None:
         if not len(train.labels):
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
         self.method, self.task, self.client, self.seed = method, task, client, seed
         self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
+        self._precision = supported(precision, self.device)
         built = model or Built.of(method, task, seed=seed, device=device)
         self._model, self._fresh = built.model, built.fresh
         self._shared = method.shared_names(self._model)
@@ -170,6 +173,7 @@ class Session:
             generator=generator,
             round=round_number,
             rounds=rounds,
+            precision=self._precision,
             memory={name: array.copy() for name, array in kept.memory.items()},
         )
 
@@ -204,6 +208,19 @@ def _seed_layers(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+def supported(precision: Precision, device: torch.device) -> Precision:
+    """The same, where the device has it; CPUs without instructions for it take their time over bfloat16.
+
+    Raises:
+        DataError: this GPU has no bfloat16.
+    """
+    if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DataError(
+            f"training.precision = 'bfloat16': {torch.cuda.get_device_name(device)} has none; use 'float32'"
+        )
+    return precision
 
 
 def choose_device(wish: str) -> torch.device:

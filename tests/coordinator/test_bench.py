@@ -17,6 +17,7 @@ from coordinator.bench import (
     bare_rounds,
     device,
     noop,
+    precision,
     processes,
     rounds,
     sample,
@@ -338,3 +339,24 @@ def test_every_benchmark_shows_an_example(command):
     shown = CliRunner().invoke(app, ["bench", command, "--help"])
     assert shown.exit_code == 0
     assert f"Example: headwater bench {command}" in " ".join(shown.stdout.split())
+
+
+def test_precisions_and_layouts_are_measured_in_turns(monkeypatch):
+    monkeypatch.setattr(precision, "NETWORKS", {"small_cnn": (1, 8)})
+    monkeypatch.setattr(precision, "SAMPLES", 60)
+    calls, autocast = [], torch.autocast
+
+    def watched(*words, **how):
+        calls.append(how["enabled"])
+        return autocast(*words, **how)
+
+    monkeypatch.setattr(torch, "autocast", watched)
+    threads = torch.get_num_threads()
+    try:
+        found = precision.report(2, "cpu", 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert [row.unit for row in found["rows"]] == ["s", "x", "x"]
+    assert all(row.value > 0 for row in found["rows"])
+    assert calls == [False, False, True, True, False, False] * 3, "two batches of each variant, once to warm up"
+    assert (found["device"], found["threads"]) == ("cpu", 1)

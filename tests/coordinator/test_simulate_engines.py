@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, updates_of, write_images
 
 from coordinator.cohort import choose
@@ -21,8 +22,9 @@ from coordinator.simulate.engines.areas import Area
 from coordinator.simulate.engines.choice import Choice
 from coordinator.simulate.engines.pool import Beginning, Pool
 from coordinator.simulate.pools import Pools
-from edge_agent.errors import RunFailed, UsageError
+from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
+from edge_agent.training import session
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, UpdateManifest
 
@@ -142,6 +144,20 @@ def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
     pool.give(work_for())
     with pytest.raises(RunFailed, match=r"exit code 1; its last words: no module named torch; try --engine serial"):
         pool.take()
+
+
+def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, tmp_path):
+    results = [
+        run(plan_for(images, precision=precision, **how), tmp_path / f"{precision}-{number}")
+        for number, (precision, how) in enumerate(
+            [("float32", {}), ("bfloat16", {}), ("bfloat16", {"engine": "pool", "workers": 2})]
+        )
+    ]
+    hashes = [result["encoder_sha256"] for result in results]
+    assert hashes[0] != hashes[1] == hashes[2]
+    assert [result["precision"] for result in results] == ["float32", "bfloat16", "bfloat16"]
+    with pytest.raises(ValueError, match="precision = bfloat16 with engine stacked"):
+        plan_for(images, precision="bfloat16", engine="stacked")
 
 
 def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_needed(pool_of):
@@ -313,3 +329,12 @@ def test_an_update_from_a_worker_is_the_one_that_its_manifest_names(images, tmp_
         done = simulation.engine.take()
     assert isinstance(done.said, UpdateManifest)
     assert done.blob.ref == Outgoing.of(bytes(done.blob.data)).ref == done.said.blob
+
+
+def test_a_gpu_without_bfloat16_is_told_and_a_cpu_takes_its_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old one")
+    with pytest.raises(DataError, match=r"'bfloat16': an old one has none; use 'float32'"):
+        session.supported("bfloat16", torch.device("cuda"))
+    assert session.supported("float32", torch.device("cuda")) == "float32"
+    assert session.supported("bfloat16", torch.device("cpu")) == "bfloat16"

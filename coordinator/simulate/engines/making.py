@@ -52,6 +52,7 @@ def _shared(prepared: Prepared, clients: Path) -> Shared:
         prepared.model,
         clients,
         plan.device,
+        precision=plan.precision,
         evaluate_after=plan.evaluate_after,
         keep_every=plan.keep_every,
         newcomers=frozenset(prepared.newcomers),

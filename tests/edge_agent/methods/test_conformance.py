@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.methods.base import Method, Update, weighted_mean
-from edge_agent.wire.tensors import decode, encode
+from edge_agent.wire.tensors import decode, encode, specs_of
 
 every_method = pytest.mark.parametrize("name", methods.names())
 
@@ -95,6 +96,23 @@ def test_updates_stay_finite(name, federation):
     for update in federation(name).run_round():
         for key, array in update.tensors.items():
             assert np.isfinite(array).all(), key
+
+
+@every_method
+def test_steps_in_mixed_precision_give_updates_of_the_same_form_that_are_near(name, federation):
+    """Weights stay float32; a step's rounding differs by about a hundredth of what it changes."""
+    plain, mixed = federation(name), federation(name)
+    for client in list(mixed.clients):
+        mixed.clients[client] = replace(mixed.clients[client], precision="bfloat16")
+    before, moved, apart = dict(plain.state), 0.0, 0.0
+    for one, other in zip(plain.run_round(), mixed.run_round(), strict=True):
+        assert specs_of(one.tensors) == specs_of(other.tensors)
+        for key in [key for key, array in one.tensors.items() if array.dtype.kind == "f" and key in before]:
+            assert np.isfinite(other.tensors[key]).all(), key
+            moved += float(((one.tensors[key] - before[key]).astype(np.float64) ** 2).sum())
+            apart += float(((one.tensors[key] - other.tensors[key]).astype(np.float64) ** 2).sum())
+    assert apart <= 0.25 * moved
+    assert apart > 0 or not moved, "bfloat16 was not used"
 
 
 @every_method
