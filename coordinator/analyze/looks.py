@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -153,7 +154,7 @@ class Mixing:
     weights: np.ndarray
 
 
-class Subject:
+class Subject(ABC):
     """What is analyzed. Subclasses say where states, samples and models come from."""
 
     kind: Kind
@@ -163,25 +164,25 @@ class Subject:
         self.left_out = LeftOut()
 
     @property
+    @abstractmethod
     def clients(self) -> tuple[str, ...]:
         """Names of clients whose samples are known, sorted."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def rounds(self) -> tuple[int, ...]:
         """Rounds whose states are there, ascending; the last one is looked at most closely."""
-        raise NotImplementedError
 
+    @abstractmethod
     def holding(self, client: str) -> Holding:
         """One client's samples."""
-        raise NotImplementedError
 
+    @abstractmethod
     def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:
         """One look after another at the clients' models as they stand after a round; ``probe`` (p, ...) inputs.
 
         Closely at those of the last round.
         """
-        raise NotImplementedError
 
     def mixing(self, number: int) -> Mixing | None:  # noqa: ARG002 - for those that have such
         """How classifiers were combined in a round; None where they are not."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ STEADY_S = 30.0
 """A broker that lived so long was well: the next restart begins with the first pause again."""
 
 
-class SupervisedBroker:
+class SupervisedBroker(ABC):
     """A broker in a child process; subclasses say with which command. Use as a context manager, or start and stop."""
 
     def __init__(self, bind: str = "127.0.0.1", port: int = 0) -> None:
@@ -65,9 +66,9 @@ class SupervisedBroker:
         """How a client on this machine connects."""
         return BrokerConfig(url=self.url)
 
+    @abstractmethod
     def command(self) -> list[str]:
         """The command line that serves ``bind`` and ``port``."""
-        raise NotImplementedError
 
     def start(self) -> None:
         """Start the process and return as soon as it accepts connections.

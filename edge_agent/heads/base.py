@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ class FitData:
         return np.flatnonzero(np.bincount(self.labels)).astype(np.int64)  # np.unique would bring 2 MB of numpy.ma
 
 
-class Head:
+class Head(ABC):
     """One personal head. Subclasses (called ``Head`` in their file) state ``Params`` and three verbs.
 
     A fitted head is named arrays plus plain JSON values, so that saving and loading never runs code. Classes that the
@@ -104,13 +105,13 @@ class Head:
         """Take over the arrays of a saved head of the same name and parameters; ``feature_dim`` 0 = not known."""
         self.arrays, self.num_classes, self.feature_dim = dict(arrays), num_classes, feature_dim
 
+    @abstractmethod
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         """Arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:
         """Probabilities (n, len(classes)) from ``self.arrays``."""
-        raise NotImplementedError
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -39,7 +40,7 @@ def towards(state: State, mean: Tensors, rate: float) -> Tensors:
     return {**mean, **moved}
 
 
-class ServerSteps(FedAvg):
+class ServerSteps(FedAvg, ABC):
     """FedAvg whose server makes a step of its own from the mean change of a round."""
 
     def broadcast(self, state: State) -> Tensors:
@@ -56,9 +57,9 @@ class ServerSteps(FedAvg):
             found |= {f"{AT_HOME}{key}.{name}": array.astype(np.float32) for key, array in moments.items()}
         return found
 
+    @abstractmethod
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
         """What is added to the array ``name``, and the moments to keep, by kind; ``change`` is mean minus state."""
-        raise NotImplementedError
 
     @staticmethod
     def moment(state: State, kind: str, name: str, start: float = 0.0) -> np.ndarray | float:
