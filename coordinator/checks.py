@@ -41,7 +41,7 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
     mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
     path = config.run.weights
     if path is not None and not mistakes:  # else the model cannot be built, perhaps
-        mistakes += filter(None, [_mistake(lambda: check_weights(made[0], config.task, path))])
+        mistakes += filter(None, [_mistake(lambda: _check_weights(made[0], config.task, path))])
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes:
@@ -59,21 +59,20 @@ def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
     checked_method(config, config.run.method, config.run.params, str(where or "coordinator.toml"))
 
 
-def check_weights(method: Method, task: Task, path: Path) -> tuple[str, ...]:
-    """Names of the tensors that begin fresh on devices all the same, for these do not travel; sorted.
+def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
+    """Names of the tensors that weights would set and that do not travel, sorted: on devices they begin fresh."""
+    from edge_agent.training.weights import set_by_weights
 
-    Raises:
-        UsageError: nobody would get the weights.
-        WeightsError: the file does not hold this encoder.
-    """
-    from edge_agent.training.weights import put_weights, read_weights
+    model = method.build(task)
+    return tuple(sorted(set(set_by_weights(model)) - set(method.shared_names(model))))
+
+
+def _check_weights(method: Method, task: Task, path: Path) -> None:
+    from edge_agent.training.weights import read_weights
 
     if "encoder" not in method.shared:
         raise UsageError(f"weights {path} with method '{method.name}', which shares no encoder: nobody would get them")
-    model = method.build(task)
-    weights, _ = read_weights(model.encoder, path)
-    staying = set(put_weights(model, weights)) - set(method.shared_names(model))
-    return tuple(sorted(name for name in staying if not name.endswith("num_batches_tracked")))
+    read_weights(method.build(task).encoder, path)
 
 
 def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from edge_agent.errors import UsageError
 
-from ..checks import check_weights, checked_method
+from ..checks import checked_method, fresh_on_devices
 from ..config import CoordinatorConfig
 from ..hosted.checking import overlaps
 from ..hosted.figures import told
@@ -201,7 +201,7 @@ def request_for(
     made = checked_method(settings, name, {**base, **params})
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
-    if defaults.weights is not None and (staying := check_weights(made, settings.task, defaults.weights)):
+    if defaults.weights is not None and (staying := fresh_on_devices(made, settings.task)):
         told = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
         console.print(f"note: {told}: {listed(staying)}", soft_wrap=True)
     return Request(

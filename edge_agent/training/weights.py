@@ -53,20 +53,27 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
     return weights, tuple(sorted(found.keys() - names.values()))
 
 
-def put_weights(model: Parts, weights: Tensors) -> tuple[str, ...]:
-    """Let the encoder of ``model`` begin with them, and so every other network in it that is built like it.
-
-    Methods that train a second model (personal, or a teacher) start it from the weights of the first. Returns the names
-    of the model's tensors that were set.
-    """
-    shapes = {name: tensor.shape for name, tensor in model.encoder.state_dict().items()}
+def put_weights(model: Parts, weights: Tensors) -> None:
+    """Let the encoder of ``model`` begin with them, and so every other network in it that is built like it."""
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
-    touched = []
-    for place, module in model.named_modules():
-        if {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes:
-            module.load_state_dict(tensors, strict=False)
-            touched += [f"{place}.{name}" for name in tensors]
-    return tuple(sorted(touched))
+    for module in _built_alike(model).values():
+        module.load_state_dict(tensors, strict=False)
+
+
+def set_by_weights(model: Parts) -> tuple[str, ...]:
+    """Names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
+    names = (f"{place}.{name}" for place, module in _built_alike(model).items() for name in module.state_dict())
+    return tuple(sorted(name for name in names if not name.endswith(_COUNTER)))
+
+
+def _built_alike(model: Parts) -> dict[str, nn.Module]:
+    """Place -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
+    shapes = _shapes(model.encoder)
+    return {place: module for place, module in model.named_modules() if _shapes(module) == shapes}
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
 def _mistake(name: str, expected: torch.Tensor, found: np.ndarray | None) -> str:

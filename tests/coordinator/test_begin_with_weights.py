@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from simulation_harness import learned_anywhere, run, small_plan, write_images
 
 from coordinator.analyze.subjects.simulation import Simulated
-from coordinator.checks import check_weights, checked_method, without_lost_weights
+from coordinator.checks import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm import train_warm
 from coordinator.request import Request, Weights
@@ -151,13 +151,12 @@ def test_a_coordinator_looks_at_them_before_anything_is_done(tmp_path):
             checked_method(config(name), "fedavg", {})
 
 
-def test_what_stays_on_devices_is_named(tmp_path):
-    path, task = tmp_path / "w.safetensors", TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {}})
-    _write(path, task)
-    assert check_weights(methods.create("fedavg", {}), task, path) == ()
-    norms = check_weights(methods.create("fedbn", {}), task, path)
+def test_what_stays_on_devices_is_named():
+    task = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {}})
+    assert fresh_on_devices(methods.create("fedavg", {}), task) == ()
+    norms = fresh_on_devices(methods.create("fedbn", {}), task)
     assert {name.rpartition(".")[2] for name in norms} == {"weight", "bias", "running_mean", "running_var"}
-    ditto = check_weights(methods.create("ditto", {}), task, path)
+    ditto = fresh_on_devices(methods.create("ditto", {}), task)
     assert ditto
     assert all(name.startswith("personal.encoder.") for name in ditto)
 
