@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
 
 from coordinator.simulate import PARTITION, Prepared, open_simulation
@@ -153,6 +154,24 @@ def test_what_all_clients_receive_is_put_into_the_store_once(ray, images, tmp_pa
     """Two rounds, what comes after them, and the samples: four things, however many clients."""
     run(plan_for(images, clients=6), tmp_path / "ray")
     assert len([one for one in ray.log if one[0] == "put"]) == 4
+
+
+def test_weights_to_begin_with_travel_to_machines_where_the_file_is_not(ray, images, tmp_path):
+    """Clients of `local` begin from them on the machine where they are trained, and send nothing."""
+    plan = small_plan(images, "local", engine="ray", workers=2)
+    path, fresh = tmp_path / "w.safetensors", Prepared.of(plan).model.fresh
+    save_file({name: np.full_like(array, 0.01) for name, array in fresh.items() if name.startswith("encoder.")}, path)
+    without = learned_anywhere(run(alone(plan), tmp_path / "without"))
+    plan = plan.model_copy(update={"weights": path})
+    whole = learned_anywhere(run(alone(plan), tmp_path / "whole"))
+    ray.dies_at = ["c1", "c2"]
+    with open_simulation(Prepared.of(plan).shared(), tmp_path / "ray") as simulation:
+        simulation.talk()  # the run has begun; workers hired from now on cannot find a file
+        path.unlink()
+        (tmp_path / "ray" / "weights.safetensors").unlink()
+        assert learned_anywhere(simulation.finish()) == whole
+    assert ray.log.count("hired") == 2 + 2
+    assert whole["rounds"] != without["rounds"]
 
 
 def test_a_cluster_of_our_own_reports_nothing_shows_nothing_and_leaves_nothing(ray, images, tmp_path, monkeypatch):
