@@ -56,9 +56,13 @@ def _number(value: float | None) -> str:
 def said(one: Mapping[str, Any]) -> str:
     """Whether an order that the paper claims holds, in words."""
     claim = f"{one['row']} above {listed(one['above'])}"
+    if one["holds"] is None and not one["compared"]:
+        return f"The paper's order ({claim}) cannot be told yet: there is nothing to compare."
     if one["holds"] is None:
+        missing = [name for name in one["above"] if name not in one["compared"]]
         return (
-            f"The paper's order ({claim}) cannot be told yet: {len(one['compared'])} of {len(one['above'])} are there."
+            f"The paper's order holds so far: {one['row']} above {listed(one['compared'])}, which are "
+            f"{len(one['compared'])} of {len(one['above'])}; not there yet: {listed(missing)}."
         )
     if one["holds"]:
         return f"The paper's order holds: {claim}."

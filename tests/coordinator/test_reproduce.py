@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from coordinator import reproduce
 from coordinator.reproduce import Reproduction, Table, outcome, read_table
+from coordinator.reproduce.pages import said
 from coordinator.simulate.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
 
@@ -307,10 +308,10 @@ def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(pl
     write(0.5)
     code, _, err = call(*words)
     assert (code, "began with other weights" in err) == (2, True)
-    for name, said in (("absent", "cannot be read"), ("t.toml", "is no safetensors file")):
+    for name, reason in (("absent", "cannot be read"), ("t.toml", "is no safetensors file")):
         code, _, err = call(*words[:-2], name, "--out", "other")
         assert code == 2
-        assert said in err
+        assert reason in err
         assert "shelf" not in err, "it is not the data that are missing"
 
 
@@ -354,3 +355,22 @@ def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
     kept = outcome.promises(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))
     assert kept[0]["holds"] is holds
     assert isinstance(table, Table)
+
+
+@pytest.mark.parametrize(
+    "mine, others, words",
+    [
+        (50, {"a": 49, "b": 48}, "The paper's order holds: Best above a, b."),
+        (50, {"a": 51, "b": None}, "The paper's order does **not** hold (Best above a, b): a came out at least as"),
+        (50, {"a": 49, "b": None}, "The paper's order holds so far: Best above a, which are 1 of 2; not there yet: b."),
+        (None, {"a": 49, "b": 48}, "The paper's order (Best above a, b) cannot be told yet: there is nothing to"),
+    ],
+)
+def test_the_order_in_words(place, mine, others, words):
+    path = place / "order.toml"
+    rows = "".join(f'[[rows]]\nname = "{name}"\nmethod = "local"\n' for name in ("Best", *others))
+    text = (place / "t.toml").read_text()
+    path.write_text(f'{text[: text.index("[[rows]]")]}{rows}[[promises]]\nrow = "Best"\n')
+    table = read_table("order.toml")
+    ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
+    assert said(outcome.promises(table, found(ours, table))[0]).startswith(words)
