@@ -61,12 +61,9 @@ class Method(FedAvg):
         load_arrays(client.model, mixed)
         train_all_parts(client, self.params)
         kept = to_arrays(client.model, mixed)
-        client.memory.update(
-            {
-                **{_OWN + name: array for name, array in kept.items()},
-                **{_SHARES + name: client.memory[_NEXT + name] for name in mixed},
-            }
-        )
+        learned = {name: client.memory[_NEXT + name] for name in mixed if _NEXT + name in client.memory}
+        client.memory.update({_OWN + name: array for name, array in kept.items()})
+        client.memory.update({_SHARES + name: share for name, share in learned.items()})
         return to_arrays(client.model, self.shared_names(client.model))
 
     def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
@@ -94,26 +91,29 @@ class Method(FedAvg):
             if client.samples and any(not np.array_equal(own[name], received[name]) for name in names):
                 rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
                 shares = self._learned(client, own, received, shares, rng)
+                memory.update({_NEXT + name: share for name, share in shares.items()})
             memory[_STAMP] = stamp
-            for name in names:
-                memory[_NEXT + name] = shares[name]
-                memory[_MIXED + name] = mix(own[name], received[name], shares[name])
+            memory.update({_MIXED + name: mix(own[name], received[name], shares[name]) for name in names})
         return {name: memory[_MIXED + name] for name in names}
 
     def _learned(
         self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """Shares after passes over a random stretch of the local data: one, or the first time until losses rest."""
+        """Shares after passes over a random part of the local data: one, or the first time until losses rest.
+
+        The official code takes a stretch of data that were shuffled before; a stretch of data that lie class by class
+        would leave some out.
+        """
         params, model = self.params, client.model
         size = max(1, int(params.ala_samples * client.samples))
-        begin = int(rng.integers(client.samples - size + 1))
-        stretch = [data[begin : begin + size] for data in (client.train_inputs, client.train_labels)]
-        sides = [_on(client.device, part) for part in (own, received, shares)]
+        chosen = torch.from_numpy(rng.permutation(client.samples)[:size]).to(client.device)
+        part = [data[chosen] for data in (client.train_inputs, client.train_labels)]
+        sides = [_on(client.device, side) for side in (own, received, shares)]
         losses: list[float] = []
         is_first = not any(name.startswith(_SHARES) for name in client.memory)
         model.eval()
         for _ in range(params.ala_most_epochs if is_first else 1):
-            losses.append(_pass(model, sides, stretch, params))
+            losses.append(_pass(model, sides, part, params))
             if len(losses) > params.ala_window and np.std(losses[-params.ala_window :]) < params.ala_threshold:
                 break
         return {name: share.cpu().numpy() for name, share in sides[2].items()}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.methods import fedala as fedala_module
 from edge_agent.methods.fedala import mix, stepped, upper
 from edge_agent.wire.tensors import encode
 
@@ -75,6 +76,7 @@ def test_mixing_lowers_the_loss_on_the_clients_own_data(federation):
 def test_shares_are_kept_when_training_begins_and_not_before(federation):
     fed = federation(fedala(ala_lr=20.0))
     fed.run_round()
+    fed.run_round()
     client = fed.clients["a"]
     before = client.memory["ala.shares.head.weight"].copy()
     fed.download("a")
@@ -84,6 +86,38 @@ def test_shares_are_kept_when_training_begins_and_not_before(federation):
     fed.update("a")
     np.testing.assert_array_equal(client.memory["ala.shares.head.weight"], learned)
     assert not np.array_equal(learned, before)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The labels that each pass over local data has seen, in their order."""
+
+    def noting(model, sides, data, params):
+        seen.append(data[1].tolist())
+        return one_pass(model, sides, data, params)
+
+    seen, one_pass = [], fedala_module._pass
+    monkeypatch.setattr(fedala_module, "_pass", noting)
+    return seen
+
+
+def test_shares_are_learned_until_losses_rest_the_first_time_and_in_one_pass_from_then_on(federation, passes):
+    """Three clients: nothing to mix, then at least the eleven passes that ten losses at rest need, then one each."""
+    fed, counts = federation(fedala()), []
+    for _ in range(4):
+        passes.clear()
+        fed.run_round()
+        counts.append(len(passes))
+    assert (counts[0], counts[2:]) == (0, [3, 3])
+    assert 3 * 11 <= counts[1] < 3 * 50
+
+
+def test_they_are_learned_from_all_classes_also_where_data_lie_class_by_class(federation, passes):
+    fed = federation(fedala(ala_samples=0.2), labels={"a": [0] * 14 + [1] * 13 + [2] * 13, "b": [1, 2] * 4})
+    fed.run_round()
+    fed.run_round(["a"])
+    assert set(passes[0]) == {0, 1, 2}
+    assert len(passes[0]) == 8
 
 
 def test_upper_tensors_are_counted_from_the_top(federation):
