@@ -37,7 +37,11 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
         lambda: check_settings(config.proxy, "[proxy]"),
     )
     mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
-    later = (lambda: made[0].check(config.task), lambda: check_warmable(made[0], config.warm_start))
+    later = (
+        lambda: made[0].check(config.task),
+        lambda: check_warmable(made[0], config.warm_start),
+        lambda: _check_patience(made[0], config),
+    )
     mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
     path = config.run.weights
     if path is not None and not mistakes:  # else the model cannot be built, perhaps
@@ -47,6 +51,14 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
     if mistakes:
         raise ConfigError(where or "this run", [line for mistake in mistakes for line in _lines(mistake)])
     return made[0]
+
+
+def _check_patience(method: Method, config: CoordinatorConfig) -> None:
+    if config.export.patience and method.needs_last_round:
+        raise UsageError(
+            f"export.patience = {config.export.patience} may end a run of method '{method.name}' before its last round,"
+            " in which it does what it needs to answer; set export.patience = 0, or switch that off in the method"
+        )
 
 
 def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:

@@ -143,6 +143,11 @@ class Method:
         return "model"
 
     @property
+    def needs_last_round(self) -> bool:
+        """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
+        return False
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """Parts that travel; everything else never leaves the device."""
         return ("encoder", "head")

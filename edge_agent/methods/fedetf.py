@@ -7,8 +7,8 @@ batch norm statistics included.
 Stays: the tuned copy.
 Server: mean of the updates, weighted by sample counts; equal classifiers stay as they are.
 Differs from the paper: in fine-tuning, the steps on classifier and projection run on features that were computed once,
-with the encoder in eval mode; their momentum starts anew in each of them. A last batch of one sample joins the batch
-before it.
+with the encoder in eval mode; the momentum of the projection starts anew in each of them. A last batch of one sample
+joins the batch before it.
 """
 
 from __future__ import annotations
@@ -106,10 +106,14 @@ class Method(Tuned):
         params, above = self.params, on_features(client)
         head = above.model.head
         projection = list(head.get_submodule("projection").parameters())
-        halves = (([head.get_parameter("etf")], params.tune_classifier_lr), (projection, params.tune_projection_lr))
+        etf = [head.get_parameter("etf")]
+        # Steps of SGD whatever trains the model, and those of the classifier bare, as in the authors' code.
+        sgd = params.model_copy(update={"optimizer": "sgd"})
+        bare = sgd.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
+        halves = ((etf, bare, params.tune_classifier_lr), (projection, sgd, params.tune_projection_lr))
         for _ in range(params.tune_rounds):
-            for weights, lr in halves:
-                self._tune_only(above, weights, lr)
+            for half in halves:
+                self._tune_only(above, *half)
 
     def _train_balanced(self, client: Client) -> None:
         params = self.params
@@ -122,14 +126,14 @@ class Method(Tuned):
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
 
-    def _tune_only(self, above: Client, weights: list[nn.Parameter], lr: float) -> None:
-        """Train these weights of the head alone; which of them learn is put back."""
+    def _tune_only(self, above: Client, weights: list[nn.Parameter], steps: MethodParams, lr: float) -> None:
+        """Train these weights of the head alone, by such ``steps``; which of them learn is put back."""
         head, params = above.model.head, self.params
         learns = {weight: weight.requires_grad for weight in head.parameters()}
         for weight in learns:
             weight.requires_grad_(any(weight is one for one in weights))
         try:
-            optimizer, epochs = local_optimizer(weights, params, lr=lr), params.tune_epochs
+            optimizer, epochs = local_optimizer(weights, steps, lr=lr), params.tune_epochs
             train_epochs(above, cross_entropy(head), optimizer, epochs=epochs, batch_size=params.batch_size)
         finally:
             for weight, before in learns.items():

@@ -50,7 +50,7 @@ class Params(MethodParams):
     weight_decay: float = Field(1e-4, ge=0, description="official code: 1e-4")
     local_epochs: int = Field(5, ge=0, description="official code: 5")
     peers: int = Field(5, ge=1, le=100, description="M, models that a client gets; official code: 4 or 9; PFLlib: 5")
-    explore: float = Field(0.3, ge=0, le=1, description="epsilon: chance of peers drawn at random; official code: 0.3")
+    explore: float = Field(0.3, ge=0, le=1, description="epsilon: chance of each peer to be any; official code: 0.3")
     explore_decay: float = Field(0.05, ge=0, le=1, description="what epsilon falls by each round; official code: 0.05")
 
 
@@ -86,19 +86,22 @@ class Method(TwoNetworks):
         return {_PEER + name.removeprefix(_MODEL): array[rows] for name, array in stacks.items()}
 
     def offered(self, state: State, client: str) -> list[str]:
-        """Whose models this client gets: those of the largest affinity; at times any. The same for the same state."""
+        """Whose models this client gets: those of the largest affinity, each at times any. Same state, same names."""
         names = names_in(state, _NAMES)
         others = [name for name in names if name != client]
         if not others:
             return []
         number = int(state[_ROUND][0])
         rng = numbers_for(client, _EXPLORING, number)
-        is_exploring = rng.random() < self.params.explore - self.params.explore_decay * (number - 1)
+        chance = self.params.explore - self.params.explore_decay * (number - 1)
         others = [others[place] for place in rng.permutation(len(others))]  # equal affinities stand in random order
-        if client in names and not is_exploring:
+        if client in names:
             row = state[_AFFINITY][names.index(client)]
             others.sort(key=lambda name: -row[names.index(name)])
-        return others[: self.params.peers]
+        chosen = list[str]()
+        while others and len(chosen) < self.params.peers:
+            chosen.append(others.pop(int(rng.integers(len(others))) if rng.random() < chance else 0))
+        return chosen
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The latest model of each client, the affinities with what was told of the offers, and the mean model."""

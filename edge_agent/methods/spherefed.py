@@ -9,8 +9,9 @@ Server: mean of the updates, weighted by sample counts; after the last round W =
 Differs from the paper: calibration takes the place of the last round's training, as an exchange after the last round
 does not exist: clients send the encoder back untouched, and A and B of it. So W fits the final encoder exactly, but
 speaks for the clients of that round only, and a run of R rounds trains R - 1; in other rounds A and B are zeros. A run
-of one round trains and does not calibrate. ``ridge`` and the scale of the loss (mean over classes) are ours. A last
-batch of one sample joins the batch before it.
+of one round trains and does not calibrate. Samples of a class of which a client has fewer than ``min_class_count`` are
+left out of A and B: the column of B of one sample is that sample's features. ``ridge`` and the scale of the loss (mean
+over classes) are ours. A last batch of one sample joins the batch before it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Params(MethodParams):
     classifier_seed: int = Field(0, ge=0, description="seed of the orthonormal rows of the fixed classifier W")
     calibrate: bool = Field(True, description="solve for W after training; takes the place of the last round")
     ridge: float = Field(1.0, gt=0, description="added to the diagonal of sum A; lost in what is known of the paper")
+    min_class_count: int = Field(2, ge=1, description="classes of fewer samples are left out of A and B; the paper: 1")
 
 
 class Spherical(nn.Module):
@@ -70,6 +72,11 @@ class Method(Base):
     source = "Dong et al., SphereFed, ECCV 2022"
     heads = ("lr", "svm", "mlp", "prototype", "knn")
     exactness: ClassVar[Exactness] = {}
+
+    @property
+    def needs_last_round(self) -> bool:
+        """Where it calibrates."""
+        return bool(self.params.calibrate)
 
     def build(self, task: Task) -> Parts:
         """Encoder and fixed classifier.
@@ -141,7 +148,7 @@ class Method(Base):
             batch_size=params.batch_size,
             frozen=("head",),
         )
-        extras = statistics(client) if calibrates else self.sends(model, client.task)
+        extras = statistics(client, params.min_class_count) if calibrates else self.sends(model, client.task)
         return {**to_arrays(model, self.shared_names(model)), **extras}
 
     def _loss(self, client: Client) -> Loss:
@@ -151,10 +158,13 @@ class Method(Base):
         return lambda inputs, labels: F.mse_loss(model(inputs) / scale, F.one_hot(labels, classes).float())
 
 
-def statistics(client: Client) -> Tensors:
-    """A (upper triangle) and B of a client's samples under its encoder in eval mode, summed in float64."""
-    unit = F.normalize(features_of(client.model, client.train_inputs).double(), dim=1)
-    targets = F.one_hot(client.train_labels, client.task.num_classes).double()
+def statistics(client: Client, least: int = 1) -> Tensors:
+    """A (upper triangle) and B under the encoder in eval mode, summed in float64, of classes of ``least`` samples."""
+    counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
+    told = (counts >= least)[client.train_labels]
+    features = features_of(client.model, client.train_inputs)[told]
+    unit = F.normalize(features.double(), dim=1)
+    targets = F.one_hot(client.train_labels[told], client.task.num_classes).double()
     gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
     return {_GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 

@@ -52,6 +52,14 @@ def test_wrong_parameters_of_the_encoder_are_told(params, hint):
         checked_method(config(encoder_params=params), "fedavg", {})
 
 
+def test_a_run_that_may_end_early_is_refused_where_the_last_round_matters():
+    early = config(encoder_params={"feature_dim": 8}, export={"every": 2, "patience": 3})
+    with pytest.raises(UsageError, match=r"export\.patience = 3 may end a run of method 'spherefed'"):
+        checked_method(early, "spherefed", {})
+    checked_method(early, "spherefed", {"calibrate": False})
+    checked_method(early, "fedavg", {})
+
+
 def test_data_for_calibration_that_are_not_there_are_told(tmp_path):
     with pytest.raises(UsageError, match="gone"):
         checked_method(config(export={"calibration": f"images:{tmp_path / 'gone'}"}), "fedavg", {})

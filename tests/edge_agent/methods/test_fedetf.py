@@ -48,10 +48,29 @@ def test_each_half_of_tuning_moves_its_own_weights_alone(tiny):
     ):
         before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
         learns = [weight.requires_grad for weight in client.model.parameters()]
-        fed.method._tune_only(on_features(client), weights, 0.1)
+        fed.method._tune_only(on_features(client), weights, fed.method.params, 0.1)
         moved = {name for name, tensor in client.model.state_dict().items() if not torch.equal(tensor, before[name])}
         assert moved == expected
         assert [weight.requires_grad for weight in client.model.parameters()] == learns
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_classifier_is_tuned_by_bare_steps_whatever_trains_the_model(tiny, optimizer):
+    """Three steps on all samples by hand, neither momentum nor decay, while the projection stands."""
+    alone = {"local_epochs": 0, "batch_size": 100, "tune_rounds": 1, "tune_epochs": 3, "tune_projection_lr": 1e-12}
+    fed = tiny("fedetf", LABELS, rounds=1, optimizer=optimizer, **alone)
+    client = fed.clients["a"]
+    fed.download("a")
+    expected = client.model.head.etf.detach().clone()
+    with torch.no_grad():
+        features = F.normalize(client.model.head.projection(client.model.encoder(client.train_inputs)), dim=1)
+    for _ in range(3):
+        expected.requires_grad_(True)
+        loss = F.cross_entropy(client.model.head.scale.detach() * features @ expected.T, client.train_labels)
+        (slope,) = torch.autograd.grad(loss, expected)
+        expected = (expected - 0.1 * slope).detach()
+    fed.method.personalize(client, {})
+    np.testing.assert_allclose(client.memory["tuned.head.etf"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_tuned_copy_has_a_classifier_of_its_own_and_the_model_keeps_the_fixed_one(tiny):

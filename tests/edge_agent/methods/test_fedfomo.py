@@ -107,6 +107,17 @@ def test_exploring_draws_peers_at_random_and_fades():
     assert len(set(chosen[1])) > 1
 
 
+def test_each_peer_is_explored_on_its_own():
+    """Of two offered the favourite and then not the second: half of half the times, 6 of 7 of those others."""
+    method = fedfomo(peers=2, explore=0.5, explore_decay=0.0)
+    state = method.aggregate({"head.weight": np.float32([0.0])}, [update(name, 1.0, [0.0] * 2) for name in "abcdefghi"])
+    liked = {**state, "clients.affinity": np.tile(np.arange(9.0, 0.0, -1.0), (9, 1))}
+    offers = [method.offered({**liked, "clients.round": np.array([number])}, "i") for number in range(400)]
+    mixed = [first == "a" and second != "b" for first, second in offers]
+    assert 0.18 < np.mean(mixed) < 0.30
+    assert all(len(set(offer)) == 2 for offer in offers)
+
+
 def test_a_client_that_is_away_keeps_its_place_and_its_model():
     method = fedfomo(peers=2)
     state = method.aggregate({"head.weight": np.float32([0.0])}, [update("b", 1.0), update("c", 2.0)])

@@ -25,7 +25,7 @@ def test_rows_are_orthonormal_and_no_round_of_training_moves_a_bit(tiny):
 
 
 def test_federated_calibration_is_the_pooled_ridge_regression(tiny):
-    fed = tiny("spherefed", LABELS, ridge=0.3, lr=0.5)
+    fed = tiny("spherefed", LABELS, ridge=0.3, lr=0.5, min_class_count=1)
     fed.run_round()
     fed.run_round()
     before = dict(fed.state)
@@ -45,8 +45,23 @@ def test_federated_calibration_is_the_pooled_ridge_regression(tiny):
     np.testing.assert_allclose(fed.state["head.weight"], pooled, rtol=1e-5, atol=1e-6)
 
 
+def test_the_features_of_a_single_sample_are_not_told(tiny):
+    """Client b has one sample of class 1, c one of each: what they send is that of their other samples."""
+    alone, without = (
+        tiny("spherefed", {"b": labels, "c": [0, 1]}, rounds=2, local_epochs=0) for labels in ([1, 2, 2, 2], [2, 2, 2])
+    )
+    without.clients["b"].train_inputs = alone.clients["b"].train_inputs[1:]
+    for fed in (alone, without):
+        fed.run_round()
+    told, expected = ({update.client: update.tensors for update in fed.run_round()} for fed in (alone, without))
+    for name in ("extra.gram", "extra.cross"):
+        np.testing.assert_allclose(told["b"][name], expected["b"][name], rtol=1e-6)
+        assert not told["c"][name].any()
+    assert not told["b"]["extra.cross"][:, 1].any()
+
+
 def test_statistics_are_sent_in_the_last_round_only(tiny):
-    fed = tiny("spherefed", LABELS)
+    fed = tiny("spherefed", LABELS, min_class_count=1)
     for number in (1, 2, 3):
         for update in fed.run_round():
             gram, cross = update.tensors["extra.gram"], update.tensors["extra.cross"]
