@@ -72,6 +72,11 @@ class MethodParams(Frozen):
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(50, ge=1)
     local_epochs: int = Field(1, ge=0, description="E, passes over local data in one round")
+    norm: Norm | None = Field(
+        None,
+        description="what travels of batch norm: global = all, local_stats = gamma and beta, local_all = nothing; "
+        "none: what the method's source says",
+    )
 
 
 @dataclass
@@ -131,6 +136,8 @@ class Method:
 
     def __init__(self, params: MethodParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()
+        if self.params.norm is not None:
+            self.norm = self.params.norm
 
     @property
     def name(self) -> str:

@@ -88,7 +88,8 @@ class Method(Base):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.norm = "global" if self.params.share_norm else "local_all"
+        if self.params.norm is None:
+            self.norm = "global" if self.params.share_norm else "local_all"
 
     @property
     def shared(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class Params(MethodParams):
     hidden_units: int = Field(100, ge=1, le=4096, description="units in each of them; official code: 100")
     spread: float = Field(0.1, ge=0, description="size of the last layers' first weights, 1 = torch's default; ours")
     personal_head: bool = Field(False, description="the variant pFedHN-PC: H makes encoders, heads stay on devices")
+    norm: Literal["local_stats", "local_all"] | None = Field(
+        None, description="local_stats = H makes gamma and beta, local_all = not even these; none: local_stats"
+    )
 
 
 class Method(Base):

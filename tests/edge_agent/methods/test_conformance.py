@@ -68,6 +68,27 @@ def test_only_shared_parts_travel(name, federation):
     assert not [tensor for tensor in fed.shared if tensor.endswith("num_batches_tracked")]
 
 
+@pytest.mark.parametrize("norm", ["global", "local_stats", "local_all"])
+@every_method
+def test_what_travels_of_batch_norm_can_be_chosen(name, norm, federation, make_method):
+    """Two rounds with each choice: of the encoder's batch norm just that is in updates and state, and all is finite."""
+    if (name, norm) == ("pfedhn", "global"):
+        with pytest.raises(ConfigError, match="norm"):
+            make_method(name, norm=norm)
+        return
+    fed = federation(make_method(name, norm=norm), rounds=2)
+    kinds = {"global": ["bias", "running_mean", "running_var", "weight"], "local_stats": ["bias", "weight"]}
+    chosen = kinds.get(norm, []) if "encoder" in fed.method.shared else []
+    for update in (*fed.run_round(), *fed.run_round()):
+        of_norm = [sent for sent in update.tensors if sent.startswith("encoder.layers.1.")]
+        assert sorted(sent.rpartition(".")[2] for sent in of_norm) == chosen
+        assert all(np.isfinite(array).all() for array in update.tensors.values())
+    assert fed.method.norm == norm
+    for client in fed.clients.values():
+        fed.download(client.id)
+        assert torch.isfinite(fed.method.predict(client, client.train_inputs)).all()
+
+
 @every_method
 def test_the_same_seed_gives_the_same_bytes(name, federation):
     one, again = (federation(name, seed=4, rounds=2).run() for _ in range(2))
