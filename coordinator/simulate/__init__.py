@@ -16,8 +16,10 @@ from typing import Any
 from edge_agent.config import parse
 from edge_agent.errors import RunFailed, UsageError
 from edge_agent.store import read_json, sweep, without_syncs, write_atomic, write_json
+from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
+from edge_agent.wire.tensors import encode
 
 from ..request import Weights
 from ..saying import STATUS_EVERY_S
@@ -64,7 +66,9 @@ class Simulation:
             newcomers=prepared.newcomers,
             dropouts=Dropouts(plan.dropout, plan.seed) if plan.dropout else None,
             attempt=self._attempt,
+            beside=self._pooled_norm,
         )
+        self._pooled: tuple[Outgoing, ...] | None = None
         self._is_over = False
 
     def start(self) -> None:
@@ -130,6 +134,15 @@ class Simulation:
         if record.status != "finished":
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
         return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
+
+    def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
+        """Batch norm that stays with clients, pooled as for a bundle: without it newcomers have no encoder."""
+        from .pooling import pooled_of
+
+        if self._pooled is None:
+            pooled = pooled_of(self.state.path, job.run, job.rounds, self.prepared.method, self.prepared.task)
+            self._pooled = (Outgoing.of(encode(pooled)),) if pooled else ()
+        return self._pooled
 
     def _attempt(self, number: int) -> int:
         """Which attempt at a round is under way."""

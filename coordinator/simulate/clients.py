@@ -44,13 +44,17 @@ class Crowd:
         newcomers: Collection[str] = (),
         dropouts: Dropouts | None = None,
         attempt: Callable[[int], int] = lambda _: 1,
+        beside: Callable[[wire.Job], tuple[Outgoing, ...]] = lambda _: (),
     ) -> None:
-        """``samples``: of each client. ``attempt`` says of a round how often it has been opened."""
+        """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
+
+        ``beside``: what newcomers get beside the blobs of their job, as devices get it with a bundle.
+        """
         self._topics, self._distributor, self._engine = topics, distributor, engine
         self._transport = broker.transport()
         self._samples, self._newcomers = samples, frozenset(newcomers)
         self._absent = tuple(self._newcomers)
-        self._dropouts, self._attempt = dropouts, attempt
+        self._dropouts, self._attempt, self._beside = dropouts, attempt, beside
         self._jobs: list[tuple[float, int, str, wire.Job]] = []
         self._gone = deque[wire.Job]()
         self._durations = Durations(samples)
@@ -128,7 +132,7 @@ class Crowd:
             if self._fate(client, job) == "vanishes":
                 self._gone.append(job)
             elif (blobs := self._received(client, job)) is not None:
-                self._engine.give(Work(client, job, blobs))
+                self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._newcomers else ())))
 
     def _fate(self, client: str, job: wire.Job) -> Fate:
         if job.purpose == "train" and client in self._newcomers:  # a last round that all others dropped out of

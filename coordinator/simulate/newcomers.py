@@ -14,7 +14,8 @@ from edge_agent.training.session import Kept, Session
 def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, float | None]:
     """(head, accuracy of the shared model, accuracy of the head), the latter on the client's own test samples.
 
-    The head is the first of those that the method's bundle offers, with the parameters that the bundle suggests. Where
+    ``received`` holds the pooled batch norm as well where that stays with clients. The head is the first of those that
+    the method's bundle offers, with the parameters that the bundle suggests. Where
     a method shares no encoder, there is nothing to take: the model is the one that everybody starts from.
     """
     method = session.method

@@ -6,11 +6,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from simulation_harness import run, small_plan, write_images
 
+from coordinator.simulate import Prepared, open_simulation
 from edge_agent.bundle import open_bundle
 from edge_agent.data.partition import Division
+from edge_agent.store import read_tensors
+from edge_agent.training.parts import load_arrays
 
 
 @pytest.fixture
@@ -67,6 +71,37 @@ def test_batch_norm_that_stays_with_clients_is_pooled_from_what_they_have_kept(t
     moments = (weights * (variances + means**2)).sum(axis=0)
     np.testing.assert_allclose(found[mean.replace("mean", "var")], moments - expected**2, rtol=1e-5)
     assert not np.allclose(means[0], means[1])
+
+
+@pytest.mark.parametrize("engine", ["serial", "pool"])
+@pytest.mark.parametrize("norm", ["local_stats", "local_all"])
+def test_newcomers_get_the_pooled_batch_norm_as_devices_do_with_a_bundle(tmp_path, call, norm, engine):
+    """Their accuracy with the shared model is that of the exported weights, put together by hand."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(120) % 3
+    pictures = rng.integers(0, 120, (120, 8, 8)).astype(np.uint8)
+    pictures[np.arange(120), :, 2 * labels] += 50  # a brighter column
+    np.savez(tmp_path / "s.npz", inputs=pictures, labels=labels, class_names=np.array(["a", "b", "c"]))
+    changes = {"encoder": "small_cnn", "encoder_params": {"feature_dim": 12, "width": 4}, "rounds": 3, "new_clients": 1}
+    workers = {"engine": engine, "workers": 1 if engine == "pool" else None}
+    quick = {"lr": 0.1, "batch_size": 8, "local_epochs": 2, "norm": norm}
+    plan = small_plan(f"npz:{tmp_path}/s.npz", params=quick, **changes, **workers)
+    prepared = Prepared.of(plan).shared()
+    with open_simulation(prepared, tmp_path / "sim") as simulation:
+        result = simulation.finish()
+        closed = simulation.state.journal.entries(kinds=("round_closed",))[-1]
+        state = read_tensors(simulation.state.blobs.path(closed.digest))
+    assert call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.safetensors")[0] == 0
+    model = prepared.method.build(prepared.task)
+    load_arrays(model, {name: array for name, array in state.items() if name in model.state_dict()})
+    load_arrays(model.encoder, load_file(tmp_path / "e.safetensors"))
+    _, test = prepared.pools.arrays(prepared.division.clients[prepared.newcomers[0]])
+    inputs, truth = torch.from_numpy(test.inputs), torch.from_numpy(test.labels)
+    with torch.no_grad():
+        model.eval()
+        found = (model(inputs).argmax(dim=1) == truth).double().mean().item()
+    assert result["last"]["acc"]["new_global"]["clients_mean"] == pytest.approx(found, abs=1e-9)
+    assert found > 0.7
 
 
 def test_without_a_simulation_or_a_file_it_says_what_is_missing(tmp_path, call):
