@@ -76,8 +76,10 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) ->
                 file.flush()
                 sync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a full disk the system does not say which file
+            error.filename = str(path)
         raise
     if durable:
         sync_folder(path.parent)

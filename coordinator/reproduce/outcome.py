@@ -121,7 +121,8 @@ def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> 
 
 
 def _everybody(result: Mapping[str, Any]) -> int:
-    return int(result["clients"]) - int(result["new_clients"])
+    """How many clients a whole round scores; results of earlier versions take it that all have test samples."""
+    return int(result.get("scored_clients", int(result["clients"]) - int(result["new_clients"])))
 
 
 def _after(result: Mapping[str, Any], average: str) -> float | None:

@@ -9,32 +9,32 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edge_agent.config import parse
-from edge_agent.errors import RunFailed, UsageError
-from edge_agent.store import read_json, sweep, without_syncs, write_atomic, write_json
+from edge_agent.errors import RunFailed
+from edge_agent.store import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
 
-from ..request import Weights
 from ..saying import STATUS_EVERY_S
-from ..service import Coordinator
 from ..store import StateFolder
+from ..words import listed
 from .clients import Crowd
 from .dropouts import Dropouts
 from .engines import Engine
+from .folder import CLIENTS, PARTITION, PLAN, begin, check_is_free, planned, run_in
 from .plan import Plan
-from .prepared import WEIGHTS, Prepared
+from .prepared import LONGEST_SILENCE_S, Prepared
+from .strict import StrictCoordinator, files_kept
 
-__all__ = ["Plan", "Prepared", "Simulation", "open_simulation", "planned"]
+__all__ = ["CLIENTS", "PARTITION", "PLAN", "Plan", "Prepared", "Simulation", "open_simulation", "planned"]
 
-PLAN, PARTITION, CLIENTS = "simulation.json", "partition.json", "clients"
 SHORTEST_PAUSE_S = 0.01
+STALLED_S = 5 * LONGEST_SILENCE_S
+"""Of the standing clock: when it has moved so far without a word from anybody, nothing is going to happen any more."""
 
 
 class StandingClock:
@@ -53,7 +53,7 @@ class Simulation:
     def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
         self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
         self.clock, broker = StandingClock(), MemoryBroker()
-        self.coordinator = Coordinator(
+        self.coordinator = StrictCoordinator(
             prepared.config(state.path), state, broker.transport(), clock=self.clock, stopwatch=time.perf_counter
         )
         plan = prepared.plan
@@ -70,6 +70,7 @@ class Simulation:
         )
         self._pooled: tuple[Outgoing, ...] | None = None
         self._is_over = False
+        self._silent_s = 0.0
 
     def start(self) -> None:
         """Everybody connects."""
@@ -90,22 +91,29 @@ class Simulation:
         return self._is_over
 
     def step(self) -> Job | None:
-        """Let everybody say what they have to say, then let clients work; returns the job that one has done."""
+        """Let everybody say what they have to say, then let clients work; returns the job that one has done.
+
+        Raises:
+            RunFailed: a client or the run cannot go on, or nobody has anything left to do.
+            StateError: files cannot be read or written, on a full disk for example.
+        """
         self.talk()
         return self.work()
 
     def talk(self) -> None:
         """Let everybody say what they have to say."""
-        while self.coordinator.step(0) or self.crowd.hear():
-            pass
+        with files_kept(self.state.path):
+            while self.coordinator.step(0) or self.crowd.hear():
+                self._silent_s = 0.0
         self.coordinator.catch_up(STATUS_EVERY_S)
 
     def work(self) -> Job | None:
         """Let clients work until one has done a job, which is returned; where there is none, the clock moves."""
-        job = self.crowd.work()
+        with files_kept(self.state.path):
+            job = self.crowd.work()
         if job is None:
             self._is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
-            self.clock.now += max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
+            self._pass(max(SHORTEST_PAUSE_S, self.coordinator.idle_s()))
         return job
 
     @property
@@ -135,6 +143,18 @@ class Simulation:
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
         return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
 
+    def _pass(self, seconds: float) -> None:
+        """Let time pass, in which nobody works."""
+        self.clock.now += seconds
+        self._silent_s += seconds
+        if self._silent_s > STALLED_S and not self._is_over:
+            waits = self.coordinator.waits
+            raise RunFailed(
+                f"{self.state.path}: nobody has anything left to do, yet the run waits: {waits.what}, "
+                f"for {listed(waits.whom, 'nobody')}; a message was lost. --resume tries that again; report it if it "
+                "comes back"
+            )
+
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
         """Batch norm that stays with clients, pooled as for a bundle: without it newcomers have no encoder."""
         from .pooling import pooled_of
@@ -159,24 +179,19 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     ``setup``: functions (``module:function``) that each worker process is to call before it begins.
 
     Raises:
-        UsageError: the folder holds something else, or a run that has failed.
-        StateError: another process works there, or what lies there is damaged.
+        UsageError: the folder holds something else, or a run that was asked for otherwise.
+        StateError: another process works there, or what lies there is damaged, lost or does not belong together.
     """
     from .engines.making import engine_for
 
-    is_new = read_json(folder / PLAN) is None
-    if is_new and folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
+    is_new = planned(folder) is None
+    if is_new:
+        check_is_free(folder)
     with without_syncs(folder), StateFolder(folder).open("headwater simulate") as state:
         if is_new:
-            prepared.division.write(folder / PARTITION)
-            if prepared.plan.weights_place is not None:
-                write_atomic(folder / WEIGHTS, prepared.plan.weights_place.read_bytes())
-            write_json(folder / PLAN, prepared.plan.model_dump(mode="json", exclude_defaults=True))
+            begin(prepared, folder)
         sweep(folder / CLIENTS)
-        weights = Weights.of(folder / WEIGHTS) if prepared.plan.weights is not None else None
-        runs = state.journal.runs()
-        run = runs[0] if runs else state.journal.request_run(replace(prepared.request(), weights=weights).body())
+        run = run_in(state, prepared)
         engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
         simulation = Simulation(prepared, state, run, engine)
         try:
@@ -184,14 +199,3 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
             yield simulation
         finally:
             simulation.close()
-
-
-def planned(folder: Path) -> Plan | None:
-    """The plan of the simulation in ``folder``; None where there is none.
-
-    Raises:
-        ConfigError: the file is not a plan.
-        StateError: the file is damaged.
-    """
-    content = read_json(folder / PLAN)
-    return None if content is None else parse(Plan, content, where=str(folder / PLAN))

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from edge_agent import __version__
+from edge_agent.errors import RunFailed, StateError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.flow import Sending
@@ -23,6 +24,7 @@ from ..distribute import Distributor
 from ..roster import Roster
 from .dropouts import Dropouts, Fate
 from .durations import Durations
+from .duties import NOT_KEPT
 from .engines import Done, Engine, Work
 
 log = logging.getLogger(__name__)
@@ -83,13 +85,20 @@ class Crowd:
         return event is not None
 
     def work(self) -> wire.Job | None:
-        """Have jobs done until one is, and say what came out of it; the job, or None where there is none."""
+        """Have jobs done until one is, and say what came out of it; the job, or None where there is none.
+
+        Raises:
+            RunFailed: a client cannot do its job; nobody hears of that, so that it can be tried again.
+            StateError: what a client keeps could not be written.
+        """
         self._hand_out()
         if self._gone:
             return self._gone.popleft()
         if not self._engine.is_busy:
             return None
         done = self._engine.take()
+        if isinstance(done.said, wire.Fault):
+            raise _trouble(done.work, done.said)
         self._durations.note(done.work.client, done.work.job.purpose, done.seconds)
         self._hand_out()  # before anything is said: while this update is looked at, nobody is idle
         self._say_done(done)
@@ -186,3 +195,11 @@ class Crowd:
         self._seq += 1
         stamped = message.model_copy(update={"boot": BOOT, "seq": self._seq})
         self._transport.publish(self._topics.up(client), wire.encode(stamped))
+
+
+def _trouble(work: Work, said: wire.Fault) -> RunFailed | StateError:
+    """A client's fault as an error: in a simulation none is to be expected, and none is the client's own."""
+    where = f"round {work.job.round}" if work.job.purpose == "train" else "the end of the run"
+    if said.error == NOT_KEPT:
+        return StateError(f"{where}, client {work.client}: {said.message}")
+    return RunFailed(f"{where} has failed at {work.client}: {said.error}: {said.message}; --resume tries that again")

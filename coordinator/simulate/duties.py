@@ -25,10 +25,14 @@ from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.tensors import pieces
 
+from ..collect import reason_of
 from .newcomers import fit_head
 from .pools import Pools
 
 log = logging.getLogger(__name__)
+
+NOT_KEPT = OSError.__name__
+"""The `Fault` of a client whose files could not be read or written: trouble of the machine, not of the client."""
 
 Said = TypeVar("Said")
 
@@ -238,6 +242,8 @@ def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire
     """What comes out of a client's work, or what it says when that went wrong; what nobody foresaw is logged."""
     try:
         return work()
+    except OSError as error:
+        return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round)
     except Exception as error:
         if not isinstance(error, HeadwaterError) and not is_out_of_memory(error):
             log.exception("work_broke client=%s", client)

@@ -28,12 +28,14 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 
     ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
     clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder.
+    ``scored_clients`` are those that train and have samples to be scored on.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
     """
     plan, division = prepared.plan, prepared.division
     record, summary = state.journal.replay(run), state.run(run).summary() or {}
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
     last = _last(summary, division, prepared.newcomers)
+    scored = sum(bool(own.test) for client, own in division.clients.items() if client not in prepared.newcomers)
     return {
         "run_id": run,
         "method": plan.method,
@@ -47,6 +49,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "scored_on": "validation" if "validation" in division.settings else "test",
         "clients": len(division.clients),
         "new_clients": plan.new_clients,
+        "scored_clients": scored,
         "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],
         "dropout": plan.dropout,
         "seed": plan.seed,
@@ -56,7 +59,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "precision": plan.precision,
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
-        "best": best_of(rounds, record.round, last, len(division.clients) - plan.new_clients),
+        "best": best_of(rounds, record.round, last, scored),
         "last": {"rounds_done": record.round, "acc": last},
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
@@ -109,8 +112,9 @@ def best_of(
 ) -> dict[str, dict[str, float]]:
     """Scope -> the highest mean, and after how many rounds it was there; the earliest of equals.
 
-    Of rounds only those count in which all clients that train (``everybody`` is their number) were scored: the mean of
-    a few that were drawn is now high, now low, and the highest of many such means says nothing.
+    Of rounds only those count in which all clients that train and have test samples (``everybody`` is their number)
+    were scored: the mean of a few that were drawn is now high, now low, and the highest of many such means says
+    nothing.
     """
     best: dict[str, dict[str, float]] = {}
     for scope, number, found in _every(rounds, done, last, everybody):

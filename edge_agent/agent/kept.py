@@ -27,15 +27,23 @@ class KeptFiles:
         self.folder, self._keep_every = folder, keep_every
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
-        """Keep what came out of a round; on disk when this returns. Of a client that never keeps a thing: no file."""
-        both = together(personal, memory)
-        if not both and not any(self.folder.glob("kept-*.safetensors")):
+        """Keep what came out of a round; on disk when this returns. Of a client that never keeps a thing: no file.
+
+        What was kept of later rounds goes: whoever does an earlier one now was set back to it.
+        """
+        both, before = together(personal, memory), self.rounds()
+        if not both and not before:
             return
         write_tensors(self._path(round_number), both)
-        paths = sorted(self.folder.glob("kept-*.safetensors"))
-        for old, following in list(pairwise(paths))[: 1 - GENERATIONS or None]:
-            if not self._stood(_number(old), _number(following)):
-                old.unlink(missing_ok=True)
+        for later in (number for number in before if number > round_number):
+            self._path(later).unlink(missing_ok=True)
+        for old, following in list(pairwise(self.rounds()))[: 1 - GENERATIONS or None]:
+            if not self._stood(old, following):
+                self._path(old).unlink(missing_ok=True)
+
+    def rounds(self) -> list[int]:
+        """The rounds of which there is a file, in order."""
+        return sorted(int(path.stem.removeprefix("kept-")) for path in self.folder.glob("kept-*.safetensors"))
 
     def before(self, round_number: int) -> tuple[Tensors, Tensors]:
         """(personal tensors, memory) of the newest round before this one; empty when there is none.
@@ -43,13 +51,17 @@ class KeptFiles:
         Raises:
             StateError: the newest file is damaged; it says how to start afresh.
         """
-        earlier = [path for path in sorted(self.folder.glob("kept-*.safetensors")) if path < self._path(round_number)]
+        earlier = [number for number in self.rounds() if number < round_number]
         if not earlier:
             return {}, {}
+        path = self._path(earlier[-1])
         try:
-            return apart(read_tensors(earlier[-1]))
+            return apart(read_tensors(path))
         except CodecError as error:
-            raise StateError(f"{earlier[-1]}: damaged ({error}); remove it to go on from an earlier round") from error
+            raise StateError(
+                f"{path}: damaged ({error}); put it back from a backup, or remove it to go on from an earlier round, "
+                "or from the beginning, with other results than without the damage"
+            ) from error
 
     def _stood(self, first: int, until: int) -> bool:
         """Whether what came out of round ``first`` still stood after a round that is kept, ``until`` replacing it."""
@@ -68,10 +80,6 @@ def together(personal: Tensors, memory: Tensors) -> Tensors:
 def apart(both: Tensors) -> tuple[Tensors, Tensors]:
     """(personal tensors, memory) of what `together` has put together."""
     return _under(_PERSONAL, both), _under(_MEMORY, both)
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("kept-"))
 
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:

@@ -133,7 +133,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, images):
 
 def test_a_client_that_diverges_fails_the_run_and_is_named(tmp_path, images):
     plan = small_plan(images, params={**SMALL, "lr": 1e30})
-    with pytest.raises(RunFailed, match=r"round 1 .*c0: TrainingFailed: client 'c0': loss became nan"):
+    with pytest.raises(RunFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss became nan"):
         run(plan, tmp_path / "sim")
 
 

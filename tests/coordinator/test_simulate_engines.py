@@ -87,6 +87,7 @@ def say(words):
 begun = hear()
 """
 DIES = "say({}); hear(); os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "say({}); hear()"
 NEVER_STARTS = "sys.exit('no module named torch')"
 SAYS_WHERE_BLOBS_ARE = """
 say({})
@@ -144,6 +145,19 @@ def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
     pool.give(work_for())
     with pytest.raises(RunFailed, match=r"exit code 1; its last words: no module named torch; try --engine serial"):
         pool.take()
+
+
+def test_workers_that_die_while_they_have_nothing_to_do_can_start_all_the_same(pool_of):
+    pool = pool_of(WAITS, workers=3)
+    for _ in range(2):
+        while pool._getting_ready:
+            pool._listen_once()
+        gone = set(pool.pids)
+        for pid in gone:
+            os.kill(pid, signal.SIGKILL)
+        while gone & set(pool.pids):
+            pool._listen_once()
+    assert len(pool.pids) == 3
 
 
 def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, tmp_path):

@@ -162,12 +162,11 @@ class Pool:
         why = worker.died_of()
         worker.end()
         log.warning("worker_died number=%d of=%s", worker.number, why)
-        work = self._busy.pop(worker, None)
-        if work is None:
-            self._getting_ready.discard(worker)
+        if worker in self._getting_ready:
+            self._getting_ready.remove(worker)
             self._deaths.before_work(why)
-        else:
-            self._again(work, why)
+        elif worker in self._busy:
+            self._again(self._busy.pop(worker), why)
         self._hire(worker.number)
 
     def _again(self, work: Work, why: str) -> None:

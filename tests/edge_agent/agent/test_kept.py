@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_agent.agent.duties import LAST_ROUND
 from edge_agent.agent.kept import GENERATIONS, KeptFiles
 from edge_agent.errors import StateError
 
@@ -67,7 +68,7 @@ def test_a_damaged_file_is_said_to_be_damaged_and_what_to_do(files):
     files.write(2, *arrays(2))
     newest = max(files.folder.iterdir())
     newest.write_bytes(newest.read_bytes()[:-5])
-    with pytest.raises(StateError, match=r"damaged .* remove it to go on from an earlier round"):
+    with pytest.raises(StateError, match=r"damaged .* remove it to go on from an earlier round, .* other results"):
         files.before(3)
     newest.unlink()
     assert value_before(files, 3) == 1
@@ -80,3 +81,24 @@ def test_what_stood_after_rounds_that_are_kept_stays(tmp_path):
         files.write(number, *arrays(number))
     assert [value_before(files, kept + 1) for kept in (3, 6, 9, 12)] == [2, 6, 8, 12]
     assert sorted(int(path.stem[-7:]) for path in files.folder.iterdir()) == [2, 6, 8, 12, 13, 14]
+
+
+@pytest.mark.parametrize("last", [10, LAST_ROUND])
+def test_a_client_that_is_set_back_forgets_what_it_kept_of_later_rounds(files, last):
+    """Else round 4 would be the oldest of three and go at once, and round 5 would start from nothing."""
+    for number in (9, last):
+        files.write(number, *arrays(number % 100))
+    files.write(4, *arrays(4))
+    assert files.rounds() == [4]
+    files.write(5, *arrays(5))
+    assert files.rounds() == [4, 5]
+    assert value_before(files, 5) == 4
+
+
+def test_what_was_kept_of_rounds_that_were_set_back_goes_and_what_stood_before_stays(tmp_path):
+    files = KeptFiles(tmp_path, keep_every=3)
+    for number in (1, 2, 3, 4, 5, 6, 7, 8):
+        files.write(number, *arrays(number))
+    files.write(5, *arrays(50))
+    assert files.rounds() == [3, 5]
+    assert value_before(files, 6) == 50
