@@ -92,7 +92,13 @@ def _check_place(path: Path, division: Division) -> None:
     """Return quietly where nothing that others rely on would be lost."""
     from edge_agent.data.partition import Division
 
-    if path.exists() and (found := Division.read(path).sha256) != division.sha256:
+    if not path.exists():
+        return
+    try:
+        found = Division.read(path).sha256
+    except UsageError as error:
+        raise UsageError(f"{path} holds something else; choose another --out") from error
+    if found != division.sha256:
         raise UsageError(
             f"{path} holds another partition (hash {found[:16]}, this one has {division.sha256[:16]}), and runs or "
             "devices may rely on it; choose another --out, or remove it first"

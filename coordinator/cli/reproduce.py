@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import DataError, RunFailed, TrainingFailed, UsageError
+from edge_agent.errors import RunFailed, TrainingFailed, UsageError
 from edge_agent.store import write_atomic, write_json
 
 from ..request import Weights
@@ -19,7 +19,7 @@ from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_log
 from .simulate import run_plan
 
 if TYPE_CHECKING:
-    from ..reproduce import Cell, Outcome, Reproduction, Table
+    from ..reproduce import Cell, Outcome, Reproduction
 
 Name = Annotated[
     str | None, typer.Argument(metavar="TABLE", help="Name of a table, or its TOML file; none: list the tables.")
@@ -38,7 +38,7 @@ Workers = Annotated[int | None, typer.Option("--workers", help="As for simulate.
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Run rows that failed once more, from their beginning.")]
+Again = Annotated[bool, typer.Option("--again", help="Try rows that failed once more, going on where they can.")]
 OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; tell what is there so far.")]
 
 
@@ -85,10 +85,7 @@ def reproduce(
     asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))
     cells = asked.cells()
     if not only_show:
-        for cell in cells:
-            if again and cell.failure:
-                cell.forget()
-        _run_all(asked.table, cells, lambda: _write(asked, cells))
+        _run_all(asked, cells, again=again)
     found = outcomes(asked.table, cells)
     if as_json:
         print_json(_told(asked, found))
@@ -119,25 +116,29 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return found
 
 
-def _run_all(wanted: Table, cells: Sequence[Cell], write: Callable[[], object]) -> None:
-    begun = {cell.folder: cell.is_begun() for cell in cells}  # all of them first: nothing is run that will not fit
-    missing = [cell for cell in cells if not (cell.is_over or cell.failure)]
-    for place, cell in enumerate(missing, 1):
+def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
+    from ..reproduce import with_advice
+
+    missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
+    asked.check(missing)
+    is_begun = {cell.folder: not (again and cell.is_lost) and cell.is_begun() for cell in cells}
+    for place, cell in enumerate(missing, 1):  # only now: nothing is run that will not fit
         console.print(f"{place} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
+        if again:
+            cell.forgive()
         try:
-            run_plan(cell.plan, cell.folder, resume=begun[cell.folder])
-        except DataError as error:
-            raise DataError(f"{error}. {wanted.get_data}".strip()) from error
-        except (RunFailed, TrainingFailed) as error:
+            with with_advice(asked.table):
+                run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder])
+        except (RunFailed, TrainingFailed, UsageError) as error:
             cell.fail(str(error))
-            console.print(f"{cell} failed: {error}; --again runs it once more", soft_wrap=True)
+            console.print(f"{cell} failed: {error}; --again tries once more", soft_wrap=True)
         except KeyboardInterrupt:
-            write()
+            _write(asked, cells)
             words = " ".join(shlex.quote(word) for word in ("headwater", *sys.argv[1:]))
             console.print(f"stopped in {cell}; nothing is lost, the same command goes on: {words}", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
-        write()
-    write()
+        _write(asked, cells)
+    _write(asked, cells)
 
 
 def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:

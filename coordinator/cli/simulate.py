@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -175,19 +175,21 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     given |= {name: parameters(typed[option] or []) for name, option in pairs.items()}
     given["data"] = tuple(typed["data"] or ())
     given["weights"] = None if typed["weights"] is None else typed["weights"].expanduser().absolute()
+    if (typed["partition"] or "").endswith(".json"):
+        given["partition"] = str(Path(typed["partition"]).expanduser().absolute())
     given |= shares(typed["fraction"])
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
 
 
-def sources(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The data sources that were given.
+def sources(given: Any) -> Any:
+    """The data sources that were given, of which a file may hold a single one; what is no source stays, to be told.
 
     Raises:
         UsageError: none was.
     """
     if not given:
         raise UsageError("no data: give a source, for example --data digits, or --data idx:FOLDER")
-    return tuple(given)
+    return (given,) if isinstance(given, str) else given
 
 
 def shares(text: str | None) -> dict[str, float | None]:
@@ -293,11 +295,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
         raw |= _anchored(read_toml(config), config.absolute().parent)
     if "data" in wished and config is not None:
         raw["folder"] = str(Path.cwd())
-    if isinstance(raw.get("data"), str):
-        raw["data"] = [raw["data"]]
-    raw |= {
-        name: {**raw.get(name, {}), **value} if isinstance(value, dict) else value for name, value in wished.items()
-    }
+    raw |= {name: _on_top(value, raw.get(name)) for name, value in wished.items()}
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
     folder = out or Path(f"simulation-{plan.method}-{Path(plan.partition).stem}-seed{plan.seed}")
@@ -306,11 +304,18 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     return plan, folder
 
 
+def _on_top(value: Any, below: Any) -> Any:
+    """What was typed over what the file has; where that should be a table and is none, it stays, to be told."""
+    if not isinstance(value, dict) or below is None:
+        return value
+    return {**below, **value} if isinstance(below, dict) else below
+
+
 def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Files that a file names count from that file, also where its data are replaced by others."""
-    files = {"weights": raw.get("weights"), "partition": raw.get("partition")}
-    files = {name: place for name, place in files.items() if name == "weights" or str(place).endswith(".json")}
-    return raw | {name: str(folder / Path(str(place)).expanduser()) for name, place in files.items() if place}
+    files = {name: place for name in ("folder", "weights", "partition") if isinstance(place := raw.get(name), str)}
+    files = {name: place for name, place in files.items() if name != "partition" or place.endswith(".json")}
+    return raw | {name: str(folder / Path(place).expanduser()) for name, place in files.items() if place}
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:

@@ -49,7 +49,7 @@ class Hosts:
         """``folder``: for the words of the processes, which are dealt the clients in turn."""
         self.max_payload_bytes, self.traffic = DEFAULT_MAX_PAYLOAD_BYTES, Traffic()
         self._topics, self._wake = Topics(configs[0].federation), wake
-        self._events = queue.SimpleQueue[Message]()
+        self._events, self._is_called = queue.SimpleQueue[Message](), False
         self.processes = [
             HostedProcess(number, configs[number::processes], folder, self._deliver)
             for number in range(min(processes, len(configs)))
@@ -92,6 +92,7 @@ class Hosts:
 
     def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - whoever waits is woken
         """What has been said, if anything has; never waits."""
+        self._is_called = False  # before looking: whoever puts something in afterwards calls again
         try:
             return self._events.get_nowait()
         except queue.Empty:
@@ -105,9 +106,9 @@ class Hosts:
         return {client: why for process in self.processes for client, why in process.away().items()}
 
     def _deliver(self, message: Message) -> None:
-        was_empty = self._events.empty()
         self._events.put(message)
-        if was_empty:
+        if not self._is_called:  # one call is enough for all that wait to be heard
+            self._is_called = True
             self._wake()
 
 
@@ -179,7 +180,7 @@ class HostedProcess:
 
     def _lived(self) -> str:
         """What one process died of, or why it could not be started; this thread outlives whatever happens."""
-        self._outgoing = outgoing = _Outgoing()
+        outgoing = _Outgoing()
         try:
             process = self._begin(outgoing)
             return "" if process is None else self._listen_to(process, outgoing)
@@ -191,6 +192,7 @@ class HostedProcess:
     def _begin(self, outgoing: _Outgoing) -> subprocess.Popen[bytes] | None:
         """A new process that is told who is in it; None when we are to stop."""
         outgoing.put("begin", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
+        self._outgoing = outgoing  # only now: it takes the first thing that it is told for its configuration
         pipe = subprocess.PIPE
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._starting, self._log.open("wb") as words:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .cells import Cell, Reproduction
 from .definition import Table, names, read_table
+from .mistakes import with_advice
 from .outcome import Outcome, outcomes, promises
 from .pages import curves, markdown
 
@@ -18,4 +19,5 @@ __all__ = [
     "outcomes",
     "promises",
     "read_table",
+    "with_advice",
 ]

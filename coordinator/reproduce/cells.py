@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_agent import data, methods
+from edge_agent import data, methods, models
 from edge_agent.config import parse
 from edge_agent.errors import UnknownName, UsageError
 from edge_agent.store import read_json, write_json
@@ -18,7 +19,8 @@ from ..simulate import Plan, planned
 from ..simulate.plan import HOW_NOT_WHAT
 from ..simulate.prepared import WEIGHTS
 from ..store import StateFolder
-from .definition import Column, Row, Table, slug
+from .definition import Column, Row, Table, data_of, slug
+from .mistakes import Mistakes, check_places
 
 FAILED, RESULT = "failed.json", "result.json"
 
@@ -61,10 +63,18 @@ class Cell:
         with StateFolder(self.folder).look() as state:
             return len(state.journal.entries(kinds=("round_closed",)))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its run has ended without a result: nothing can go on with it."""
+        if self.is_over or planned(self.folder) is None:
+            return False
+        with StateFolder(self.folder).look() as state:
+            return any(state.journal.replay(run).status in {"failed", "cancelled"} for run in state.journal.runs())
+
     def is_there(self) -> bool:
-        """Whether its folder holds a run of what it asks for."""
+        """Whether its folder holds a run of what it asks for, or why there is none."""
         try:
-            return self.is_begun()
+            return self.is_begun() or bool(self.failure)
         except UsageError:
             return False
 
@@ -72,9 +82,12 @@ class Cell:
         """Note that it has come to no result."""
         write_json(self.folder / FAILED, {"reason": reason})
 
-    def forget(self) -> None:
-        """Remove what is left of it, so that it can be run anew."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def forgive(self) -> None:
+        """Forget that it has failed. Its run stays, to be gone on with, unless that is lost."""
+        if self.is_lost:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            (self.folder / FAILED).unlink(missing_ok=True)
 
     def is_begun(self) -> bool:
         """Whether there is a run to go on with.
@@ -118,38 +131,55 @@ class Reproduction:
         """All wanted simulations, seeds last: a table with one seed is whole before the second begins.
 
         Raises:
-            UsageError: rows or columns that the table does not have, no data, or a plan that cannot be.
+            UnknownName: rows or columns that the table does not have.
+            ConfigError: simulations that cannot be, wanted or not, for all of them go into the table; all mistakes are
+                listed.
         """
         rows = chosen(self.table.rows, self.rows, "row")
         columns = chosen(self.table.columns, self.columns, "column")
-        return [
-            self._cell(row, column, seed)
-            for seed in self.seeds or self.table.seeds
-            for column in columns
-            for row in rows
-        ]
+        return [cell for cell in self._all_cells() if cell.row in rows and cell.column in columns]
 
     def shown(self, cells: Sequence[Cell]) -> list[Cell]:
         """The wanted cells, and all others of the same seeds of which there is something in the folder."""
         wanted = {cell.folder for cell in cells}
-        return [cell for cell in replace(self, rows=(), columns=()).cells() if cell.folder in wanted or cell.is_there()]
+        return [cell for cell in self._all_cells() if cell.folder in wanted or cell.is_there()]
 
-    def _cell(self, row: Row, column: Column, seed: int) -> Cell:
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Return quietly where all that these cells are to begin with is there; no sample is read.
+
+        Raises:
+            ConfigError: it is not; everything that is missing is listed.
+            MissingCapability: a package that a source needs is not installed.
+        """
+        check_places(self.table, cells, self.name)
+
+    def _all_cells(self) -> list[Cell]:
+        cells, mistakes = list[Cell](), Mistakes(self.table)
+        for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
+            raw = self._raw(row, column, seed)
+            with mistakes.of(row, column):
+                methods.create(raw["method"], raw["params"])
+            with mistakes.of(row, column):
+                folder = self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}"
+                cells.append(Cell(row, column, seed, self._plan(raw), folder))
+        mistakes.check(self.name)
+        return cells
+
+    def _plan(self, raw: Mapping[str, Any]) -> Plan:
+        if not raw.get("data"):
+            raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
+        plan = parse(Plan, raw, where="plan")
+        if plan.encoder is not None and plan.encoder not in models.names():
+            raise UnknownName("encoder", plan.encoder, models.names())
+        return plan
+
+    def _raw(self, row: Row, column: Column, seed: int) -> dict[str, Any]:
         layers = (self.table.plan, column.plan, row.plan, dict(self.changes))
         raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "seed": seed}
         for layer in layers:
             raw |= {name: value for name, value in layer.items() if name != "params"}
         raw["params"] = dict(_merged(layer.get("params", {}) for layer in layers)) | row.params
-        if isinstance(raw.get("data"), str):
-            raw["data"] = (raw["data"],)
-        if not raw.get("data"):
-            raise UsageError(f"{self.table.title}: give its data with --data. {self.table.get_data}".strip())
-        plan = parse(Plan, raw, where=f"{row.name}, {column.name}")
-        try:
-            methods.create(plan.method, plan.params)
-        except UsageError as error:
-            raise UsageError(f"row '{row.name}': {error}") from error
-        return Cell(row, column, seed, plan, self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}")
+        return data_of(raw)
 
 
 def _places(plan: Plan) -> list[tuple[str, str, dict[str, str]]]:

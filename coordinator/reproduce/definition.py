@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError
 
-from edge_agent.config import parse, read_toml
-from edge_agent.errors import UnknownName
+from edge_agent.config import mistakes_of, parse, read_toml
+from edge_agent.errors import ConfigError, UnknownName
 from edge_agent.task import Frozen
+
+from ..simulate import Plan
 
 FOLDER = Path("reproduce")
 
@@ -63,13 +65,8 @@ class Table(Frozen):
     promises: tuple[Promise, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @model_validator(mode="after")
-    def _names_meet(self) -> Table:
-        if mistakes := list(self._mistakes()):
-            raise ValueError("; ".join(mistakes))
-        return self
-
-    def _mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[str]:
+        """What of it does not go together, and fields of simulations that cannot be in any."""
         if len(set(self.seeds)) < len(self.seeds):
             yield "a seed is given twice: that is not another run"
         rows, columns = [row.name for row in self.rows], [column.name for column in self.columns]
@@ -83,6 +80,28 @@ class Table(Frozen):
         for promise in self.promises:
             meant = {promise.row, *promise.above} - {"all", *rows}
             yield from (f"promise about '{name}', which is no row" for name in sorted(meant))
+        yield from _mistakes_in(self.plan, "[plan]")
+        for kind, layers in (("row", self.rows), ("column", self.columns)):
+            for layer in layers:
+                yield from _mistakes_in(layer.plan, f"plan of {kind} '{layer.name}'")
+
+
+def data_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a simulation, of which ``data`` may be a single source."""
+    given = fields.get("data")
+    return {**fields, "data": (given,)} if isinstance(given, str) else dict(fields)
+
+
+def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
+    """Fields that no simulation has, or not with such values; whether fields go together is seen with all of them."""
+    try:
+        Plan.model_validate({"data": ("not given yet",), **data_of(plan)})
+    except ValidationError as error:
+        are_of_fields = all(detail["loc"] for detail in error.errors())
+        return [f"{where}: {mistake}" for mistake in mistakes_of(error, Plan)] if are_of_fields else []
+    except UnknownName as error:
+        return [f"{where}: {error}"]
+    return []
 
 
 def slug(name: str) -> str:
@@ -106,7 +125,10 @@ def read_table(name: str) -> Table:
     path = Path(name) if name.endswith(".toml") else _home() / f"{name}.toml"
     if not path.exists() and not name.endswith(".toml"):
         raise UnknownName("table", name, names())
-    return parse(Table, read_toml(path), where=str(path))
+    table = parse(Table, read_toml(path), where=str(path))
+    if mistakes := list(table.mistakes()):
+        raise ConfigError(str(path), mistakes)
+    return table
 
 
 def _home() -> Path:

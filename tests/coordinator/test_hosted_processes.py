@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
 from coordinator.store import StateFolder
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.wire import messages as wire
+from edge_agent.wire.transport import Message
 
 SOURCE = "digits:optdigits?n=160"
 LIMIT_S = 60.0
@@ -247,3 +249,56 @@ def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch)
         assert 12 <= hosts.traffic.dropped <= 15, "a pipe holds 64 kB, and 400 kB wait"
     finally:
         hosts.close()
+
+
+SAYS_WHAT_IT_HEARS_FIRST = """
+import struct, sys, threading
+name, size = struct.unpack("<HI", sys.stdin.buffer.read(6))
+topic, payload = b"fl/1/home/s/h", b"online " + sys.stdin.buffer.read(name)
+sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
+sys.stdout.buffer.flush()
+threading.Event().wait()
+"""
+
+
+def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(tmp_path, monkeypatch):
+    class Slow(AgentConfig):
+        def model_dump(self, **options):
+            hosts.publish("fl/1/home/b/0123", b"news")
+            return super().model_dump(**options)
+
+    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST))
+    config = Slow(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
+    hosts = Hosts([config], 1, tmp_path / "words", lambda: None)
+    hosts.start()
+    try:
+        said = until(lambda: hosts.receive(0), "it is there")
+    finally:
+        hosts.close()
+    assert said.payload == b"online begin"
+
+
+def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(tmp_path):
+    class Interleaved(queue.SimpleQueue):
+        def put(self, item):
+            while hosts.receive(0):
+                pass
+            super().put(item)
+
+    config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
+    woken = []
+    hosts = Hosts([config], 1, tmp_path, lambda: woken.append(1))
+    hosts._events = Interleaved()
+    for number in range(3):
+        hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
+        assert len(woken) == number + 1
+
+
+def test_whoever_is_woken_already_is_not_woken_for_each_word(tmp_path):
+    config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
+    woken = []
+    hosts = Hosts([config], 1, tmp_path, lambda: woken.append(1))
+    for number in range(5):
+        hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
+    assert len(woken) == 1
+    assert [hosts.receive(0).payload for _ in range(5)] == [bytes([number]) for number in range(5)]

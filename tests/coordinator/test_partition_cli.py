@@ -100,6 +100,14 @@ def test_a_partition_that_others_rely_on_is_not_replaced(call, tmp_path):
     assert call("iid", "--clients", 3, "--data", "npz:i.npz")[0] == 0, "the same partition again is no loss"
 
 
+@pytest.mark.parametrize("content", ["my notes", '{"notes": 1}', "[]", ""])
+def test_a_file_that_is_no_partition_is_not_replaced(call, tmp_path, content):
+    (tmp_path / "a.txt").write_text(content)
+    code, _, err = call("iid", "--clients", 3, "--data", "npz:i.npz", "--out", "a.txt")
+    assert (code, err) == (2, "headwater: a.txt holds something else; choose another --out\n")
+    assert (tmp_path / "a.txt").read_text() == content
+
+
 def test_a_picture_that_cannot_be_is_told_before_anything_is_written(call, tmp_path):
     assert call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "who")[0] == 2
     assert not (tmp_path / "partition.json").exists()

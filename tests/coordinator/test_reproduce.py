@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from reproduction_harness import TABLE, write_table
 from safetensors.numpy import save_file
 
 from coordinator import reproduce
@@ -17,53 +18,12 @@ from coordinator.reproduce.pages import said
 from coordinator.simulate.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
 
-TABLE = """
-title = "Two methods"
-source = "a paper"
-measure = "accuracy"
-tolerance = 5
-get_data = "Get it from the shelf."
-[plan]
-data = "npz:i.npz"
-clients = 3
-rounds = 2
-encoder = "linear"
-encoder_params = { feature_dim = 4 }
-device = "cpu"
-engine = "serial"
-[plan.params]
-lr = 0.05
-batch_size = 8
-[[columns]]
-name = "even"
-[[columns]]
-name = "odd"
-plan = { partition = "dirichlet", alpha = 0.7, min_size = 2 }
-doubt = "odd numbers"
-[[rows]]
-name = "Local"
-method = "local"
-paper = { even = 40.0, odd = 99.0 }
-[[rows]]
-name = "Fed Avg"
-method = "fedavg"
-scope = "global"
-paper = { even = 33.3 }
-params = { lr = 0.01 }
-note = "smaller steps"
-[[promises]]
-row = "Local"
-"""
-
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with 60 images of 4 x 4 in three classes, and a table about them; it is the working folder."""
     monkeypatch.chdir(tmp_path)
-    labels = np.arange(60) % 3
-    inputs = np.random.default_rng(0).integers(0, 256, (60, 4, 4)).astype(np.uint8)
-    np.savez(tmp_path / "i.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
-    (tmp_path / "t.toml").write_text(TABLE)
+    write_table(tmp_path)
     return tmp_path
 
 

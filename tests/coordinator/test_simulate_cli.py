@@ -135,6 +135,39 @@ def test_a_file_holds_what_options_say_and_options_win(call, images, tmp_path):
     assert (result["params"]["lr"], result["params"]["batch_size"]) == (0.25, 8)
 
 
+def test_places_count_from_where_they_are_given_the_command_line_or_the_file(call, images, tmp_path):
+    """Two partitions of one name: of two clients here, of three beside the file."""
+    (tmp_path / "plans").mkdir()
+    for clients, place in ((2, "."), (3, "plans")):
+        made = (*images, "--clients", clients, "--rounds", 1, "--out", f"made-{clients}")
+        assert call(*made)[0] == 0
+        Path(f"made-{clients}/partition.json").rename(Path(place) / "p.json")
+    Path("plans/plan.toml").write_text('data = "npz:i.npz"\nfolder = ".."\npartition = "p.json"\nrounds = 1\n')
+    for typed, clients in (((), 3), (("--partition", "p.json"), 2)):
+        words = ("--config", "plans/plan.toml", *images[2:], *typed)
+        code, out, err = call(*words, "--out", f"sim-{clients}", "--json")
+        assert code == 0, err
+        assert json.loads(out)["clients"] == clients
+
+
+@pytest.mark.parametrize(
+    "line, typed",
+    [
+        ("data = 5", ()), ("data = { a = 1 }", ()), ("data = [[]]", ("--rounds", 1)), ("params = 5", ()),
+        ("params = 5", ("--set", "lr=1")), ("params = [1]", ("--set", "lr=1")), ("input = 5", ("--input", "mean=1")),
+        ('encoder_params = "x"', ("--encoder-param", "a=1")), ("partition = 5", ()), ("weights = 5", ()),
+        ("weights = { a = 1 }", ()), ("folder = 5", ()),
+    ],
+)  # fmt: skip
+def test_values_of_the_wrong_kind_in_a_file_are_its_mistakes(call, images, tmp_path, line, typed):
+    name = line.partition(" ")[0]
+    Path("plan.toml").write_text(line + ("" if name == "data" else '\ndata = "npz:i.npz"') + "\n")
+    code, _, err = call("--config", "plan.toml", *typed)
+    assert code == 2
+    assert err.startswith("headwater: plan.toml: ")
+    assert f"  - {name}" in err
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -199,7 +232,8 @@ def test_a_run_that_failed_says_so_again_when_it_is_resumed(call, images):
     for words in ((*images, *SHORT, "--set", "lr=1e30", "--out", "sim"), ("--resume", "--out", "sim")):
         code, out, err = call(*words)
         assert (code, out) == (1, "")
-        assert "client 'c0': loss became nan" in err
+        assert "client 'c1': loss became nan" in err
+        assert "--resume" in err
 
 
 def test_a_terminal_gets_a_bar_with_the_time_that_is_left(call, images, monkeypatch):
