@@ -169,6 +169,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def without_home(error: RuntimeError) -> UsageError | None:
+    """The mistake behind what Python says when a path begins with ``~`` and has no home to begin at; else None."""
+    if "home directory" not in str(error):
+        return None
+    return UsageError("a path begins with '~' and the name of a user who is not known here; write the path out")
+
+
 def cause(error: BaseException) -> str:
     """Why something failed, in words: what Python or the system says, without class names and error numbers."""
     if isinstance(error, json.JSONDecodeError):

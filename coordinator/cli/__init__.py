@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause
+from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
 
 __all__ = ["main"]
 
@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_report(error, error.exit_code, as_json="--json" in given))
     except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
         sys.exit(_report(_in_words(error), HeadwaterError.exit_code, as_json="--json" in given))
+    except RuntimeError as error:
+        if (mistake := without_home(error)) is None:
+            raise
+        sys.exit(_report(mistake, mistake.exit_code, as_json="--json" in given))
 
 
 def _run(given: list[str]) -> None:

@@ -371,7 +371,7 @@ def _how_to_go_on(folder: Path) -> str:
 
     plan = planned(folder)
     if plan is None:
-        return "stopped before the run began; nothing has been written"
+        return "stopped before the run began; the same command begins it"
     with StateFolder(folder).look(create=True) as state:
         runs = state.journal.runs()
         closed = state.journal.replay(runs[0]).round if runs else 0

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError, UsageError
+from ..errors import HeadwaterError, UsageError, without_home
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "be an agent: join a federation until told to stop"),
@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except HeadwaterError as error:
         return _report(error, as_json=arguments.json)
+    except RuntimeError as error:
+        if (mistake := without_home(error)) is None:
+            raise
+        return _report(mistake, as_json=arguments.json)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

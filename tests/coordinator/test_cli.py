@@ -344,3 +344,10 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
         "run-0001: waits: round 1: 0 of 2 updates are here (from a, b)",
         "run-0001: round 1 of 2 is closed",
     ]
+
+
+def test_a_home_that_nobody_has_is_told(call, tmp_path):
+    code, out, err = call("partition", "iid", "--data", "images:~nobody-of-this-name/x", "--clients", 2, "--json")
+    assert code == 2
+    assert "write the path out" in err
+    assert json.loads(out)["error"]["kind"] == "UsageError"

@@ -117,7 +117,7 @@ def test_ctrl_c_before_the_run_leaves_nothing(call, images, monkeypatch, tmp_pat
     monkeypatch.setattr(Prepared, "of", interrupted)
     code, _, err = call(*images, *SHORT, "--out", "sim")
     assert code == 130
-    assert "nothing has been written" in err
+    assert "the same command begins it" in err
     assert not (tmp_path / "sim").exists()
 
 

@@ -258,3 +258,10 @@ def test_a_reader_that_stops_early_leaves_no_traceback(place):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_a_home_that_nobody_has_is_told(place, capsys):
+    data = "images:~nobody-of-this-name/x"
+    code = main(["fit", "--bundle", "b.hwb", "--data", data, "--head", "lr", "--out", "h"])
+    assert code == 2
+    assert "write the path out" in capsys.readouterr().err
