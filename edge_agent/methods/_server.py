@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -40,7 +40,7 @@ def towards(state: State, mean: Tensors, rate: float) -> Tensors:
     return {**mean, **moved}
 
 
-class ServerSteps(FedAvg, ABC):
+class ServerSteps(FedAvg):
     """FedAvg whose server makes a step of its own from the mean change of a round."""
 
     def broadcast(self, state: State) -> Tensors:

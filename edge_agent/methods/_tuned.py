@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from ..task import Tensors
@@ -22,13 +23,13 @@ class Tuned(Base):
         """Parts that fine-tuning changes."""
         return ("head",)
 
+    @abstractmethod
     def tune(self, client: Client) -> None:
         """Train ``client.model``, which is put back afterwards.
 
         Raises:
             TrainingFailed: the loss is not finite, or the data do not allow a step.
         """
-        raise NotImplementedError
 
     def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
         """Make the tuned copy and keep it in memory."""

@@ -11,6 +11,7 @@ part ``encoder``). Extra arrays that are not weights (prototypes, statistics) st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -118,7 +119,7 @@ class Update:
     tensors: Tensors
 
 
-class Method:
+class Method(ABC):
     """One federated algorithm. Subclasses state what travels and override the verbs in which they differ."""
 
     Params: ClassVar[type[MethodParams]] = MethodParams
@@ -171,7 +172,7 @@ class Method:
         """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
         return ""
 
-    def check(self, task: Task) -> None:
+    def check(self, task: Task) -> None:  # noqa: B027 - most methods can do every task
         """Nothing, where the method can do this task; asked before a run is taken.
 
         Raises:
@@ -220,13 +221,13 @@ class Method:
         """What is known of this method's ``local_update`` where it is marked as `plain`; else None."""
         return _PLAIN.get(cls.local_update)
 
+    @abstractmethod
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Train on local data from ``received`` (already loaded into ``client.model``); returns what is sent.
 
         Raises:
             TrainingFailed: the loss is not finite, or the data do not allow a step.
         """
-        raise NotImplementedError
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities (n, K) float32 of this client's personal model."""
@@ -249,7 +250,7 @@ class Method:
 
         return {"encoder": features_of(client.model, inputs)}
 
-    def personalize(self, client: Client, received: Tensors) -> None:
+    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: B027 - many have nothing to fit
         """After the last round: fit what is personal to the final shared parts; default: nothing."""
 
     # --- export ----------------------------------------------------------------------------------------------------

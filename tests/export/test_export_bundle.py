@@ -12,7 +12,6 @@ from edge_agent import methods
 from edge_agent.bundle import fingerprint, install, open_bundle
 from edge_agent.encoder import Encoder
 from edge_agent.errors import ExportRejected
-from edge_agent.methods.base import Method
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
@@ -240,10 +239,7 @@ def test_a_method_that_shares_no_encoder_has_nothing_to_export(task):
 
 
 def test_batch_norm_that_stayed_on_devices_must_be_pooled_first(state, task):
-    class KeepsStatistics(Method):
-        norm = "local_stats"
-
-    method = KeepsStatistics()
+    method = methods.create("fedavg", {"norm": "local_stats"})
     sent = {name: array for name, array in state.items() if "running" not in name}
     with pytest.raises(ExportRejected, match=r"2 tensors of the encoder are not in the state.*norm local_stats"):
         model_from_state(method, task, sent)
