@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from reproduction_harness import TABLE, write_table
+from reproduction_harness import TABLE
 from safetensors.numpy import save_file
 
 from coordinator import reproduce
@@ -17,20 +16,6 @@ from coordinator.reproduce import Reproduction, Table, outcome, read_table
 from coordinator.reproduce.pages import said
 from coordinator.simulate.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with 60 images of 4 x 4 in three classes, and a table about them; it is the working folder."""
-    monkeypatch.chdir(tmp_path)
-    write_table(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def call(call):
-    return functools.partial(call, "reproduce")
-
 
 # --- the tables that come with the project ---------------------------------------------------------------------------
 

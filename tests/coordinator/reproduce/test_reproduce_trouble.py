@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import pytest
-from reproduction_harness import TABLE, write_table
+from reproduction_harness import TABLE
 
 from coordinator.ending import end_run
 from coordinator.reproduce import Reproduction, read_table
@@ -16,19 +15,6 @@ from edge_agent.errors import ConfigError, RunFailed
 
 BAD_ROW = '[[rows]]\nname = "Bad"\nmethod = "{method}"\nparams = {params}\nplan = {plan}\n'
 LOCAL = ("t.toml", "--row", "local", "--column", "even")
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with 60 images, and a table about them; it is the working folder."""
-    monkeypatch.chdir(tmp_path)
-    write_table(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def call(call):
-    return functools.partial(call, "reproduce")
 
 
 @pytest.fixture
