@@ -14,7 +14,7 @@ from pydantic import Field
 
 from edge_agent import methods
 from edge_agent.agent.duties import Duties
-from edge_agent.methods.base import Exactness, MethodParams
+from edge_agent.methods.base import Client, Exactness, MethodParams
 from edge_agent.methods.base import Method as Base
 from edge_agent.task import Task, Tensors
 from edge_agent.wire.messages import Job, Report, UpdateManifest
@@ -56,6 +56,10 @@ class Method(Base):
         arrays = {f"array{number:02d}": torch.nn.Parameter(torch.rand(size)) for number in range(ARRAYS)}
         return Parts(encoder=torch.nn.ParameterDict(arrays))
 
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """The received tensors plus the client's number."""
+        return plus(received, number_of(client.id))
+
 
 class NoDuties(Duties):
     """Duties of an agent that adds a number instead of training."""
@@ -64,13 +68,18 @@ class NoDuties(Duties):
         """The received tensors plus a number (or an upload of another size), or an empty report."""
         if job.purpose == "finish":
             return Report(run=job.run, samples=1)
-        step = np.float32(1 + zlib.crc32(self.config.id.encode()) % 97)
+        step = number_of(self.config.id)
         upload_bytes = int(job.params.get("upload_bytes", 0))
-        update = {"array": upload(upload_bytes, float(step) + job.round)} if upload_bytes else plus(received, step)
+        update = {"array": upload(upload_bytes, step + job.round)} if upload_bytes else plus(received, step)
         return self.outbox.put(update, run=job.run, round_number=job.round, samples=1, metrics={})
 
 
-def plus(received: Tensors, step: np.float32) -> Tensors:
+def number_of(client: str) -> int:
+    """1 to 97, by the client's id."""
+    return 1 + zlib.crc32(client.encode()) % 97
+
+
+def plus(received: Tensors, step: int) -> Tensors:
     """All arrays plus ``step``."""
     return {name: array + step for name, array in received.items()}
 
