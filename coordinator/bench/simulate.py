@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import MeasuringFailed, RunFailed
+from edge_agent.errors import MeasuringFailed
 
 from ..simulate import Plan, Prepared, Simulation, open_simulation
 from ..simulate.engines.choice import cores
 from . import w1
 from .figures import Row, median
+from .memory import memory_rows
 from .processes import Measured, answer, module, tell, usage
 
 BUDGETS = {"fedavg": 1.05, "fedpac": 1.25}
 EVALUATION_BUDGET = 1.2
-MEMORY_BUDGET = 1.1
-FEW, SAMPLE_EVERY_S = 4, 0.05
 SETUP = ("coordinator.bench.w1:register",)
 
 
@@ -208,89 +206,12 @@ def _arrays(prepared: Prepared) -> dict[str, np.ndarray]:
     return found
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory_rows(size: Size, folder: Path) -> list[Row]:
-    """Most memory that a simulation of few and of many clients with ResNet18 takes, all its processes together.
-
-    Raises:
-        MeasuringFailed: a process ended, or the run failed.
-    """
-    few = memory_mb(min(FEW, size.many), size.workers or cores(), folder / "few")
-    many = memory_mb(size.many, size.workers or cores(), folder / "many")
-    return [
-        Row(f"ResNet18, {min(FEW, size.many)} clients: all processes", few, "MB"),
-        Row(f"ResNet18, {size.many} clients: all processes", many, "MB"),
-        Row(f"ResNet18, {size.many} clients over {min(FEW, size.many)}", many / few, "x", MEMORY_BUDGET),
-    ]
-
-
-def memory_mb(clients: int, workers: int, folder: Path) -> float:
-    """Most memory in MB (10^6 bytes) of two rounds with four pictures for each client; shared pages count once.
-
-    Raises:
-        MeasuringFailed: the run failed.
-    """
-    folder.mkdir(parents=True)
-    rng, count = np.random.default_rng(0), 5 * clients
-    pictures, labels = rng.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8), np.arange(count) % 2
-    np.savez(folder / "pictures.npz", inputs=pictures, labels=labels, class_names=np.array(["a", "b"]))
-    plan = Plan(
-        data=(f"npz:{folder}/pictures.npz",),
-        clients=clients,
-        rounds=2,
-        encoder="resnet18",
-        device="cpu",
-        engine="pool",
-        workers=min(workers, clients),
-        evaluate_every=0,
-    )
-    with open_simulation(Prepared.of(plan).shared(), folder / "run") as simulation, _watched(simulation) as most:
-        try:
-            simulation.finish()
-        except RunFailed as error:
-            raise MeasuringFailed(str(error)) from error
-    return most[0]
-
-
-@contextlib.contextmanager
-def _watched(simulation: Simulation) -> Iterator[list[float]]:
-    """The most that all processes of a simulation took together, so far: one number, in MB."""
-    most, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(SAMPLE_EVERY_S):
-            with contextlib.suppress(OSError):  # a worker that has just ended
-                most[0] = max(most[0], sum(map(proportional_mb, (os.getpid(), *simulation.engine.pids))))
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield most
-    finally:
-        over.set()
-        thread.join()
-
-
-def proportional_mb(pid: int) -> float:
-    """Memory of a process in MB (10^6 bytes), of what it shares with others its part.
-
-    Raises:
-        OSError: there is no such process, or this system does not tell.
-    """
-    for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise OSError(f"process {pid} tells nothing of its memory")
-
-
 def report(size: Size, folder: Path) -> dict[str, Any]:
     """Everything: seconds of each round, and the figures."""
     source = data_source(folder, size)
     turns = [measure(method, source, size, folder / method) for method in size.methods]
     rows = [row for one in turns for row in one.rows()]
     if size.many:
-        rows += memory_rows(size, folder / "memory")
+        rows += memory_rows(size.many, size.workers, folder / "memory")
     seconds = {one.method: one.seconds() for one in turns}
     return {"data": source.partition("?")[0], "workers": size.crew, "seconds": seconds, "rows": rows}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from coordinator.bench import (
     bare_rounds,
     device,
+    memory,
     noop,
     precision,
     processes,
@@ -308,9 +309,29 @@ def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypa
     assert [row.unit for row in found["rows"]] == ["s", "s", "x", "x", "x"]
     assert all(row.value > 0 for row in found["rows"])
     assert found["workers"] == 1
-    assert simulate.proportional_mb(os.getpid()) > 50
+
+
+def test_memory_of_few_clients_and_of_many_is_that_of_as_many_updates(tmp_path, monkeypatch):
+    """8 clients in 2 rounds send as many updates as 4 in 4; each simulation has a process of its own."""
+    asked, most = [], {4: 1000.0, 8: 1050.0}
+    monkeypatch.setattr(
+        memory, "_in_a_process", lambda folder, clients, *rest: (asked.append((clients, *rest)), most[clients])[1]
+    )
+    rows = memory.memory_rows(8, 3, tmp_path / "memory")
+    assert asked == [(4, 4, 3), (8, 2, 3)]
+    assert [(row.value, row.unit, row.is_met) for row in rows] == [
+        (1000, "MB", None),
+        (1050, "MB", None),
+        (1.05, "x", True),
+    ]
+    assert memory.proportional_mb(os.getpid()) > 50
     with pytest.raises(OSError, match="999999999"):
-        simulate.proportional_mb(999_999_999)
+        memory.proportional_mb(999_999_999)
+
+
+def test_memory_of_a_simulation_is_that_of_all_its_processes(tmp_path):
+    with_one_worker = memory._in_a_process(tmp_path / "one", 1, 1, 1)
+    assert 400 < with_one_worker < 3000
 
 
 def test_stacked_rounds_are_measured_against_a_loop_on_the_same_device(tmp_path, monkeypatch):

@@ -1,0 +1,125 @@
+"""Memory of a simulation against its number of clients: as much work for few clients as for many.
+
+Each measurement has a process of its own, as what an earlier one has left behind would count with the next one. The
+most memory of all comes when several workers and the coordinator are at their peaks together, so the more is done, the
+more of that is seen. Few clients therefore train so many rounds that they send as many updates as the many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from edge_agent.errors import MeasuringFailed, RunFailed
+
+from ..simulate import Plan, Prepared, Simulation, open_simulation
+from ..simulate.engines.choice import cores
+from .figures import Row
+from .processes import answer, module, say
+
+BUDGET = 1.1
+FEW, SAMPLE_EVERY_S = 4, 0.05
+ROUNDS = 2
+"""Of the many; the few do more."""
+
+
+def main() -> None:
+    """Print the most memory in MB of one simulation: ``FOLDER CLIENTS ROUNDS WORKERS``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    for name in ("clients", "rounds", "workers"):
+        parser.add_argument(name, type=int)
+    arguments = parser.parse_args()
+    say(repr(most_mb(arguments.folder, arguments.clients, arguments.rounds, arguments.workers)))
+
+
+def memory_rows(many: int, workers: int, folder: Path) -> list[Row]:
+    """Most memory that a simulation of few and of ``many`` clients with ResNet18 takes, all its processes together.
+
+    Raises:
+        MeasuringFailed: a process ended, or the run failed.
+    """
+    few, crew = min(FEW, many), workers or cores()
+    folder.mkdir(parents=True)
+    one = _in_a_process(folder / "few", few, ROUNDS * max(many // few, 1), crew)
+    other = _in_a_process(folder / "many", many, ROUNDS, crew)
+    return [
+        Row(f"ResNet18, {few} clients: all processes", one, "MB"),
+        Row(f"ResNet18, {many} clients: all processes", other, "MB"),
+        Row(f"ResNet18, {many} clients over {few}, as many updates", other / one, "x", BUDGET),
+    ]
+
+
+def _in_a_process(folder: Path, clients: int, rounds: int, workers: int) -> float:
+    arguments = (folder, clients, rounds, workers)
+    with module(folder.name, arguments, folder.parent, module="coordinator.bench.memory") as measured:
+        return float(answer(measured))
+
+
+def most_mb(folder: Path, clients: int, rounds: int, workers: int) -> float:
+    """Most memory in MB (10^6 bytes) of ``rounds`` with four pictures for each client; shared pages count once.
+
+    Raises:
+        MeasuringFailed: the run failed.
+    """
+    folder.mkdir(parents=True)
+    rng, count = np.random.default_rng(0), 5 * clients
+    pictures, labels = rng.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8), np.arange(count) % 2
+    np.savez(folder / "pictures.npz", inputs=pictures, labels=labels, class_names=np.array(["a", "b"]))
+    plan = Plan(
+        data=(f"npz:{folder}/pictures.npz",),
+        clients=clients,
+        rounds=rounds,
+        encoder="resnet18",
+        device="cpu",
+        engine="pool",
+        workers=min(workers, clients),
+        evaluate_every=0,
+    )
+    with open_simulation(Prepared.of(plan).shared(), folder / "run") as simulation, _watched(simulation) as most:
+        try:
+            simulation.finish()
+        except RunFailed as error:
+            raise MeasuringFailed(str(error)) from error
+    return most[0]
+
+
+@contextlib.contextmanager
+def _watched(simulation: Simulation) -> Iterator[list[float]]:
+    """The most that all processes of a simulation took together, so far: one number, in MB."""
+    most, over = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SAMPLE_EVERY_S):
+            with contextlib.suppress(OSError):  # a worker that has just ended
+                most[0] = max(most[0], sum(map(proportional_mb, (os.getpid(), *simulation.engine.pids))))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
+
+
+def proportional_mb(pid: int) -> float:
+    """Memory of a process in MB (10^6 bytes), of what it shares with others its part.
+
+    Raises:
+        OSError: there is no such process, or this system does not tell.
+    """
+    for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise OSError(f"process {pid} tells nothing of its memory")
+
+
+if __name__ == "__main__":
+    main()
