@@ -71,7 +71,7 @@ class Finisher:
         )
         write_report(folder)
         fleet.state.journal.append("run_finished", run=loop.run, body={"encoder_sha256": sha})
-        log.info("run_finished run=%s encoder_sha256=%s", loop.run, sha[:12])
+        log.info("run_finished run=%s encoder_sha256=%s", loop.run, sha[:12] or "none")
 
 
 def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:

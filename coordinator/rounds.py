@@ -368,9 +368,9 @@ class RunLoop:
         self._withdraw()
 
     def encoder_sha256(self) -> str:
-        """Hash of the shared encoder's tensors, the same on every machine for the same bits."""
+        """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
         encoder = {n: array for n, array in {**self.state, **self.pooled}.items() if n.startswith("encoder.")}
-        return hashlib.sha256(encode(encoder)).hexdigest()
+        return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -19,3 +19,8 @@ def listed(names: Sequence[str], nobody: str = "nobody") -> str:
         return nobody
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def encoder_named(sha256: str) -> str:
+    """The shared encoder by the beginning of its hash, or that the method shares none."""
+    return f"encoder {sha256[:16]}" if sha256 else "no shared encoder"

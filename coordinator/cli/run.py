@@ -21,7 +21,7 @@ from ..report.figures import notes_of
 from ..request import Request, Weights
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
-from ..words import counted, listed
+from ..words import counted, encoder_named, listed
 from .follow import follow
 from .options import (
     INTERRUPTED,
@@ -223,7 +223,7 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
         return
     bundle = summary.get("bundle")
     place = bundle["path"] if bundle else f"none ({summary.get('bundle_why_not', 'not exported')})"
-    took = f"{summary['seconds']:.1f} s, encoder {summary['encoder_sha256'][:16]}, bundle: {place}"
+    took = f"{summary['seconds']:.1f} s, {encoder_named(summary['encoder_sha256'])}, bundle: {place}"
     show(agents_table(summary), *footnotes(summary), *told(summary), took)
 
 

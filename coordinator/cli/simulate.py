@@ -16,7 +16,7 @@ from edge_agent.errors import UsageError
 from edge_agent.store import write_atomic, write_json
 
 from ..store import StateFolder
-from ..words import counted
+from ..words import counted, encoder_named
 from .options import INTERRUPTED, Json, Verbose, console, parameters, print_json, set_up_logging, show, table
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     yield (
         f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
-        f"partition {result['partition_hash'][:16]}, encoder {result['encoder_sha256'][:16]}"
+        f"partition {result['partition_hash'][:16]}, {encoder_named(result['encoder_sha256'])}"
     )
     if result["weights"]:
         yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"

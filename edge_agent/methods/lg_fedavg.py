@@ -6,7 +6,9 @@ Travels: the head, both ways.
 Stays: the encoder, all of it; so there is nothing to export for devices without torch.
 Server: mean of the heads, weighted by sample counts.
 Differs from the paper: one linear layer is shared. Training starts from scratch, as in the comparisons of DualFed and
-FedPAC; the authors' scripts start from a FedAvg checkpoint. A new device is not answered by an ensemble of all.
+FedPAC; the authors' scripts start from a FedAvg checkpoint, for which there is ``--weights``, with the encoder that
+``headwater export --state SIMULATION --out encoder.safetensors`` takes out of one of FedAvg; the head starts fresh. A
+new device is not answered by an ensemble of all.
 """
 
 from __future__ import annotations

@@ -67,6 +67,13 @@ def test_a_table_and_where_the_rest_is(call, images, tmp_path):
     assert (folder / "runs" / "run-0001" / "report.html").exists()
 
 
+@pytest.mark.parametrize("method", ["local", "lg_fedavg"])
+def test_encoders_that_stay_with_clients_are_not_told_by_the_hash_of_nothing(call, images, method):
+    assert call(*images, *SHORT, "--method", method, "--out", "sim")[1].count("no shared encoder") == 1
+    _, out, _ = call("--resume", "--out", "sim", "--json")
+    assert json.loads(out)["encoder_sha256"] == ""
+
+
 def test_many_rounds_are_shown_evenly_apart():
     from coordinator.cli.options import show
     from coordinator.cli.simulate import SHOWN_ROUNDS, rounds_table
