@@ -173,7 +173,9 @@ def without_home(error: RuntimeError) -> UsageError | None:
     """The mistake behind what Python says when a path begins with ``~`` and has no home to begin at; else None."""
     if "home directory" not in str(error):
         return None
-    return UsageError("a path begins with '~' and the name of a user who is not known here; write the path out")
+    return UsageError(
+        "the home folder that '~' or a default place begins at is not known here; write the path out, or set HOME"
+    )
 
 
 def cause(error: BaseException) -> str:

@@ -35,14 +35,20 @@ def methods(name: Name = None, readme: Readme = None, as_json: Json = False) -> 
         one = {**describe(name), "params": parameters(name)}
         print_json(one) if as_json else show(*_lines(one))
         return
-    rows = [describe(known) for known in registry.names()]
+    rows, broken = list[dict[str, Any]](), dict[str, str]()
+    for known in registry.names():
+        try:
+            rows.append(describe(known))
+        except UsageError as error:  # one of another package's; the others are none the worse for it
+            broken[known] = str(error)
     if as_json:
-        print_json({"methods": rows})
+        print_json({"methods": rows, "broken": broken})
         return
     names = ("method", "travels", "stays", "server step", "heads for devices", "source")
     cells = [(r["name"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"]) for r in rows]
     show(table("methods", names, cells, left=len(names)))
     show("Heads: '=' exactly the paper's on frozen features, '~' an approximation; 'headwater methods NAME' says why.")
+    show(*broken.values())
 
 
 def describe(name: str) -> dict[str, Any]:

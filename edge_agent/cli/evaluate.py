@@ -92,6 +92,6 @@ def _split_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "test_fraction": arguments.test_fraction,
         "seed": arguments.seed,
-        "cache": arguments.cache / "features",
+        "cache": opening.cache_of(arguments) / "features",
         "progress": show.progress("features"),
     }

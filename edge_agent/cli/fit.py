@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         encoder=opening.encoder(arguments, bundle),
         test_fraction=arguments.test_fraction,
         seed=arguments.seed,
-        cache=arguments.cache / "features",
+        cache=opening.cache_of(arguments) / "features",
         progress=show.progress("features"),
     )
     result.save(arguments.out)

@@ -39,9 +39,8 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache",
         type=Path,
-        default=default_cache(),
         metavar="DIR",
-        help="where unpacked bundles and features are kept (default: %(default)s)",
+        help="where unpacked bundles and features are kept (default: headwater in XDG_CACHE_HOME or ~/.cache)",
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="encoder threads, 0 = all (default: 1)")
 
@@ -66,8 +65,10 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def default_cache() -> Path:
-    """Folder for what can be made again."""
+def cache_of(arguments: argparse.Namespace) -> Path:
+    """Folder for what can be made again: the one that was named, or the default one."""
+    if arguments.cache is not None:
+        return Path(arguments.cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
 
 
@@ -85,8 +86,9 @@ def bundle(arguments: argparse.Namespace) -> Bundle:
     check(arguments)
     path = existing(arguments.bundle, "a bundle file (*.hwb) or an agent's state folder")
     if not path.is_dir():
-        root = arguments.cache / "bundles"
-        with folder_lock(arguments.cache, "edge-agent"):
+        cache = cache_of(arguments)
+        root = cache / "bundles"
+        with folder_lock(cache, "edge-agent"):
             return bundles.install(path, root, keep=4)
     if (path / "manifest.json").is_file():
         return bundles.open_folder(path)

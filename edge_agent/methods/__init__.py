@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..registry import Registry
 from .base import Client, Method, MethodParams, Update, weighted_mean
 
@@ -43,8 +43,13 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
     Raises:
         UnknownName: no such method.
         ConfigError: unknown or impossible parameters, all of them listed.
+        UsageError: a method of another package lacks what every method must have.
     """
     kind = get(name)
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UsageError(
+            f"method '{name}' ({kind.__module__}) has no {', '.join(missing)}; see edge_agent.methods.base"
+        )
     try:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:

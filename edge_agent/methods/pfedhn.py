@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,7 +32,7 @@ from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import load_arrays, to_arrays
 from ._clients import names_in, numbers_for, packed
 from ._server import is_learned
-from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .base import Client, Exactness, MethodParams, Norm, Update, weighted_mean
 from .base import Method as Base
 
 _HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
@@ -59,9 +59,19 @@ class Params(MethodParams):
     hidden_units: int = Field(100, ge=1, le=4096, description="units in each of them; official code: 100")
     spread: float = Field(0.1, ge=0, description="size of the last layers' first weights, 1 = torch's default; ours")
     personal_head: bool = Field(False, description="the variant pFedHN-PC: H makes encoders, heads stay on devices")
-    norm: Literal["local_stats", "local_all"] | None = Field(
+    norm: Norm | None = Field(
         None, description="local_stats = H makes gamma and beta, local_all = not even these; none: local_stats"
     )
+
+    @field_validator("norm")
+    @classmethod
+    def _is_of_what_is_learned(cls, norm: Norm | None) -> Norm | None:
+        if norm == "global":
+            raise ValueError(
+                "running statistics are counted, not learned, so no hypernetwork can make them; expected local_stats "
+                "or local_all"
+            )
+        return norm
 
 
 class Method(Base):

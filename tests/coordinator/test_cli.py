@@ -273,6 +273,21 @@ def test_methods_lists_every_method_and_one_in_full(call):
     assert re.search(r"^local_epochs +1 +E, passes", out, re.MULTILINE)
 
 
+def test_a_method_of_others_that_lacks_something_does_not_hide_the_rest(call, monkeypatch):
+    class Lacking(methods.Method):
+        pass
+
+    monkeypatch.setitem(methods.registry._extra, "lacking", Lacking)
+    code, out, _ = call("methods")
+    assert code == 0
+    assert re.search(r"^fedavg +\S", out, re.MULTILINE)
+    assert re.search(r"^method 'lacking' \(.*\) has no local_update", out, re.MULTILINE)
+    assert list(json.loads(call("methods", "--json")[1])["broken"]) == ["lacking"]
+    code, _, err = call("simulate", "--method", "lacking", "--data", "digits?n=90", "--out", "sim")
+    assert code == 2
+    assert "has no local_update" in err
+
+
 def test_methods_as_json_is_what_their_files_say(call):
     found = {row["name"]: row for row in json.loads(call("methods", "--json")[1])["methods"]}
     assert found.keys() == set(methods.names())

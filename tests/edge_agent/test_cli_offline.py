@@ -265,3 +265,17 @@ def test_a_home_that_nobody_has_is_told(place, capsys):
     code = main(["fit", "--bundle", "b.hwb", "--data", data, "--head", "lr", "--out", "h"])
     assert code == 2
     assert "write the path out" in capsys.readouterr().err
+
+
+def test_the_default_cache_is_asked_for_only_where_none_was_named(place, capsys, monkeypatch):
+    """Where there is no home folder, which a service's user need not have."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", nobody_is_at_home)
+    words = ("evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr")
+    assert main([*words]) == 2
+    assert "set HOME" in capsys.readouterr().err
+    assert main([*words, "--cache", "mine"]) == 0
+
+
+def nobody_is_at_home():
+    raise RuntimeError("Could not determine home directory.")

@@ -30,6 +30,11 @@ class Linear(nn.Module):
         return {"w": self.w @ embedding}
 
 
+def test_running_statistics_are_not_to_be_made():
+    with pytest.raises(ConfigError, match=r"norm = 'global': .*no hypernetwork can make them; expected local_stats"):
+        methods.create("pfedhn", {"norm": "global"})
+
+
 def test_the_product_of_a_linear_network_by_hand():
     # H(e) = W e with e = (1, -1): (-1, -1, -1). Trained (-2, 0, -1): delta = (1, -1, 0); by W delta e', by e W' delta.
     network, embedding = Linear(), torch.tensor([1.0, -1.0], requires_grad=True)
