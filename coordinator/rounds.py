@@ -342,7 +342,7 @@ class RunLoop:
 
     def _is_to_stop(self) -> bool:
         """Whether head-tier devices have had nothing from the run for as long as the configuration bears."""
-        patience = self.fleet.config.export.patience
+        patience = 0 if self.method.needs_last_round else self.fleet.config.export.patience
         self.stopped = why_stop(self.fleet.state.run(self.run).metrics(), patience) if patience else ""
         if self.stopped:
             log.info("run_stopped run=%s reason=%s", self.run, self.stopped)

@@ -93,6 +93,17 @@ def test_a_run_stops_when_devices_get_nothing_more_from_it(tmp_path, exports):
         )
 
 
+def test_a_run_that_needs_its_last_round_does_not_stop_before(tmp_path, exports, monkeypatch):
+    monkeypatch.setattr(methods.get("fedavg"), "needs_last_round", True)
+    with federation(tmp_path, every=1, patience=2) as fed:
+        fed.add("h1", tier="head")
+        gets(fed, "h1", [0.5, 0.625, 0.625, 0.5, 0.9, 0.9, 0.9])
+        fed.request(rounds=7)
+        fed.finish()
+        assert [line["round"] for line in fed.metrics()] == [1, 2, 3, 4, 5, 6, 7]
+        assert fed.state.run(fed.run).summary()["stopped"] is None
+
+
 def test_a_rejected_export_during_a_run_costs_that_release_only(tmp_path, exports, monkeypatch):
     real = encoders.export_run
 
