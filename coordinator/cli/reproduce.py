@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import RunFailed, TrainingFailed, UsageError
+from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.store import write_atomic, write_json
 
 from ..request import Weights
@@ -118,10 +118,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
     from ..reproduce import with_advice
+    from ..simulate.clients import GO_ON
 
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
     asked.check(missing)
-    is_begun = {cell.folder: not (again and cell.is_lost) and cell.is_begun() for cell in cells}
+    is_begun = {cell.folder: not (again and cell.is_to_begin_anew) and cell.is_begun() for cell in cells}
     for place, cell in enumerate(missing, 1):  # only now: nothing is run that will not fit
         console.print(f"{place} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
         if again:
@@ -130,8 +131,11 @@ def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None
             with with_advice(asked.table):
                 run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder])
         except (RunFailed, TrainingFailed, UsageError) as error:
-            cell.fail(str(error))
-            console.print(f"{cell} failed: {error}; --again tries once more", soft_wrap=True)
+            reason = str(error).removesuffix(GO_ON)
+            cell.fail(reason, would_again=isinstance(error, TrainingFailed))
+            console.print(f"{cell} failed: {reason}; --again tries once more", soft_wrap=True)
+        except StateError as error:
+            raise StateError(f"{cell}: {str(error).removesuffix(GO_ON)}; then the same command goes on") from error
         except KeyboardInterrupt:
             _write(asked, cells)
             words = " ".join(shlex.quote(word) for word in ("headwater", *sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,7 +177,7 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     given["data"] = tuple(typed["data"] or ())
     given["weights"] = None if typed["weights"] is None else typed["weights"].expanduser().absolute()
     if (typed["partition"] or "").endswith(".json"):
-        given["partition"] = str(Path(typed["partition"]).expanduser().absolute())
+        given["partition"] = os.path.normpath(Path(typed["partition"]).expanduser().absolute())
     given |= shares(typed["fraction"])
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
 
@@ -242,6 +243,7 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         after = counted(int(best["rounds_done"]), "round")
         words = f"{best['clients_mean']:.4f} after {after}, chosen on the {result['scored_on']} samples"
         yield f"best {_NAMES[scope]}: {words}"
+    yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     yield (
         f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
@@ -315,7 +317,7 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Files that a file names count from that file, also where its data are replaced by others."""
     files = {name: place for name in ("folder", "weights", "partition") if isinstance(place := raw.get(name), str)}
     files = {name: place for name, place in files.items() if name != "partition" or place.endswith(".json")}
-    return raw | {name: str(folder / Path(place).expanduser()) for name, place in files.items() if place}
+    return raw | {name: os.path.normpath(folder / Path(place).expanduser()) for name, place in files.items() if place}
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
@@ -332,7 +334,7 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     if other:
         told = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
         raise UsageError(f"--resume keeps what the run in {out} was asked for: {told}; leave that out")
-    return parse(Plan, {**plan.model_dump(), **how}, where="--resume"), out
+    return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
 
 
 def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from edge_agent import data, methods, models
 from edge_agent.config import parse
-from edge_agent.errors import UnknownName, UsageError
+from edge_agent.errors import StateError, UnknownName, UsageError
 from edge_agent.store import read_json, write_json
 
 from ..request import Weights
@@ -23,6 +23,7 @@ from .definition import Column, Row, Table, data_of, slug
 from .mistakes import Mistakes, check_places
 
 FAILED, RESULT = "failed.json", "result.json"
+_OR_ELSE = "remove it to begin that row anew, or choose another --out"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,22 @@ class Cell:
             return len(state.journal.entries(kinds=("round_closed",)))
 
     @property
-    def is_lost(self) -> bool:
-        """Whether its run has ended without a result: nothing can go on with it."""
+    def is_to_begin_anew(self) -> bool:
+        """Whether to try it again means from the start.
+
+        Its run has ended without a result, or its training failed as it was asked for then, which it is not any more.
+        """
+        if self._is_lost:
+            return True
+        if not (read_json(self.folder / FAILED) or {}).get("would_fail_again", False):
+            return False
+        try:
+            return not self.is_begun()
+        except UsageError:
+            return True
+
+    @property
+    def _is_lost(self) -> bool:
         if self.is_over or planned(self.folder) is None:
             return False
         with StateFolder(self.folder).look() as state:
@@ -75,16 +90,16 @@ class Cell:
         """Whether its folder holds a run of what it asks for, or why there is none."""
         try:
             return self.is_begun() or bool(self.failure)
-        except UsageError:
+        except (UsageError, StateError):
             return False
 
-    def fail(self, reason: str) -> None:
-        """Note that it has come to no result."""
-        write_json(self.folder / FAILED, {"reason": reason})
+    def fail(self, reason: str, *, would_again: bool = False) -> None:
+        """Note that it has come to no result, and whether it would not the next time, asked for as it is."""
+        write_json(self.folder / FAILED, {"reason": reason, "would_fail_again": would_again})
 
     def forgive(self) -> None:
-        """Forget that it has failed. Its run stays, to be gone on with, unless that is lost."""
-        if self.is_lost:
+        """Forget that it has failed. Its run stays, to be gone on with, unless it has to begin anew."""
+        if self.is_to_begin_anew:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             (self.folder / FAILED).unlink(missing_ok=True)
@@ -107,10 +122,10 @@ class Cell:
         if not other and self.plan.weights_place is not None:
             begun, now = Weights.of(self.folder / WEIGHTS), Weights.of(self.plan.weights_place)
             if begun.sha256 != now.sha256:
-                raise UsageError(f"{self.folder} began with other weights than {now.path} holds; choose another --out")
+                raise UsageError(f"{self.folder} began with other weights than {now.path} holds; {_OR_ELSE}")
         if other:
             told = "; ".join(f"{name} {getattr(found, name)}, now {getattr(self.plan, name)}" for name in other[:5])
-            raise UsageError(f"{self.folder} was asked for otherwise ({told}); choose another --out")
+            raise UsageError(f"{self.folder} was asked for otherwise ({told}); {_OR_ELSE}")
         return True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..simulate import Plan
 from ..simulate.results import best_of
+from ..words import counted
 from .cells import Cell
 from .definition import Column, Row, Table
 
@@ -31,6 +32,8 @@ class Outcome:
     tolerance: float
     of_rounds: int = 0
     """How many rounds the table asks for."""
+    missing: int = 0
+    """The most clients that are missing at the end of one of the runs."""
     trouble: str = ""
     under_way: str = ""
 
@@ -50,6 +53,7 @@ class Outcome:
         if self.ours is None:
             return f"failed: {_short(self.trouble)}" if self.trouble else self.under_way or "not run yet"
         few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
+        few += f", without {counted(self.missing, 'client')}" if self.missing else ""
         if self.difference is None:
             return f"nothing published{few}"
         if self.is_within:
@@ -72,6 +76,7 @@ class Outcome:
             "difference": self.difference,
             "tolerance": self.tolerance,
             "within": self.is_within,
+            "missing": self.missing,
             "best": self.best,
             "after": self.after,
             "verdict": self.verdict,
@@ -106,6 +111,7 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
         of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", Plan.model_fields["rounds"].default)),
+        missing=max((len(result.get("failed", ())) for result in results), default=0),
         under_way=next((f"in round {closed + 1}" for cell in cells if (closed := cell.closed)), ""),
         trouble=next((failure for cell in cells if (failure := cell.failure)), ""),
     )

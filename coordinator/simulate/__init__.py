@@ -22,7 +22,7 @@ from edge_agent.wire.tensors import encode
 from ..saying import STATUS_EVERY_S
 from ..store import StateFolder
 from ..words import listed
-from .clients import Crowd
+from .clients import GO_ON, Crowd
 from .dropouts import Dropouts
 from .engines import Engine
 from .folder import CLIENTS, PARTITION, PLAN, begin, check_is_free, planned, run_in
@@ -130,7 +130,9 @@ class Simulation:
         """`step` to the end; ``watch`` hears of each job that was done. Returns the result as JSON.
 
         Raises:
-            RunFailed: it failed; the message says why.
+            TrainingFailed: a client's training has failed, and will again.
+            RunFailed: it failed otherwise; the message says why.
+            StateError: a file could not be read or written.
         """
         from .results import result_of
 
@@ -151,8 +153,8 @@ class Simulation:
             waits = self.coordinator.waits
             raise RunFailed(
                 f"{self.state.path}: nobody has anything left to do, yet the run waits: {waits.what}, "
-                f"for {listed(waits.whom, 'nobody')}; a message was lost. --resume tries that again; report it if it "
-                "comes back"
+                f"for {listed(waits.whom, 'nobody')}; a message was lost, which should not be: report it if it comes "
+                f"back{GO_ON}"
             )
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from edge_agent import __version__
-from edge_agent.errors import RunFailed, StateError
+from edge_agent.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.flow import Sending
@@ -30,6 +30,9 @@ from .engines import Done, Engine, Work
 log = logging.getLogger(__name__)
 
 BOOT = "simulated"
+
+GO_ON = "; --resume tries that again"
+"""How errors end after which the same run can be gone on with."""
 
 
 class Crowd:
@@ -88,6 +91,7 @@ class Crowd:
         """Have jobs done until one is, and say what came out of it; the job, or None where there is none.
 
         Raises:
+            TrainingFailed: a client's training has failed, and will again.
             RunFailed: a client cannot do its job; nobody hears of that, so that it can be tried again.
             StateError: what a client keeps could not be written.
         """
@@ -97,7 +101,7 @@ class Crowd:
         if not self._engine.is_busy:
             return None
         done = self._engine.take()
-        if isinstance(done.said, wire.Fault):
+        if isinstance(done.said, wire.Fault) and not _costs_only_itself(done.work, done.said):
             raise _trouble(done.work, done.said)
         self._durations.note(done.work.client, done.work.job.purpose, done.seconds)
         self._hand_out()  # before anything is said: while this update is looked at, nobody is idle
@@ -197,9 +201,17 @@ class Crowd:
         self._transport.publish(self._topics.up(client), wire.encode(stamped))
 
 
-def _trouble(work: Work, said: wire.Fault) -> RunFailed | StateError:
-    """A client's fault as an error: in a simulation none is to be expected, and none is the client's own."""
+def _costs_only_itself(work: Work, said: wire.Fault) -> bool:
+    """Whether the run ends without this answer as it would with devices: it is the last one, and will not change."""
+    return work.job.purpose == "finish" and said.error == TrainingFailed.__name__
+
+
+def _trouble(work: Work, said: wire.Fault) -> TrainingFailed | RunFailed | StateError:
+    """A client's fault as an error: a round of a simulation that goes on without somebody is not what was asked for."""
     where = f"round {work.job.round}" if work.job.purpose == "train" else "the end of the run"
     if said.error == NOT_KEPT:
         return StateError(f"{where}, client {work.client}: {said.message}")
-    return RunFailed(f"{where} has failed at {work.client}: {said.error}: {said.message}; --resume tries that again")
+    words = f"{where} has failed at {work.client}: {said.error}: {said.message}"
+    if said.error == TrainingFailed.__name__:
+        return TrainingFailed(f"{words}; going on would end the same way: begin anew with other settings")
+    return RunFailed(f"{words}{GO_ON}")

@@ -16,7 +16,7 @@ from edge_agent.agent.jobs import fault
 from edge_agent.agent.kept import KeptFiles
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError, TrainingFailed
+from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Client
 from edge_agent.store import sha256_of
 from edge_agent.task import Tensors
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 NOT_KEPT = OSError.__name__
 """The `Fault` of a client whose files could not be read or written: trouble of the machine, not of the client."""
+
+NO_MEMORY = MemoryError.__name__
+"""The `Fault` of a client for which there was not enough memory: with more of it the same work may be done."""
 
 Said = TypeVar("Said")
 
@@ -245,9 +248,11 @@ def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire
     except OSError as error:
         return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round)
     except Exception as error:
-        if not isinstance(error, HeadwaterError) and not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            return no_memory(client, job, str(error))
+        if not isinstance(error, HeadwaterError):
             log.exception("work_broke client=%s", client)
-        return fault(no_memory(client, job, str(error)) if is_out_of_memory(error) else error, job.run, job.round)
+        return fault(error, job.run, job.round)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -255,12 +260,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
 
 
-def no_memory(client: str, job: wire.Job, reason: str) -> TrainingFailed:
-    """What to say of a client for which there was not enough memory."""
+def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
+    """What a client says for which there was not enough memory."""
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
     first = " ".join(reason.split())[:200] or "the system gave no reason"
-    return TrainingFailed(
+    words = (
         f"client '{client}' ran out of memory in round {job.round} ({first}); "
         f"try {batch}, fewer --workers, or a smaller encoder"
     )
+    return wire.Fault(error=NO_MEMORY, message=words, run=job.run, round=job.round)

@@ -26,7 +26,8 @@ from .prepared import WEIGHTS, Prepared
 PLAN, PARTITION, CLIENTS = "simulation.json", "partition.json", "clients"
 
 _LOCK = "lock"
-_LEFT_BY_A_BEGINNING = {_LOCK, "journal.db", "journal.db-shm", "journal.db-wal", PLAN, PARTITION, WEIGHTS}
+_JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wal")
+_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
 _MAY_DIFFER = (*HOW_NOT_WHAT, "folder", "data", "weights")
 """Data may be moved: what they hold is told by the partition, and what the weights hold by their hash."""

@@ -29,6 +29,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
     clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder.
     ``scored_clients`` are those that train and have samples to be scored on.
+    ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
     """
     plan, division = prepared.plan, prepared.division
@@ -61,6 +62,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "rounds": rounds,
         "best": best_of(rounds, record.round, last, scored),
         "last": {"rounds_done": record.round, "acc": last},
+        "failed": summary.get("faults", {}),
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
 

@@ -16,6 +16,7 @@ from edge_agent.wire.transport import Message
 
 from ..collect import reason_of
 from ..service import Coordinator
+from .clients import GO_ON
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,4 +47,4 @@ def files_kept(folder: Path) -> Iterator[None]:
     except (OSError, ChunkError, StateError) as error:  # a chunk that the disk does not take is a ChunkError
         reason = reason_of(error) if isinstance(error, OSError) else str(error).rstrip(".")
         what = "make room" if getattr(error, "errno", None) in _NO_ROOM else "mend that (make room on a full disk)"
-        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}, then go on with --resume") from error
+        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}{GO_ON}") from error

@@ -16,7 +16,7 @@ from coordinator.simulate.duties import Shared
 from edge_agent import methods
 from edge_agent.agent.duties import Duties
 from edge_agent.data import Samples, partition
-from edge_agent.errors import RunFailed, UsageError
+from edge_agent.errors import TrainingFailed, UsageError
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, images):
 
 def test_a_client_that_diverges_fails_the_run_and_is_named(tmp_path, images):
     plan = small_plan(images, params={**SMALL, "lr": 1e30})
-    with pytest.raises(RunFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss became nan"):
+    with pytest.raises(TrainingFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss became nan"):
         run(plan, tmp_path / "sim")
 
 

@@ -240,7 +240,8 @@ def test_a_run_that_failed_says_so_again_when_it_is_resumed(call, images):
         code, out, err = call(*words)
         assert (code, out) == (1, "")
         assert "client 'c1': loss became nan" in err
-        assert "--resume" in err
+        assert "begin anew with other settings" in err
+        assert "--resume" not in err
 
 
 def test_a_terminal_gets_a_bar_with_the_time_that_is_left(call, images, monkeypatch):
@@ -285,6 +286,21 @@ def test_saved_partition_of_the_run_can_be_given_to_another(call, images):
     second = json.loads(out)
     assert second["partition_hash"] == first["partition_hash"]
     assert second["partition"] == "dirichlet"
+    code, out, err = call(*images, *given, "--engine", "pool", "--workers", 2, "--out", "c", "--json")
+    assert code == 0, err
+    assert json.loads(out)["rounds"][0]["acc"] == second["rounds"][0]["acc"]
+    for folder in ("b", "c"):
+        code, out, err = call("--resume", "--out", folder, "--json")
+        assert code == 0, err
+
+
+def test_a_file_and_the_command_line_may_write_one_place_in_two_ways(call, images):
+    assert call(*images, *SHORT, "--out", "a")[0] == 0
+    Path("plans").mkdir()
+    Path("plans/plan.toml").write_text('data = "npz:i.npz"\nfolder = ".."\npartition = "../a/partition.json"\n')
+    assert call("--config", "plans/plan.toml", "--rounds", 1, *images[2:], "--out", "sim")[0] == 0
+    code, _, err = call("--resume", "--partition", "a/partition.json", "--out", "sim")
+    assert code == 0, err
 
 
 def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
     pool.give(work_for("c7"))
     done = pool.take()
     assert isinstance(done.said, Fault)
-    assert done.said.error == "TrainingFailed"
+    assert done.said.error == "MemoryError"
     assert (
         "client 'c7' ran out of memory in round 4 (3 workers ended at it, with signal 9 (SIGKILL)" in done.said.message
     )
@@ -197,7 +197,7 @@ def test_memory_that_is_not_there_is_told_as_such(images, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Pools, "arrays", full)
     said = answer(shared, "c2", work_for().job, {}).said
-    assert said.error == "TrainingFailed"
+    assert said.error == "MemoryError"
     assert "client 'c2' ran out of memory in round 4 ([enforce fail" in said.message
     assert "a smaller batch_size than 50" in said.message
 

@@ -13,6 +13,7 @@ from federation_duties import SMALL
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator import simulate
+from coordinator.cli.simulate import reading
 from coordinator.collect import Collector
 from coordinator.journal import Journal
 from coordinator.reproduce import outcome
@@ -20,13 +21,16 @@ from coordinator.rounds import RunLoop
 from coordinator.simulate import PARTITION, PLAN, Prepared, open_simulation, planned
 from coordinator.simulate.clients import Crowd
 from coordinator.store import BlobStore, StateFolder
+from edge_agent import methods
 from edge_agent.agent.kept import KeptFiles
 from edge_agent.data import partition
 from edge_agent.data.partition import Division
-from edge_agent.errors import RunFailed, StateError, UsageError
+from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.store import write_atomic
 from edge_agent.wire import chunks
 from edge_agent.wire.messages import Report, UpdateManifest
+
+PLACES = {"folder": "sim", "curves": "sim/curves.svg", "report": "sim/report.html"}
 
 
 @pytest.fixture
@@ -160,10 +164,42 @@ def test_a_checkpoint_that_was_away_for_a_while_ends_nothing_for_good(tmp_path, 
 def test_a_client_that_cannot_go_on_is_told_in_its_own_words_and_the_run_stays_open(tmp_path, images):
     plan = small_plan(images, params={**SMALL, "lr": 1e30})
     for _ in range(2):
-        with pytest.raises(RunFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss.*--resume") as told:
+        with pytest.raises(
+            TrainingFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss.*begin anew"
+        ) as told:
             run(plan, tmp_path / "sim")
         assert "quorum" not in str(told.value)
+        assert "--resume" not in str(told.value)
     assert not record_in(tmp_path / "sim").is_over
+
+
+def test_a_client_that_fails_after_the_last_round_is_missing_there_and_costs_nothing_else(
+    tmp_path, images, monkeypatch
+):
+    def personalize(self, client, received):
+        if client.id == "c2":
+            raise TrainingFailed("no head for c2")
+
+    monkeypatch.setattr(methods.get("fedper"), "personalize", personalize)
+    result = run(small_plan(images, "fedper"), tmp_path / "sim")
+    assert result["failed"] == {"c2": "TrainingFailed: no head for c2"}
+    assert result["last"]["acc"]["personal"]["clients"] == 2
+    assert [one["clients"] for one in result["rounds"]] == [3, 3]
+    assert "missing at the end: client 'c2': TrainingFailed: no head for c2" in reading(result | PLACES)
+
+
+def test_what_breaks_after_the_last_round_is_told_and_tried_again(tmp_path, images, monkeypatch):
+    plan = small_plan(images, "fedper")
+    whole = run(plan, tmp_path / "whole")
+
+    def personalize(self, client, received):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(methods.get("fedper"), "personalize", personalize)
+        with pytest.raises(RunFailed, match=r"the end of the run has failed at c\d: ZeroDivisionError.*--resume"):
+            run(plan, tmp_path / "sim")
+    assert learned(run(plan, tmp_path / "sim")) == learned(whole)
 
 
 # --- journals that are lost ------------------------------------------------------------------------------------------
@@ -208,6 +244,13 @@ def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, image
         run(plan, folder)
     assert (folder / PARTITION).exists()
     assert learned(run(plan, folder)) == learned(run(plan, tmp_path / "whole"))
+
+
+def test_a_simulation_that_was_killed_while_its_journal_was_made_begins_anew(tmp_path, images):
+    (tmp_path / "sim").mkdir()
+    for name in ("lock", "journal.db", "journal.db-journal"):
+        (tmp_path / "sim" / name).touch()
+    assert run(small_plan(images), tmp_path / "sim")["rounds"]
 
 
 def test_a_torn_plan_of_a_run_that_never_began_is_written_anew(tmp_path, images):

@@ -21,7 +21,7 @@ from ..prepared import Prepared
 def words_for(prepared: Prepared, setup: Sequence[str]) -> dict[str, Any]:
     """Everything but samples, partition and places, as JSON; ``setup``: functions to call first."""
     return {
-        "plan": prepared.plan.model_dump(mode="json"),
+        "plan": prepared.plan.model_dump(mode="json", exclude_unset=True),
         "task": prepared.task.model_dump(mode="json"),
         "newcomers": list(prepared.newcomers),
         "setup": list(setup),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from edge_agent.agent.jobs import fault
 from edge_agent.errors import RunFailed
 
 from ..duties import no_memory
@@ -41,5 +40,5 @@ class Deaths:
         self.at_work[key] += 1
         if self.at_work[key] < MOST_DEATHS:
             return None
-        error = no_memory(work.client, work.job, f"{MOST_DEATHS} workers ended at it, with {why}")
-        return Done(work, fault(error, work.job.run, work.job.round), None, 0.0)
+        said = no_memory(work.client, work.job, f"{MOST_DEATHS} workers ended at it, with {why}")
+        return Done(work, said, None, 0.0)

@@ -11,7 +11,7 @@ from coordinator.ending import end_run
 from coordinator.reproduce import Reproduction, read_table
 from coordinator.simulate.clients import Crowd
 from coordinator.store import StateFolder
-from edge_agent.errors import ConfigError, RunFailed
+from edge_agent.errors import ConfigError, RunFailed, StateError
 
 BAD_ROW = '[[rows]]\nname = "Bad"\nmethod = "{method}"\nparams = {params}\nplan = {plan}\n'
 LOCAL = ("t.toml", "--row", "local", "--column", "even")
@@ -82,6 +82,52 @@ def test_trying_again_keeps_what_a_run_has_done_although_it_is_asked_for_otherwi
     assert code == 2
     assert "rounds 2, now 3" in err
     assert "round 2 of 2" in call(*LOCAL, "--again")[2]
+
+
+def test_a_row_that_was_mended_after_its_training_failed_begins_anew(place, call):
+    wrong = TABLE.replace("lr = 0.01", "lr = 1e30")
+    (place / "t.toml").write_text(wrong)
+    words = ("t.toml", "--column", "even")
+    code, _, err = call(*words)
+    assert code == 1
+    assert "loss became nan" in err
+    assert "--resume" not in err
+    local = (place / "reproduce-t" / "local--even--seed0" / "result.json").read_bytes()
+    assert call(*words, "--again")[0] == 1
+    (place / "t.toml").write_text(TABLE)
+    code, _, err = call(*words)
+    assert code == 2
+    assert "fed-avg--even--seed0 was asked for otherwise" in err
+    assert "remove it to begin that row anew" in err
+    code, _, err = call(*words, "--again")
+    assert code == 0, err
+    assert (place / "reproduce-t" / "local--even--seed0" / "result.json").read_bytes() == local
+
+
+def test_a_disk_that_is_full_ends_the_command_and_the_same_one_goes_on(place, call, trouble):
+    trouble(5, StateError("no room"))
+    code, _, err = call(*LOCAL)
+    assert code == 1
+    assert "Local, even, seed 0: reproduce-t/local--even--seed0: the simulation has stopped: no room; mend that" in err
+    assert "; then the same command goes on" in err
+    assert "--resume" not in err
+    assert "round 1 of 2" not in call(*LOCAL)[2]
+
+
+def test_a_damaged_run_that_was_not_asked_for_is_left_alone(place, call):
+    assert call("t.toml", "--row", "fed avg", "--column", "odd")[0] == 0
+    (place / "reproduce-t" / "fed-avg--odd--seed0" / "simulation.json").write_text("{")
+    code, _, err = call(*LOCAL)
+    assert code == 0, err
+
+
+def test_clients_that_are_missing_at_the_end_are_told_in_the_verdict(place, call):
+    assert call(*LOCAL)[0] == 0
+    path = place / "reproduce-t" / "local--even--seed0" / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "failed": {"c1": "why"}}))
+    code, out, _ = call(*LOCAL, "--json")
+    assert code == 0
+    assert ", without 1 client" in json.loads(out)["cells"][0]["verdict"]
 
 
 # --- mistakes of rows ------------------------------------------------------------------------------------------------
