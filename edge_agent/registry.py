@@ -12,7 +12,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from .errors import UnknownName
+from .errors import UnknownName, UsageError
 
 
 class Registry:
@@ -43,6 +43,16 @@ class Registry:
         if name in plugins:
             return plugins[name].load()
         raise UnknownName(self.kind, name, self.names())
+
+    def check_is_whole(self, name: str, kind: type) -> None:
+        """Return quietly where a class, found under ``name``, has all that its base class asks for.
+
+        Raises:
+            UsageError: it has not; what is missing is listed.
+        """
+        if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+            what, where = ", ".join(missing), f"{kind.__module__}.{kind.__qualname__}"
+            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {self.package}.base says what that is")
 
     def add(self, name: str, member: Any) -> None:
         """Register an object or module of one's own for this process (examples and tests do)."""

@@ -50,8 +50,10 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
     Raises:
         UnknownName: no such head.
         ConfigError: unknown or impossible parameters, all of them listed.
+        UsageError: a head of another package lacks what every head must have.
     """
     kind = get(name)
+    registry.check_is_whole(name, kind)
     try:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:

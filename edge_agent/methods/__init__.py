@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError
 from ..registry import Registry
 from .base import Client, Method, MethodParams, Update, weighted_mean
 
@@ -46,10 +46,7 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
         UsageError: a method of another package lacks what every method must have.
     """
     kind = get(name)
-    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise UsageError(
-            f"method '{name}' ({kind.__module__}) has no {', '.join(missing)}; see edge_agent.methods.base"
-        )
+    registry.check_is_whole(name, kind)
     try:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:

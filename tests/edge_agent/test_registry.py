@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from edge_agent.errors import UnknownName
+from edge_agent import heads, methods
+from edge_agent.errors import UnknownName, UsageError
 from edge_agent.registry import Registry
 
 
@@ -82,3 +83,11 @@ def test_packages_of_others_join_through_their_entry_points(package, monkeypatch
     assert registry.load("small").VALUE == 1, "a package of others cannot replace one of ours"
     assert "theirs" not in Registry("method", package, entry_points="headwater.else").names()
     assert "theirs" not in Registry("method", package).names()
+
+
+@pytest.mark.parametrize("package, lacking", [(methods, "local_update"), (heads, "_fit, _predict")])
+def test_members_of_others_that_lack_something_are_told_by_what_they_lack(monkeypatch, package, lacking):
+    base = package.Method if package is methods else package.Head
+    monkeypatch.setitem(package.registry._extra, "lacking", type("Mine", (base,), {}))
+    with pytest.raises(UsageError, match=rf"'lacking' \(.*\.Mine\) has no {lacking}.*; edge_agent\.\w+\.base says"):
+        package.create("lacking")
