@@ -104,16 +104,18 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
     """
     _check_pool(len(labels), clients, min_size, "dirichlet")
     counts = np.bincount(labels)
-    smallest = -1
+    smallest, poorest = -1, 0
     for _ in range(MAX_DRAWS):
         cuts = _draw_cuts(counts, clients, alpha, rng)
         if cuts is None:
             continue
-        least = int(np.diff(np.stack(cuts), axis=1).sum(axis=0).min())
-        smallest = max(smallest, least)
+        sizes = np.diff(np.stack(cuts), axis=1).sum(axis=0)
+        least = int(sizes.min())
+        if least > smallest:
+            smallest, poorest = least, int(sizes.argmin())
         if least >= min_size:
             return _deal(labels, cuts, clients, rng)
-    best = "nobody could be given anything" if smallest < 0 else f"the best left somebody with {smallest}"
+    best = "nobody could be given anything" if smallest < 0 else f"the best left client {poorest} with {smallest}"
     raise DataError(
         f"partition dirichlet: alpha {alpha:g} with {clients} clients gave somebody fewer than {min_size} samples in "
         f"each of {MAX_DRAWS} draws ({best}); raise --alpha, lower --min-size or use fewer clients"

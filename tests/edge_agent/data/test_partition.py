@@ -147,7 +147,9 @@ def test_dirichlet_draws_again_where_a_class_finds_no_taker():
 
 def test_dirichlet_that_cannot_be_says_alpha_minimum_and_what_helps():
     labels = np.repeat([0, 1], 100)
-    with pytest.raises(DataError, match=r"alpha 0.001 with 15 clients gave somebody fewer than 10.*raise --alpha"):
+    with pytest.raises(
+        DataError, match=r"alpha 0.001 with 15 clients .*fewer than 10.*client \d+ with \d\); raise --alpha"
+    ):
         partition.dirichlet(labels, 15, 0.001, np.random.default_rng(0))
 
 
