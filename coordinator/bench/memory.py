@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent.errors import MeasuringFailed, RunFailed
+from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
 
 from ..simulate import Plan, Prepared, Simulation, open_simulation
 from ..simulate.engines.choice import cores
@@ -85,7 +85,7 @@ def most_mb(folder: Path, clients: int, rounds: int, workers: int) -> float:
     with open_simulation(Prepared.of(plan).shared(), folder / "run") as simulation, _watched(simulation) as most:
         try:
             simulation.finish()
-        except RunFailed as error:
+        except (RunFailed, TrainingFailed) as error:
             raise MeasuringFailed(str(error)) from error
     return most[0]
 

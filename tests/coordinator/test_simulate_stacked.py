@@ -14,7 +14,7 @@ from coordinator.cli.simulate import reading
 from coordinator.simulate import Prepared, open_simulation
 from coordinator.simulate.engines.trial import ONE_BY_ONE, Starter, Trial
 from edge_agent import methods, models
-from edge_agent.errors import RunFailed
+from edge_agent.errors import TrainingFailed
 from edge_agent.methods import base
 from edge_agent.methods.base import Plain
 from edge_agent.models.base import Layers
@@ -256,9 +256,9 @@ def test_a_client_with_a_single_sample_goes_alone_where_there_is_batch_norm(imag
     plan = plan_for(images, **tiny, min_size=1, alpha=0.15, rounds=1, fraction=1.0)
     sizes = {name: len(share.train) for name, share in Prepared.of(plan).division.clients.items()}
     assert 1 in sizes.values()
-    with pytest.raises(RunFailed) as stacked:
+    with pytest.raises(TrainingFailed) as stacked:
         run(plan, tmp_path / "stacked")
-    with pytest.raises(RunFailed) as serial:
+    with pytest.raises(TrainingFailed) as serial:
         run(alone(plan), tmp_path / "alone")
     assert str(stacked.value) == str(serial.value)
     assert "batch norm needs at least 2" in str(serial.value)
@@ -266,7 +266,7 @@ def test_a_client_with_a_single_sample_goes_alone_where_there_is_batch_norm(imag
 
 def test_a_loss_that_is_no_number_is_told_as_one_by_one(images, tmp_path):
     plan = plan_for(images, params={**PARAMS, "lr": 1e30}, rounds=1)
-    with pytest.raises(RunFailed, match=r"client 'c\d': loss became nan in epoch 1 of 2 at lr 1e\+30"):
+    with pytest.raises(TrainingFailed, match=r"client 'c\d': loss became nan in epoch 1 of 2 at lr 1e\+30"):
         run(plan, tmp_path / "stacked")
 
 
