@@ -7,6 +7,7 @@ import json
 import os
 import resource
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,6 +163,9 @@ def test_the_idle_method_has_a_model_of_the_payload_that_was_asked_for():
     arrays = to_arrays(model, method.shared_names(model))
     assert len(arrays) == noop.ARRAYS
     assert sum(array.nbytes for array in arrays.values()) == 80_000
+    sent = method.local_update(SimpleNamespace(id="a"), arrays)
+    assert sent.keys() == arrays.keys()
+    assert all(np.allclose(sent[name] - arrays[name], 80, atol=1e-4) for name in arrays)
 
 
 @pytest.fixture
