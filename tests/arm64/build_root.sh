@@ -4,7 +4,7 @@
 #
 # Needs Debian or Ubuntu with apt, dpkg-deb and python3 with pip; no root, no container, no change to the system. Packages
 # are unpacked, not installed; nothing is emulated while building. A folder that is complete is left as it is.
-# Environment: SUITE (bookworm), MIRROR (that of this host's apt).
+# Exit code 75: something cannot be fetched. Environment: SUITE (bookworm), MIRROR (that of this host's apt).
 set -euo pipefail
 
 (($# >= 1)) || { sed -n '2,3s/^# //p' "$0"; exit 2; }
@@ -46,8 +46,13 @@ apt() { # apt ARCHITECTURE arguments: with a state of its own, so that this host
     -o Binary::apt-get::APT::Keep-Downloaded-Packages=true "$@"
 }
 
-apt arm64 update
-apt arm64 install --download-only "${debian[@]}" >/dev/null
+away() {
+  echo "$1 cannot be fetched here" >&2
+  exit 75
+}
+
+apt arm64 update || away "lists of arm64 packages"
+apt arm64 install --download-only "${debian[@]}" >/dev/null || away "arm64 packages"
 
 mkdir -p "$root/usr/"{bin,lib,sbin} "$root/emulator"
 for folder in bin lib sbin; do ln -s "usr/$folder" "$root/$folder"; done
@@ -61,8 +66,8 @@ if emulator=$(command -v qemu-aarch64-static); then
 else # one program out of its package; nothing is registered with the kernel
   host=$(dpkg --print-architecture)
   rm -rf "$work/lists" && mkdir -p "$work/lists/partial" "$work/emulator"
-  apt "$host" update
-  (cd "$work/emulator" && apt "$host" download qemu-user-static)
+  apt "$host" update || away "lists of packages"
+  (cd "$work/emulator" && apt "$host" download qemu-user-static) || away "the emulator"
   dpkg-deb --fsys-tarfile "$work"/emulator/*.deb | tar -x -C "$root/emulator" --strip-components=3 ./usr/bin/qemu-aarch64-static
 fi
 
@@ -80,7 +85,8 @@ python=$(basename "$(readlink -f "$root/usr/bin/python3")")
 platforms=(--platform manylinux2014_aarch64)
 for minor in 17 24 26 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${minor}_aarch64"); done
 python3 -m pip install -q --disable-pip-version-check --no-warn-conflicts --only-binary=:all: \
-  --implementation cp --python-version "${python#python}" "${platforms[@]}" --target "$root/opt/packages" "$@"
+  --implementation cp --python-version "${python#python}" "${platforms[@]}" --target "$root/opt/packages" "$@" ||
+  away "wheels for arm64"
 
 cat >"$root/python" <<RUN
 #!/bin/sh
