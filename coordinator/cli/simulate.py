@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +176,7 @@ def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     given["data"] = tuple(typed["data"] or ())
     given["weights"] = None if typed["weights"] is None else typed["weights"].expanduser().absolute()
     if (typed["partition"] or "").endswith(".json"):
-        given["partition"] = os.path.normpath(Path(typed["partition"]).expanduser().absolute())
+        given["partition"] = str(Path(typed["partition"]).expanduser().absolute())
     given |= shares(typed["fraction"])
     return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
 
@@ -317,7 +316,7 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Files that a file names count from that file, also where its data are replaced by others."""
     files = {name: place for name in ("folder", "weights", "partition") if isinstance(place := raw.get(name), str)}
     files = {name: place for name, place in files.items() if name != "partition" or place.endswith(".json")}
-    return raw | {name: os.path.normpath(folder / Path(place).expanduser()) for name, place in files.items() if place}
+    return raw | {name: str(folder / Path(place).expanduser()) for name, place in files.items() if place}
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
@@ -330,11 +329,17 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
     how = {name: wished.pop(name) for name in HOW_NOT_WHAT if name in wished}
-    other = {name: value for name, value in wished.items() if getattr(plan, name) != value}
+    other = {name: value for name, value in wished.items() if not _is_same(name, getattr(plan, name), value)}
     if other:
         told = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
         raise UsageError(f"--resume keeps what the run in {out} was asked for: {told}; leave that out")
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
+
+
+def _is_same(name: str, asked: Any, given: Any) -> bool:
+    """Whether two values of a field are equal, or two ways to write one place."""
+    is_place = name in {"partition", "weights"} and asked is not None
+    return bool(asked == given or (is_place and Path(asked).resolve() == Path(given).resolve()))
 
 
 def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
