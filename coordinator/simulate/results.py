@@ -20,6 +20,9 @@ from .prepared import Prepared
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
 
+TRAINED = ("global", "personal")
+"""Scopes of clients that train; the others are of newcomers."""
+
 WORST_SHARE = 0.1
 
 
@@ -114,9 +117,8 @@ def best_of(
 ) -> dict[str, dict[str, float]]:
     """Scope -> the highest mean, and after how many rounds it was there; the earliest of equals.
 
-    Of rounds only those count in which all clients that train and have test samples (``everybody`` is their number)
-    were scored: the mean of a few that were drawn is now high, now low, and the highest of many such means says
-    nothing.
+    Only means over all clients that train and have test samples (``everybody`` is their number) count, of rounds as of
+    the end: the mean of a few that were drawn is now high, now low, and the highest of many such means says nothing.
     """
     best: dict[str, dict[str, float]] = {}
     for scope, number, found in _every(rounds, done, last, everybody):
@@ -133,7 +135,8 @@ def _every(
             if found.get("clients", everybody) >= everybody:
                 yield scope, rounds_done(scope, one["round"]), found
     for scope, found in last.items():
-        yield scope, done, found
+        if scope not in TRAINED or found.get("clients", everybody) >= everybody:
+            yield scope, done, found
 
 
 def rounds_done(scope: str, number: int) -> int:

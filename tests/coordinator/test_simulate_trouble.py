@@ -185,6 +185,7 @@ def test_a_client_that_fails_after_the_last_round_is_missing_there_and_costs_not
     assert result["failed"] == {"c2": "TrainingFailed: no head for c2"}
     assert result["last"]["acc"]["personal"]["clients"] == 2
     assert [one["clients"] for one in result["rounds"]] == [3, 3]
+    assert result["best"]["personal"]["clients"] == 3, "a mean over two of three is not compared with those over all"
     assert "missing at the end: client 'c2': TrainingFailed: no head for c2" in reading(result | PLACES)
 
 
