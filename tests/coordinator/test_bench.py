@@ -165,7 +165,7 @@ def test_the_idle_method_has_a_model_of_the_payload_that_was_asked_for():
     assert sum(array.nbytes for array in arrays.values()) == 80_000
     sent = method.local_update(SimpleNamespace(id="a"), arrays)
     assert sent.keys() == arrays.keys()
-    assert all(np.allclose(sent[name] - arrays[name], 80, atol=1e-4) for name in arrays)
+    assert all(np.allclose(sent[name] - arrays[name], 81, atol=1e-4) for name in arrays)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def sent(duties: Duties):
 
 
 def test_every_round_carries_other_bytes_both_ways(duties):
-    """crc32(b'a') = 0xE8B7BE43 = 3904355907, modulo 97 it is 79: agent 'a' adds 80."""
+    """crc32(b'a') = 0xE8B7BE43 = 3904355907, modulo 97 it is 80: agent 'a' adds 81."""
     duties.do(job(), {"x": np.zeros(4, np.float32)})
     once = sent(duties)["x"]
     assert once.tolist() == [1 + 3904355907 % 97] * 4
