@@ -83,6 +83,8 @@ def test_light_tests_pass_in_the_guest(guest, tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
+        "-o",
+        "addopts=--strict-markers",  # the project's own name plugins that the guest has not
         "--import-mode=importlib",
         "-k",
         "not svm",
