@@ -20,13 +20,11 @@ _PACKAGES = {
     "numpy": "numpy",
     "pydantic": "pydantic",
     "paho-mqtt": "paho",
-    "safetensors": "safetensors",
     "onnxruntime": "onnxruntime",
     "pillow": "PIL",
     "scikit-learn": "sklearn",
     "torch": "torch",
     "torchvision": "torchvision",
-    "cryptography": "cryptography",
 }
 """Distribution -> module. Vendors ship a module under another distribution's name, so both are looked for."""
 

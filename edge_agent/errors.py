@@ -10,7 +10,6 @@ HeadwaterError                  exit 1   something failed
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used
 │   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
-│   ├── BundleUnsigned          exit 4   a signature is required and is missing or wrong
 │   └── FingerprintMismatch     exit 4   a head belongs to another encoder
 ├── MissingCapability           exit 5   an optional package or a device feature is not there
 ├── CodecError                  exit 1   bytes from a peer or a file are not what they claim to be
@@ -96,10 +95,6 @@ class BundleError(HeadwaterError):
 
 class BundleDamaged(BundleError):
     """Bytes of a bundle are not those that its manifest promises."""
-
-
-class BundleUnsigned(BundleError):
-    """A signature is required and is missing or wrong."""
 
 
 class FingerprintMismatch(BundleError):

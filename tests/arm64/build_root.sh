@@ -4,14 +4,15 @@
 #
 # Needs Debian or Ubuntu with apt, dpkg-deb and python3 with pip; no root, no container, no change to the system. Packages
 # are unpacked, not installed; nothing is emulated while building. A folder that is complete is left as it is.
-# Exit code 75: something cannot be fetched. Environment: SUITE (bookworm), MIRROR (that of this host's apt).
+# Exit code 75: something cannot be fetched. Environment: SUITE (bookworm), MIRROR (default: the Debian mirror in this
+# host's apt sources). Wheels come from wherever pip is configured to look.
 set -euo pipefail
 
 (($# >= 1)) || { sed -n '2,3s/^# //p' "$0"; exit 2; }
 mkdir -p "$1"
 root=$(cd "$1" && pwd)
 shift
-(($# > 0)) || set -- numpy pydantic paho-mqtt safetensors onnxruntime pillow
+(($# > 0)) || set -- numpy pydantic paho-mqtt onnxruntime pillow
 suite=${SUITE:-bookworm}
 debian=(python3 libpython3-stdlib python3-distutils libstdc++6 libgomp1 ca-certificates media-types netbase tzdata)
 
@@ -26,8 +27,22 @@ fi
 find "$root" -mindepth 1 -delete
 echo "$recipe" >"$root/.recipe"
 
-mirror=${MIRROR:-$(apt-get indextargets --format '$(ORIGIN) $(SITE)' 2>/dev/null | awk '$1 == "Debian" { print $2; exit }')}
-mirror=${mirror:-http://deb.debian.org/debian}
+away() {
+  echo "$1" >&2
+  exit 75
+}
+
+# Without downloaded lists apt knows addresses only, no origins: on Debian the first one that is no security archive.
+debian_mirror() {
+  apt-get indextargets --format '$(ORIGIN) $(SITE)' 2>/dev/null | awk '$1 == "Debian" && $2 !~ /security/ { print $2; exit }'
+}
+any_mirror() {
+  grep -qx 'ID="\?debian"\?' /etc/os-release 2>/dev/null || return 0
+  apt-get indextargets --no-release-info --format '$(SITE)' 2>/dev/null | awk '!/security/ { print; exit }'
+}
+mirror=${MIRROR:-$(debian_mirror)}
+mirror=${mirror:-$(any_mirror)}
+[ -n "$mirror" ] || away "apt's sources on this host name no Debian mirror; expected one for arm64 packages, set MIRROR to its address"
 work=$root/.work
 mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
 : >"$work/status"
@@ -46,13 +61,8 @@ apt() { # apt ARCHITECTURE arguments: with a state of its own, so that this host
     -o Binary::apt-get::APT::Keep-Downloaded-Packages=true "$@"
 }
 
-away() {
-  echo "$1 cannot be fetched here" >&2
-  exit 75
-}
-
-apt arm64 update || away "lists of arm64 packages"
-apt arm64 install --download-only "${debian[@]}" >/dev/null || away "arm64 packages"
+apt arm64 update || away "lists of arm64 packages cannot be fetched here"
+apt arm64 install --download-only "${debian[@]}" >/dev/null || away "arm64 packages cannot be fetched here"
 
 mkdir -p "$root/usr/"{bin,lib,sbin} "$root/emulator"
 for folder in bin lib sbin; do ln -s "usr/$folder" "$root/$folder"; done
@@ -66,8 +76,8 @@ if emulator=$(command -v qemu-aarch64-static); then
 else # one program out of its package; nothing is registered with the kernel
   host=$(dpkg --print-architecture)
   rm -rf "$work/lists" && mkdir -p "$work/lists/partial" "$work/emulator"
-  apt "$host" update || away "lists of packages"
-  (cd "$work/emulator" && apt "$host" download qemu-user-static) || away "the emulator"
+  apt "$host" update || away "lists of packages cannot be fetched here"
+  (cd "$work/emulator" && apt "$host" download qemu-user-static) || away "the emulator cannot be fetched here"
   dpkg-deb --fsys-tarfile "$work"/emulator/*.deb | tar -x -C "$root/emulator" --strip-components=3 ./usr/bin/qemu-aarch64-static
 fi
 
@@ -86,7 +96,7 @@ platforms=(--platform manylinux2014_aarch64)
 for minor in 17 24 26 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${minor}_aarch64"); done
 python3 -m pip install -q --disable-pip-version-check --no-warn-conflicts --only-binary=:all: \
   --implementation cp --python-version "${python#python}" "${platforms[@]}" --target "$root/opt/packages" "$@" ||
-  away "wheels for arm64"
+  away "wheels for arm64 cannot be fetched here"
 
 cat >"$root/python" <<RUN
 #!/bin/sh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -84,6 +85,89 @@ def test_extra_all_is_everything_but_development_and_what_only_clusters_need(pro
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
     reached = inside | {"export", "heads"}
     assert reached == set(extras) - {"all", "dev", "ray"}
+
+
+IMPORTED_AS = {"paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
+"""Distributions whose package has another name."""
+
+NOT_BY_STATEMENT = ("onnxscript", "torchvision")
+"""torch's exporter imports the one, which export.encoder looks for; a shim imports the other by its name."""
+
+
+def test_every_required_package_is_imported_somewhere(project, sources):
+    """What nobody imports costs every installation space and updates for nothing."""
+    extras = project["project"]["optional-dependencies"]
+    required = [
+        *project["project"]["dependencies"],
+        *(each for name in extras if name != "dev" for each in extras[name]),
+    ]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in required} - {"headwater"}
+    imported = {imported.name.split(".")[0] for source in sources for imported in source.imports}
+    named = {name for name in NOT_BY_STATEMENT if any(f'"{name}' in source.text for source in sources)}
+    assert {name for name in names if IMPORTED_AS.get(name, name) not in imported | named} == set()
+
+
+def test_package_data_are_files_that_exist(root, project):
+    patterns = project["tool"]["setuptools"]["package-data"]
+    assert [
+        f"{package}/{pattern}"
+        for package, given in patterns.items()
+        for pattern in given
+        if not any((root / package).glob(pattern))
+    ] == []
+
+
+def test_no_file_names_the_host_of_a_package_registry(root):
+    """Whoever builds may use a mirror: apt and pip know which."""
+    hosts = re.compile(
+        r"\b(?:(?:deb|ftp|security)\.debian|archive\.ubuntu|(?:files\.)?pypi|pypi\.python)\.\w+|python[h]osted"
+    )
+    files = [
+        path for folder in ("tests", "configs", "examples", ".ci", ".github") for path in (root / folder).rglob("*")
+    ]
+    files += [path for package in ("edge_agent", "export", "coordinator") for path in (root / package).rglob("*")]
+    text = {".py", ".sh", ".toml", ".md", ".conf", ".txt", ".service", ""}
+    wrong = [
+        f"{path.relative_to(root)}: {found[0]}"
+        for path in [*files, root / "README.md", root / "pyproject.toml"]
+        if path.is_file() and path.suffix in text and "__pycache__" not in path.parts
+        for found in hosts.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the recipe is a bash script")
+@pytest.mark.parametrize(
+    "origins, said",
+    [
+        (
+            "Debian http://mirror.invalid/debian-security\nDebian http://mirror.invalid/debian\n",
+            "lists of arm64 packages",
+        ),
+        ("Ubuntu http://mirror.invalid/ubuntu\n", "name no Debian mirror"),
+    ],
+)
+def test_arm64_guest_takes_its_mirror_from_the_apt_sources_of_the_host(root, tmp_path, origins, said):
+    """A stand-in for apt-get tells the sources, and keeps those that it is asked to fetch from."""
+    programs, guest = tmp_path / "bin", tmp_path / "guest"
+    programs.mkdir()
+    (tmp_path / "origins").write_text(origins, encoding="utf-8")
+    stand_in = programs / "apt-get"
+    stand_in.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *no-release-info*) ;; indextargets*) cat {tmp_path}/origins ;;\n'
+        f"*) cp {guest}/.work/sources {tmp_path}/asked; exit 100 ;; esac\n",
+        encoding="utf-8",
+    )
+    stand_in.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "MIRROR"}
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    command = ["bash", str(root / "tests/arm64/build_root.sh"), str(guest), "numpy"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 75, done.stderr
+    assert said in done.stderr
+    if "no Debian" not in said:
+        assert " http://mirror.invalid/debian bookworm " in (tmp_path / "asked").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
