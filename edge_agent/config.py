@@ -5,6 +5,7 @@ Durations are seconds (``_s``), sizes are bytes (``_bytes``). Relative paths cou
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -47,7 +48,9 @@ class BrokerConfig(Frozen):
 
     url: str = Field("mqtt://127.0.0.1:1883", description="mqtt://host[:port] or mqtts://host[:port]")
     user: str | None = Field(None, description="MQTT user name; agents use their id")
-    password_file: Path | None = Field(None, description="file whose first line is the password")
+    password_file: Path | None = Field(
+        None, description="file whose first line is the password; a systemd credential of that name comes first"
+    )
     keepalive_s: int = Field(30, ge=5, le=600)
     wait: bool = Field(True, description="keep trying while the broker is away; false: give up with exit code 75")
     max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest payload we ever publish")
@@ -95,12 +98,26 @@ class BrokerConfig(Frozen):
         """
         if self.password_file is None:
             return None
+        place = credential(self.password_file)
         try:
-            return self.password_file.read_text(encoding="utf-8").splitlines()[0]
-        except (OSError, UnicodeDecodeError, IndexError) as error:
-            raise ConfigError(
-                "broker.password_file", [f"cannot read a line from {self.password_file}: {cause(error)}"]
-            ) from error
+            line = place.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
+            why = "" if line else "its first line is empty; 'headwater enroll' writes such a file"
+        except (OSError, UnicodeDecodeError) as error:
+            line, why = "", cause(error)
+        if why:
+            raise ConfigError("broker.password_file", [f"cannot read a line from {place}: {why}"])
+        return line
+
+
+def credential(path: Path) -> Path:
+    """Where a secret file is to be read: among the credentials that systemd gave this service, else at ``path``.
+
+    ``LoadCredential=agent.password:/etc/headwater/agent.password`` in a unit lets a service that runs as a user of its
+    own read what only root may read. Found by the file's name, so the same configuration serves commands of root.
+    """
+    folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    given = Path(folder) / path.name
+    return given if folder and given.is_file() else path
 
 
 class DataConfig(Frozen):

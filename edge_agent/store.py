@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-from .errors import StateError, cause
+from .errors import StateError, UsageError, cause
 from .task import Tensors
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
@@ -61,16 +62,36 @@ def sync(descriptor: int) -> None:
         os.fsync(descriptor)
 
 
-def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) -> None:
+class Access(NamedTuple):
+    """Who may use a file: owner, group and mode bits."""
+
+    uid: int
+    gid: int
+    mode: int
+
+    @classmethod
+    def private(cls) -> Access:
+        """Whoever runs this process, and nobody else."""
+        return cls(os.getuid(), os.getgid(), 0o600) if hasattr(os, "getuid") else cls(0, 0, 0o600)
+
+
+def access_of(path: Path) -> Access:
+    """Owner, group and mode bits of the file or folder at ``path``."""
+    found = path.stat()
+    return Access(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode))
+
+
+def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, access: Access | None = None) -> None:
     """Put the pieces of ``data`` at ``path`` so that a crash at any moment leaves the old file or the new one.
 
     ``durable=False`` skips the syncs: still never torn for readers, but a power cut may lose the new file. Meant for
-    caches whose contents are verified when read. Raises OSError when the disk is full; the old file stays.
+    caches whose contents are verified when read. With ``access`` the file has that owner, group and mode before it
+    holds a byte. Raises OSError when the disk is full; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("wb") if access is None else _opened_for(temporary, access) as file:
             file.writelines(data)
             if durable:
                 file.flush()
@@ -83,6 +104,43 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True) ->
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _opened_for(path: Path, access: Access) -> BinaryIO:
+    """A new file that its maker alone may use until it has the owner, group and mode of ``access``."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if hasattr(os, "fchown"):
+            made = os.fstat(descriptor)
+            if (made.st_uid, made.st_gid) != access[:2]:
+                os.fchown(descriptor, access.uid, access.gid)
+            os.fchmod(descriptor, access.mode)
+        return os.fdopen(descriptor, "wb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_writable(folder: Path) -> None:
+    """Return quietly when files can be made in ``folder``, which need not be there yet; nothing is left behind.
+
+    Raises:
+        UsageError: they cannot; for paths that somebody named, before the work whose result belongs there.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{secrets.token_hex(4)}.tmp"
+        try:
+            probe.write_bytes(b"1")
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: no file can be written there: {cause(error)}; name another folder") from error
+    finally:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def sweep(folder: Path) -> int:
@@ -199,6 +257,20 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             _unlock(file.fileno())
         file.close()
+
+
+@contextlib.contextmanager
+def waited_lock(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for some milliseconds, after whoever holds it so; for commands that change a file in it."""
+    if os.name == "nt":  # pragma: no cover - folders cannot be opened there
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _lock_soon(descriptor: int) -> None:

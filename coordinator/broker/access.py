@@ -7,6 +7,7 @@ announcements; the coordinator may do everything in its federation.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import re
@@ -15,10 +16,13 @@ from pathlib import Path
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.store import write_atomic
+from edge_agent.store import Access, access_of, waited_lock, write_atomic
 from edge_agent.wire.topics import Topics, matches
 
 COORDINATOR_USER = "coordinator"
+BROKER_ACCOUNT = "mosquitto"
+"""The account that Mosquitto runs as when root starts it."""
+
 ITERATIONS = 10_000
 """PBKDF2 rounds, about 5 ms: passwords are random tokens, and a slower check would hold up everybody's messages."""
 
@@ -69,18 +73,83 @@ def mosquitto_acl(federation: str) -> str:
     return "\n".join([f"user {COORDINATOR_USER}", *everything, "", *writable, *readable, *common, ""])
 
 
-def set_password(path: Path, user: str, password: str, salt: bytes | None = None) -> None:
-    """Add ``user`` to a password file or change it; mosquitto reads the same file.
+def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
+    """See that the ACL file at ``path`` has the rules of ``federation``; whether anything had to be changed.
+
+    All other lines stay as they are, so one file serves several federations and rules of one's own. The rules stand
+    between two comments, and are replaced there when they differ. Owner, group and mode are those of `access_for`.
+    """
+    path = path.resolve()
+    first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
+    block = f"{first}, made by 'headwater enroll'\n{mosquitto_acl(federation)}{last}\n"
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
+    if found.search(before):
+        after = found.sub(lambda _: block, before, count=1)
+    else:
+        after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
+    if after == before:
+        return False
+    write_atomic(path, after.encode(), access=access_for(path, account))
+    return True
+
+
+def set_password(
+    path: Path, user: str, password: str, salt: bytes | None = None, *, account: str | None = None
+) -> bool:
+    """Add ``user`` to a password file or change it; whether the user was there. Mosquitto reads the same file.
+
+    The lines of all other users stay as they are, also those that mosquitto_passwd wrote. Owner, group and mode are
+    those that `access_for` gives. Two commands at once wait for each other, so none loses the other's user.
 
     Raises:
-        UsageError: the name cannot be a user's.
+        UsageError: the name cannot be a user's, or there is no such account.
         StateError: the file is not a password file.
     """
     check_user(user)
-    users = read_passwords(path) if path.exists() else {}
-    users[user] = hash_password(password, salt or secrets.token_bytes(12))
-    write_atomic(path, "".join(f"{name}:{users[name]}\n" for name in sorted(users)).encode())
-    path.chmod(0o600)
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with waited_lock(path.parent):
+        lines = _lines(path) if path.exists() else {}
+        was_there = user in lines
+        lines[user] = f"{user}:{hash_password(password, salt or secrets.token_bytes(12))}"
+        write_atomic(path, "".join(f"{line}\n" for line in lines.values()).encode(), access=access_for(path, account))
+    return was_there
+
+
+def access_for(path: Path, account: str | None = None) -> Access:
+    """Owner, group and mode that a broker's file at ``path`` should have when it is written.
+
+    Those that it has now. A file that only root could read, or a new one made by root, is given to ``account``; without
+    it to the owner of its folder where that is not root, else to Mosquitto's account where there is one: Mosquitto
+    gives up root before it reads its files.
+
+    Raises:
+        UsageError: no such account.
+    """
+    now = access_of(path) if path.exists() else None
+    own = Access.private()
+    mode = own.mode if now is None else now.mode
+    if account is not None:
+        return Access(*_account(account), mode)
+    if own.uid != 0 or (now is not None and (now.uid != 0 or now.mode & 0o044)):
+        return now or own
+    folder = access_of(path.parent)
+    if folder.uid != 0:
+        return Access(folder.uid, folder.gid, mode)
+    with contextlib.suppress(UsageError):
+        return Access(*_account(BROKER_ACCOUNT), mode)
+    return now or own
+
+
+def _account(name: str) -> tuple[int, int]:
+    import pwd
+
+    try:
+        found = pwd.getpwnam(name)
+    except KeyError as error:
+        raise UsageError(f"no account '{name}' on this machine; name the one that the broker runs as") from error
+    return found.pw_uid, found.pw_gid
 
 
 def check_user(user: str) -> None:
@@ -99,19 +168,30 @@ def read_passwords(path: Path) -> dict[str, str]:
     Raises:
         StateError: the file cannot be read or a line is not ``user:hash``.
     """
+    users = {}
+    for number, (user, line) in enumerate(_lines(path).items(), 1):
+        users[user] = line.partition(":")[2]
+        if _parts(users[user]) is None:
+            raise StateError(f"{path}: line {number} is not 'user:$7$iterations$salt$hash'; enroll that user again")
+    return users
+
+
+def _lines(path: Path) -> dict[str, str]:
+    """User -> the user's whole line, whatever kind of hash it has.
+
+    Raises:
+        StateError: the file cannot be read or a line is not ``user:$kind$…``.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(
             f"{path}: no password file that can be read: {cause(error)}; enroll an agent to make one"
         ) from error
-    users = {}
-    for number, line in enumerate(lines, 1):
-        user, separator, hashed = line.partition(":")
-        if not separator or _parts(hashed) is None:
-            raise StateError(f"{path}: line {number} is not 'user:$7$iterations$salt$hash'; enroll that user again")
-        users[user] = hashed
-    return users
+    wrong = [number for number, line in enumerate(lines, 1) if not re.match(r"[^:]+:\$", line)]
+    if wrong:
+        raise StateError(f"{path}: line {wrong[0]} is not 'user:$7$iterations$salt$hash'; name a password file")
+    return {line.partition(":")[0]: line for line in lines}
 
 
 def hash_password(password: str, salt: bytes) -> str:

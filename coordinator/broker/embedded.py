@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MissingCapability
-from edge_agent.store import write_atomic
+from edge_agent.store import Access, write_atomic
 
 from .. import child
 from .access import COORDINATOR_USER, is_password, read_passwords, set_password
@@ -79,8 +79,7 @@ def _let_coordinator_in(password_file: Path) -> None:
     """Make the coordinator a user of the broker that it starts; its password is made up once and kept."""
     own = _own_password(password_file)
     if not own.exists():
-        write_atomic(own, secrets.token_urlsafe(32).encode())
-        own.chmod(0o600)
+        write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
     password = own.read_text(encoding="utf-8").strip()
     known = read_passwords(password_file) if password_file.exists() else {}
     if not is_password(password, known.get(COORDINATOR_USER, "")):

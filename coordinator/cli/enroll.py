@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edge_agent.store import write_atomic
+from edge_agent.config import NAME_PATTERN
+from edge_agent.errors import UsageError
+from edge_agent.store import Access, access_of, write_atomic
 
-from ..broker.access import COORDINATOR_USER, check_user, set_password
+from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
 from .options import Json, print_json, ready_for, show
 
 Agent = Annotated[
@@ -21,31 +24,79 @@ Users = Annotated[Path, typer.Option("--users", help="The broker's password file
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="File for the password; default: <agent>.password in this folder.")
 ]
+Acl = Annotated[
+    Path | None, typer.Option("--acl", help="Mosquitto's ACL file; the rules of --federation are added where missing.")
+]
+Federation = Annotated[str, typer.Option("--federation", help="The federation whose rules --acl is to have.")]
+Account = Annotated[
+    str | None,
+    typer.Option(
+        "--account",
+        help="Account that the broker runs as, which gets the files. Default: their owner stays; what only root could "
+        f"read goes to the folder's owner, else to '{BROKER_ACCOUNT}' where there is such an account.",
+    ),
+]
 
 PASSWORD_BYTES = 24
 
 
-def enroll(agent: Agent, users: Users, out: Out = None, as_json: Json = False) -> None:
+def enroll(
+    agent: Agent,
+    users: Users,
+    out: Out = None,
+    acl: Acl = None,
+    federation: Federation = "home",
+    account: Account = None,
+    as_json: Json = False,
+) -> None:
     """Give an agent a password: hashed for the broker, and in a file that its configuration names.
 
-    The embedded broker and mosquitto read the same password file. Enrolling again replaces the password.
+    The embedded broker and mosquitto read the same password file. Enrolling again replaces the password. A Mosquitto
+    that runs has to be told to read its files again; the embedded broker notices by itself.
 
     Example: headwater enroll porch --users users --out porch.password
     """
-    password = secrets.token_urlsafe(PASSWORD_BYTES)
     path = out or Path(f"{agent}.password")
     check_user(agent)
-    for place in (users, path):
+    if not re.fullmatch(NAME_PATTERN, federation):
+        raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
+    for place in (users, path, *([acl] if acl else [])):
         ready_for(place)
-    before = os.umask(0o077)  # nobody else may read the password, not even while it is being written
-    try:
-        set_password(users, agent, password)
-        write_atomic(path, f"{password}\n".encode())
-    finally:
-        os.umask(before)
+    access_for(users, account)  # an account that is not there should change nothing
+    password = secrets.token_urlsafe(PASSWORD_BYTES)
+    was_there = set_password(users, agent, password, account=account)
+    write_atomic(path, f"{password}\n".encode(), access=access_of(path) if path.exists() else Access.private())
+    has_changed = acl is not None and add_rules(acl, federation, account=account)
     if as_json:
-        print_json({"agent": agent, "users": str(users), "password_file": str(path)})
+        print_json(
+            {
+                "agent": agent,
+                "users": str(users),
+                "password_file": str(path),
+                "replaced": was_there,
+                "owner": users.owner(),
+                "mode": f"{stat.S_IMODE(users.stat().st_mode):o}",
+                "acl_changed": has_changed,
+            }
+        )
         return
+    show(*_lines(agent, users, path, was_there=was_there))
+    if acl is not None:
+        show(f"{acl} {'has got' if has_changed else 'already had'} the rules of federation '{federation}'")
     show(
-        f"{agent} is in {users}; its password is in {path}", f'broker.user = "{agent}", broker.password_file = "{path}"'
+        "a Mosquitto that runs reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the "
+        "embedded broker by itself"
     )
+
+
+def _lines(agent: str, users: Path, path: Path, *, was_there: bool) -> list[str]:
+    owner = users.owner()
+    replaced = "; the password before no longer opens" if was_there else ""
+    lines = [
+        f"{agent} is in {users}; its password is in {path}{replaced}",
+        f'broker.user = "{agent}", broker.password_file = "{path}"',
+        f"{users} belongs to '{owner}' (mode {stat.S_IMODE(users.stat().st_mode):o})",
+    ]
+    if owner != BROKER_ACCOUNT:
+        lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
+    return lines

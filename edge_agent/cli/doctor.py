@@ -1,33 +1,41 @@
-"""Show what this device can do, what would let it do more, and, with --broker, where the way to the broker ends.
+"""Show what this device can do, what would let it do more, and whether an agent's configuration works.
+
+With --config, the way of an agent is walked as far as it goes: state folder, data, head, then the broker's name, port,
+certificate and login, the topics of the agent, and whether a coordinator answers on them. Nobody is disturbed by it, an
+agent with this configuration may run meanwhile. --broker looks at the way to a broker alone.
 
 Example:
-  edge-agent doctor --broker mqtts://broker.example:8883 --ca ca.pem
+  edge-agent doctor --config agent.toml
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import cause
+from ..errors import BrokerAway, HeadwaterError, UsageError, cause
 from . import show
 
 if TYPE_CHECKING:
     from ..capabilities import Capabilities
-    from ..config import BrokerConfig
+    from ..config import AgentConfig, BrokerConfig
+    from ..wire.mqtt import MqttTransport
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the way to the broker."""
+    """One thing that was looked at; ``exit_code`` is that of the error, 0 where there was none."""
 
     name: str
     is_ok: bool
     detail: str
+    exit_code: int = 0
 
 
 _TIERS = {
@@ -39,56 +47,201 @@ _TIERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
-    parser.add_argument("--broker", metavar="URL", help="walk the way to this broker: mqtt://host or mqtts://host")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", type=Path, metavar="FILE", help="walk the whole way of the agent in this TOML file")
+    which.add_argument("--broker", metavar="URL", help="walk the way to this broker: mqtt://host or mqtts://host")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="trusted authorities for mqtts (default: the system's)")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for each step (default: 5)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; exit code 75 where the broker cannot be reached."""
+    """Print the findings; the exit code is that of the first step that failed, 75 where the broker is not reached."""
     from ..capabilities import find
+    from ..config import AgentConfig, load
 
+    config = load(AgentConfig, arguments.config) if arguments.config is not None else None
     device = find()
-    steps = list(walk(arguments.broker, arguments.ca, arguments.timeout)) if arguments.broker is not None else []
+    own = list(look(config)) if config is not None else []
+    steps = list(_walk_of(arguments, config))
     content = {
         **device.model_dump(mode="json"),
         "tier": device.tier,
         "head": device.head,
         "advice": list(device.advice()),
-        "verdict": _verdict(device, steps),
-        "broker": [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps],
+        "verdict": _verdict(device, own, steps),
+        "agent": [_as_json(step) for step in own],
+        "broker": [_as_json(step) for step in steps],
     }
-    show.result(arguments, content, lambda: _lines(device, steps))
-    return 0 if all(step.is_ok for step in steps) else 75
+    show.result(arguments, content, lambda: _lines(device, own, steps))
+    return next((step.exit_code for step in (*own, *steps) if not step.is_ok), 0)
 
 
-def walk(url: str, ca: Path | None, timeout_s: float) -> Iterator[Step]:
-    """The steps to the broker, in order, up to and with the first that fails.
+def _as_json(step: Step) -> dict[str, object]:
+    return {"step": step.name, "ok": step.is_ok, "detail": step.detail}
 
-    Raises:
-        ConfigError: not a broker's URL.
-    """
+
+def look(config: AgentConfig) -> Iterator[Step]:
+    """What an agent with this configuration finds on its own device: state folder, data, head."""
+    yield _attempt("state", lambda: _look_at_state(config))
+    yield _attempt("data", lambda: _look_at_data(config))
+    yield _attempt("head", lambda: _look_at_head(config))
+
+
+def _look_at_state(config: AgentConfig) -> str:
+    from ..store import check_writable
+
+    check_writable(config.state)
+    return f"{config.state} can be written"
+
+
+def _look_at_data(config: AgentConfig) -> str:
+    from ..data.partition import check_own
+
+    check_own(config.data, config.id)
+    return f"{config.data.source} is there"
+
+
+def _look_at_head(config: AgentConfig) -> str:
+    from .. import heads
+
+    heads.create(config.head.name, config.head.params)
+    return f"'{config.head.name}' with its parameters is known"
+
+
+def _walk_of(arguments: argparse.Namespace, config: AgentConfig | None) -> Iterator[Step]:
     from ..config import BrokerConfig, parse
 
-    broker = parse(BrokerConfig, {"url": url}, where="--broker")
+    if config is not None:
+        ca = arguments.ca or (config.broker.tls.ca if config.broker.tls else None)
+        yield from walk(config.broker, ca, arguments.timeout, config)
+    elif arguments.broker is not None:
+        broker = parse(BrokerConfig, {"url": arguments.broker}, where="--broker")
+        yield from walk(broker, arguments.ca, arguments.timeout)
+
+
+def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None = None) -> Iterator[Step]:
+    """The steps to the broker, in order, up to and with the first that fails; with ``config`` to a coordinator."""
     steps: list[tuple[str, Callable[[], str]]] = [
         ("name", lambda: _resolve(broker)),
         ("tcp", lambda: _connect(broker, timeout_s)),
     ]
     if broker.uses_tls:
         steps.append(("tls", lambda: _greet(broker, ca, timeout_s)))
-    for name, attempt in steps:
-        step = _attempt(name, attempt)
-        yield step
-        if not step.is_ok:
-            return
+    if config is not None:
+        visit = _Visit(config, timeout_s)
+        steps += [("login", visit.login), ("topics", visit.topics), ("coordinator", visit.coordinator)]
+    try:
+        for name, attempt in steps:
+            step = _attempt(name, attempt)
+            yield step
+            if not step.is_ok:
+                return
+    finally:
+        if config is not None:
+            visit.leave()
 
 
 def _attempt(name: str, attempt: Callable[[], str]) -> Step:
     try:
         return Step(name, is_ok=True, detail=attempt())
+    except HeadwaterError as error:
+        return Step(name, is_ok=False, detail=str(error), exit_code=error.exit_code)
     except OSError as error:  # name, connection and certificate errors are all kinds of OSError
-        return Step(name, is_ok=False, detail=cause(error))
+        return Step(name, is_ok=False, detail=cause(error), exit_code=BrokerAway.exit_code)
+
+
+class _Visit:
+    """A short connection with an agent's user and password, beside that of the agent."""
+
+    def __init__(self, config: AgentConfig, timeout_s: float) -> None:
+        from ..wire.mqtt import MqttTransport, user_of
+        from ..wire.topics import Topics
+
+        self._config, self._timeout_s = config, timeout_s
+        self._user = user_of(config.broker, config.id)
+        self._topics = Topics(config.federation)
+        self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
+        self._transport: MqttTransport = MqttTransport(self._broker, f"{config.id}-doctor")
+        self._boot = secrets.token_hex(8)
+
+    def login(self) -> str:
+        """Connect as the agent does.
+
+        Raises:
+            UsageError: the broker does not let this user in.
+            BrokerAway: it does not answer.
+        """
+        self._transport.subscribe(*self._topics.for_agent(self._config.id))
+        try:
+            self._transport.start()
+        except BrokerAway as error:
+            raise (UsageError(str(error)) if "refuses" in str(error) else error) from error
+        return "without a user" if self._user is None else f"as user '{self._user}'"
+
+    def topics(self) -> str:
+        """Listen and speak on the agent's topics.
+
+        Raises:
+            UsageError: the broker's rules do not let this user.
+        """
+        from ..wire import messages as wire
+        from ..wire.mqtt import refused_topics
+        from ..wire.transport import Subscribed
+
+        agent = self._config.id
+        wanted = set(self._topics.for_agent(agent))
+        until = time.monotonic() + self._timeout_s
+        while wanted and time.monotonic() < until:
+            event = self._transport.receive(0.1)
+            if isinstance(event, Subscribed):
+                wanted -= set(event.filters)
+        if wanted:
+            raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
+        beat = wire.encode(wire.Heartbeat(boot=self._boot))
+        spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
+        refused = refused_topics(self._broker, agent, spoken, self._timeout_s)
+        if refused:
+            raise self._forbidden(f"speak on {', '.join(sorted(refused))} ({next(iter(refused.values()))})")
+        return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
+            "" if refused is not None else ", as far as this broker tells"
+        )
+
+    def coordinator(self) -> str:
+        """Hear a coordinator answer: it asks for an introduction when a start that it does not know speaks.
+
+        Raises:
+            BrokerAway: none does.
+        """
+        from ..wire import messages as wire
+        from ..wire.transport import Message
+
+        until = time.monotonic() + self._timeout_s
+        beat = wire.encode(wire.Heartbeat(boot=self._boot))
+        self._transport.publish(self._topics.heartbeat(self._config.id), beat)
+        while time.monotonic() < until:
+            event = self._transport.receive(0.1)
+            if isinstance(event, Message) and event.topic == self._topics.down(self._config.id):
+                return f"one of federation '{self._config.federation}' answers"
+        raise BrokerAway(
+            f"none of federation '{self._config.federation}' answered within {self._timeout_s:g} s; start 'headwater "
+            "serve' with the same federation and broker, and see that the broker's topic rules name it"
+        )
+
+    def leave(self) -> None:
+        """Disconnect."""
+        self._transport.close()
+
+    def _forbidden(self, what: str) -> UsageError:
+        agent, federation = self._config.id, self._config.federation
+        if self._user not in {None, agent}:
+            remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
+        else:
+            remedy = (
+                f"its topic rules lack federation '{federation}' or this agent: 'headwater enroll {agent} --acl FILE "
+                f"--federation {federation}' adds them, then reload the broker"
+            )
+        who = "a login without user" if self._user is None else f"user '{self._user}'"
+        return UsageError(f"the broker does not let {who} {what}; {remedy}")
 
 
 def _resolve(broker: BrokerConfig) -> str:
@@ -112,7 +265,7 @@ def _greet(broker: BrokerConfig, ca: Path | None, timeout_s: float) -> str:
         return f"{secure.version()}, certificate is trusted"
 
 
-def _lines(device: Capabilities, steps: list[Step]) -> list[str]:
+def _lines(device: Capabilities, own: list[Step], steps: list[Step]) -> list[str]:
     lines = show.pairs(
         [
             ("python", f"{device.python}, {'64' if device.is_64bit else '32'} bit"),
@@ -127,16 +280,27 @@ def _lines(device: Capabilities, steps: list[Step]) -> list[str]:
         ]
     )
     lines += [f"note: {advice}" for advice in device.advice()]
-    lines += [f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps]
-    return [*lines, f"verdict: {_verdict(device, steps)}"]
+    for whose, some in (("agent", own), ("broker", steps)):
+        lines += [f"{whose} {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in some]
+    return [*lines, f"verdict: {_verdict(device, own, steps)}"]
 
 
-def _verdict(device: Capabilities, steps: list[Step]) -> str:
+def _verdict(device: Capabilities, own: list[Step], steps: list[Step]) -> str:
     """What it all comes to, in one line."""
+    wrong = next((step for step in own if not step.is_ok), None)
     failed = next((step for step in steps if not step.is_ok), None)
     if device.tier == "idle":
         return f"not ready: no encoder can run here; {next(iter(device.advice()), 'see the packages above')}"
+    if wrong is not None:
+        return f"not ready: {wrong.name}: {wrong.detail}"
     ready = f"ready as an agent of tier '{device.tier}'"
     if failed is not None:
-        return f"{ready}, but the broker cannot be reached ({failed.name}: {failed.detail})"
-    return f"{ready}, and the broker answers" if steps else f"{ready}; --broker URL looks at the way to a broker, too"
+        what = {
+            "login": "does not let it in",
+            "topics": "does not give it its topics",
+            "coordinator": "has no coordinator for it",
+        }
+        return f"{ready}, but the broker {what.get(failed.name, 'cannot be reached')} ({failed.name}: {failed.detail})"
+    if not steps:
+        return f"{ready}; --config FILE tries an agent's configuration, its login included"
+    return f"{ready}, and the broker answers" + (", and so does a coordinator" if own else "")

@@ -14,13 +14,14 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from ..config import BrokerConfig
+from ..config import BrokerConfig, credential
 from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, cause
 from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
@@ -204,15 +205,10 @@ class MqttTransport:
             clean_session=True,
             reconnect_on_failure=False,
         )
-        client.connect_timeout = CONNECT_TIMEOUT_S
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
             client.will_set(self.will.topic, self.will.payload, qos=1, retain=self.will.retain)
-        user = self.config.user or (self.client_id if self.config.password_file else None)
-        if user is not None:
-            client.username_pw_set(user, self.config.password())
-        if self.config.uses_tls:
-            client.tls_set_context(_tls_context(self.config))
+        _prepare(client, self.config, self.client_id)
         client.on_connect = self._on_connect
         client.on_message = self._on_message
         client.on_subscribe = self._on_subscribe
@@ -223,7 +219,7 @@ class MqttTransport:
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
-            self._refusal = f"broker refuses: {code}"
+            self._refusal = _refused_login(self.config, self.client_id, code)
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -268,6 +264,68 @@ def longest_pause_s(failures: int) -> float:
     return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
 
 
+def user_of(config: BrokerConfig, client_id: str) -> str | None:
+    """The MQTT user that logs in: the one configured, else the client's own id where there is a password; or None."""
+    return config.user or (client_id if config.password_file else None)
+
+
+def refused_topics(
+    config: BrokerConfig, client_id: str, messages: Mapping[str, bytes], timeout_s: float
+) -> dict[str, str] | None:
+    """Publish one message on each topic: the topics that the broker refuses, and what it says; None: it does not tell.
+
+    Only MQTT 5 has a refusal for a message; brokers drop it without a word in 3.1.1, which agents speak.
+    """
+    client = paho.Client(
+        CallbackAPIVersion.VERSION2, client_id=f"{client_id}-doctor", protocol=paho.MQTTv5, reconnect_on_failure=False
+    )
+    _prepare(client, config, client_id)
+    answers: dict[int, ReasonCode] = {}
+    connected: list[bool] = []
+    client.on_connect = lambda _client, _data, _flags, code, _props: connected.append(not code.is_failure)
+    client.on_publish = lambda _client, _data, mid, code, _props: answers.update({mid: code})
+    until = time.monotonic() + timeout_s
+    try:
+        client.connect(config.host, config.port)
+        while not connected and time.monotonic() < until:
+            if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
+                return None
+        if not any(connected):
+            return None
+        asked = {client.publish(topic, payload, qos=1).mid: topic for topic, payload in messages.items()}
+        while len(answers) < len(asked) and time.monotonic() < until:
+            if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
+                return None
+    except (OSError, ValueError):
+        return None
+    finally:
+        client.disconnect()
+    return {asked[mid]: str(code) for mid, code in answers.items() if mid in asked and code.is_failure}
+
+
+def _prepare(client: paho.Client, config: BrokerConfig, client_id: str) -> None:
+    """User, password and TLS of the configuration."""
+    client.connect_timeout = CONNECT_TIMEOUT_S
+    if (user := user_of(config, client_id)) is not None:
+        client.username_pw_set(user, config.password())
+    if config.uses_tls:
+        client.tls_set_context(_tls_context(config))
+
+
+def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> str:
+    """What the broker said to a login, and what to do about it."""
+    user = user_of(config, client_id)
+    if str(code) not in {"Not authorized", "Bad user name or password"}:
+        return f"broker refuses: {code}"
+    if user is None:
+        return f"broker refuses a login without a user ({code}); set broker.user and broker.password_file"
+    return (
+        f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than "
+        f"{config.password_file or 'the empty one'}; 'headwater enroll {user}' makes a new one, which a Mosquitto that "
+        "runs has to be told of (reload)"
+    )
+
+
 def _leave_to_loop(_client: paho.Client, _data: object, _socket: object) -> None:
     """Nothing: `paho.Client.loop` sees by itself that there is something to write."""
 
@@ -278,7 +336,7 @@ def _tls_context(config: BrokerConfig) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if tls and tls.cert:
-            context.load_cert_chain(tls.cert, tls.key)
+            context.load_cert_chain(credential(tls.cert), credential(tls.key) if tls.key else None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError("broker.tls", [f"certificates cannot be loaded: {cause(error)}"]) from error
     return context

@@ -211,7 +211,6 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
         (b"secret", "secret"),
         (b"secret\n", "secret"),
         (b"p\xc3\xa4ss\r\nsecond\n", "päss"),
-        (b"\nx", ""),
         (b" a ", " a "),
     ],
 )
@@ -220,7 +219,7 @@ def test_the_password_is_the_first_line_of_its_file(tmp_path, content, password)
     assert BrokerConfig(password_file=tmp_path / "secret").password() == password
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", [None, b"", b"\nx", b"\xff\xfe\x00"])
 def test_a_password_file_that_cannot_be_read_is_told_without_its_content(tmp_path, content):
     if content is not None:
         (tmp_path / "secret").write_bytes(content)
