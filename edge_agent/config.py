@@ -156,7 +156,10 @@ class TrainingConfig(Frozen):
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     threads: int = Field(
-        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
+        1,
+        ge=0,
+        le=256,
+        description="of torch, ONNX Runtime and numpy; 0 = their own choice. 1 keeps results repeatable",
     )
     precision: Precision = Field("float32", description=PRECISION)
     share_norm: bool = Field(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
+from edge_agent.threads import limit_threads
 
 __all__ = ["main"]
 
@@ -18,6 +19,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code (see `edge_agent.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
+    limit_threads(spare_torch=True)  # numpy with one thread ends in the bits of worker processes
     try:
         _run(given)
     except SystemExit as end:

@@ -37,7 +37,6 @@ def run(config: AgentConfig) -> None:
         ProtocolMismatch: the coordinator speaks another protocol.
         DuplicateId: another agent with this id is alive.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts threads that would only cost memory
     tier = choose_tier(config)
     _check_data(config.data, config.id)
     boot = secrets.token_hex(8)

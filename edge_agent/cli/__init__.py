@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import HeadwaterError, UsageError, without_home
+from ..threads import limit_threads
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "be an agent: join a federation until told to stop"),
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    if arguments.command != "run":  # an agent's number of threads is in its configuration
+        limit_threads(getattr(arguments, "threads", None))
     try:
         return int(arguments.run(arguments))
     except HeadwaterError as error:

@@ -42,7 +42,9 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where unpacked bundles and features are kept (default: headwater in XDG_CACHE_HOME or ~/.cache)",
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="encoder threads, 0 = all (default: 1)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of encoder and head, 0 = as many as cores (default: 1)"
+    )
 
 
 def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -127,7 +129,7 @@ def check(arguments: argparse.Namespace) -> None:
     mistakes = [
         f"{option} {getattr(arguments, name)}: expected {expected}"
         for name, (option, is_possible, expected) in rules.items()
-        if hasattr(arguments, name) and not is_possible(getattr(arguments, name))
+        if getattr(arguments, name, None) is not None and not is_possible(getattr(arguments, name))
     ]
     if mistakes:
         raise UsageError("; ".join(mistakes))
@@ -145,4 +147,5 @@ def encoder(arguments: argparse.Namespace, found: Bundle, precision: str | None 
     """The bundle's encoder; ``precision`` wins over ``--precision``."""
     from ..encoder import Encoder
 
-    return Encoder.open(found, precision or arguments.precision, arguments.threads)  # type: ignore[arg-type]
+    threads = 1 if arguments.threads is None else arguments.threads
+    return Encoder.open(found, precision or arguments.precision, threads)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import logging
 from pathlib import Path
 
 from ..config import AgentConfig, load
+from ..threads import limit_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
     config = load(AgentConfig, arguments.config, overrides)
+    limit_threads(config.training.threads)
     from ..agent import running
 
     running.run(config)
