@@ -35,9 +35,9 @@ class Answers:
         """An agent could not do what it was asked: it is not waited for."""
         self.faults[agent] = reason
 
-    def about(self, fingerprint: str) -> None:
-        """From now on, figures of this released encoder are wanted, and of no other."""
-        self._about = fingerprint
+    def about(self, bundle_id: str) -> None:
+        """From now on, figures of this released bundle are wanted, and of no other."""
+        self._about = bundle_id
 
     def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
         """Until each of ``agents`` that is still there has answered, or the time is up. ``ask`` is for `ask_again`."""

@@ -48,7 +48,7 @@ class Released:
     """A bundle that went out."""
 
     path: Path
-    fingerprint: str
+    bundle_id: str
     size_bytes: int
     parity_max_abs: float
     int8_cosine: float | None
@@ -57,7 +57,7 @@ class Released:
         """As a summary shows it."""
         return {
             "path": str(self.path),
-            "fingerprint": self.fingerprint,
+            "bundle_id": self.bundle_id,
             "bytes": self.size_bytes,
             "parity_max_abs": self.parity_max_abs,
             "int8_cosine": self.int8_cosine,
@@ -89,7 +89,7 @@ class Encoders:
             raise error if isinstance(error, HeadwaterError) else ExportRejected(f"export broke: {error!r}")
         parity = report.manifest.parity
         size = path.stat().st_size
-        return Released(path, report.manifest.fingerprint, size, float(parity.max_abs), parity.int8_cosine)
+        return Released(path, report.manifest.bundle_id, size, float(parity.max_abs), parity.int8_cosine)
 
     def freeze(self, loop: RunLoop) -> Generator[Waiting, None, Outgoing]:
         """The encoder as it stands now, for one round, as a blob on disk; the next round's replaces it."""
@@ -105,12 +105,12 @@ class Encoders:
         fleet.state.journal.append("release_made", run=loop.run, round=number, digest=digest, body=released.body())
         agents = tuple(fleet.roster.present("head"))
         loop.answers.take(agents)
-        loop.answers.about(released.fingerprint)
+        loop.answers.about(released.bundle_id)
         if not agents:
             return
         blob = Outgoing.open(fleet.state.blobs.path(digest), digest)
         fleet.distributor.offer(blob, agents)
-        install = Install(run=loop.run, fingerprint=released.fingerprint, blob=blob.ref)
+        install = Install(run=loop.run, bundle_id=released.bundle_id, blob=blob.ref)
 
         def ask(agent: str) -> None:
             fleet.send(agent, install)
@@ -145,7 +145,7 @@ def release_line(number: int, released: Released, reports: dict[str, Report]) ->
     return {
         "kind": "release",
         "round": number,
-        "fingerprint": released.fingerprint,
+        "bundle_id": released.bundle_id,
         "bytes": released.size_bytes,
         "acc": {"personal": acc},
         "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),

@@ -26,11 +26,11 @@ class Releases:
     def offer(self, agent: str, running: str) -> None:
         """A head-tier device that runs another encoder than the released one gets the released one."""
         release = self.current()
-        if release is None or release.digest is None or release.body.get("fingerprint") == running:
+        if release is None or release.digest is None or release.body.get("bundle_id") == running:
             return
         if release.digest in self._state.blobs:
             blob = self._put_on_offer(release.digest, agent)
-            self._send(agent, Install(run=release.run or "", fingerprint=release.body["fingerprint"], blob=blob.ref))
+            self._send(agent, Install(run=release.run or "", bundle_id=release.body["bundle_id"], blob=blob.ref))
 
     def offer_again(self, agent: str, digest: str) -> None:
         """An agent asks for something that is not on offer (any more): after a restart, offer a release again."""

@@ -29,7 +29,7 @@ class Member:
     boot: str
     software: str
     samples: int
-    fingerprint: str
+    bundle_id: str
     facts: dict[str, FactValue] = field(default_factory=dict)
     heard_at: float = 0.0
     gone_at: float | None = None
@@ -59,7 +59,7 @@ class Roster:
             message.boot,
             message.software,
             message.samples,
-            message.fingerprint,
+            message.bundle_id,
             dict(message.facts),
         )
         before = self._members.get(agent)
@@ -76,8 +76,8 @@ class Roster:
         if member is None:
             return False
         member.samples = message.samples or member.samples
-        if message.fingerprint:
-            member.fingerprint = message.fingerprint
+        if message.bundle_id:
+            member.bundle_id = message.bundle_id
             member.notes.pop("rolled_back", None)
         if message.rolled_back:
             member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"

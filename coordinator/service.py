@@ -351,7 +351,7 @@ class Coordinator:
         if self.loop is not None:
             self.loop.invite(agent)
         if message.tier == "head":
-            self.releases.offer(agent, message.fingerprint)
+            self.releases.offer(agent, message.bundle_id)
 
     def _lose(self, agent: str) -> None:
         self.roster.gone(agent)

@@ -48,13 +48,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Encoder:
-    """A session that is ready to run; ``providers`` are those in effect, which may be fewer than those asked for."""
+    """A session that is ready to run.
+
+    ``fingerprint`` is that of the bundle's variant, which features and heads are bound to. ``providers`` are those in
+    effect, which may be fewer than those asked for.
+    """
 
     session: Any
     input_name: str
     input_shape: tuple[int, ...]
     feature_dim: int
     precision: Precision
+    fingerprint: str
     providers: tuple[str, ...]
     format: Literal["ort", "onnx"]
 
@@ -91,6 +96,7 @@ class Encoder:
             input_shape=bundle.manifest.task.input_shape,
             feature_dim=bundle.manifest.feature_dim,
             precision=chosen,
+            fingerprint=bundle.variant(chosen).fingerprint,
             providers=tuple(session.get_providers()),
             format=kind,
         )
@@ -202,7 +208,7 @@ def _decide(milliseconds: Mapping[str, float]) -> tuple[str, str]:
 def _hardly_fits(bundle: Bundle, available_bytes: int | None) -> bool:
     """Whether the fp32 weights would take more than half of the memory that is free."""
     free = _free_bytes() if available_bytes is None else available_bytes
-    size = bundle.manifest.files[bundle.manifest.variants["fp32"]].size_bytes
+    size = bundle.manifest.files[bundle.variant("fp32").file].size_bytes
     return free is not None and 2 * size > free
 
 

@@ -50,6 +50,8 @@ class Scores:
 class Result:
     """A fitted personal head, how good it is, and what it is bound to. ``seconds`` covers features, fit and scores.
 
+    ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
+
     ``one_class``: the data hold a single class, so the scores say nothing.
     """
 
@@ -99,6 +101,7 @@ class Features:
     train_features: np.ndarray
     test_features: np.ndarray
     precision: Precision
+    fingerprint: str
 
     @property
     def is_one_class(self) -> bool:
@@ -129,7 +132,7 @@ def personalize(
         DataError: samples that do not fit the task.
     """
     begin = clock()
-    found = extract(bundle, samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
+    found = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
     fitted = fit(bundle, found, head, params, seed)
     overall, local = score_global(bundle, found), score_local(found, bundle.manifest.task.num_classes, seed)
     scores = Scores(accuracy(fitted.predict_proba, found.test_features, found.test.labels), overall, local)
@@ -152,7 +155,7 @@ def evaluate_heads(
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
     """
-    found = extract(bundle, samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
+    found = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
     overall, local = score_global(bundle, found), score_local(found, bundle.manifest.task.num_classes, seed)
     results: list[Result] = []
     failed: dict[str, str] = {}
@@ -169,7 +172,6 @@ def evaluate_heads(
 
 
 def extract(
-    bundle: Bundle,
     samples: Given,
     encoder: Encoder,
     *,
@@ -183,22 +185,24 @@ def extract(
     return Features(
         train,
         test,
-        features_of(bundle, train, encoder, cache, progress),
-        features_of(bundle, test, encoder, cache, progress),
+        features_of(train, encoder, cache, progress),
+        features_of(test, encoder, cache, progress),
         encoder.precision,
+        encoder.fingerprint,
     )
 
 
 def features_of(
-    bundle: Bundle, samples: Samples, encoder: Encoder, cache: Path | None = None, progress: Progress | None = None
+    samples: Samples, encoder: Encoder, cache: Path | None = None, progress: Progress | None = None
 ) -> np.ndarray:
     """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
 
-    They are found again by encoder, precision and the inputs themselves, so a changed picture is never overlooked.
+    They are found again by the fingerprint of the encoder's variant and the inputs themselves, so a changed picture is
+    never overlooked.
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
-    place = cache / f"{_cache_key(bundle.fingerprint, encoder, samples)}.safetensors"
+    place = cache / f"{_cache_key(encoder, samples)}.safetensors"
     known = _cached(place, (len(samples), encoder.feature_dim))
     if known is not None:
         return known
@@ -272,13 +276,14 @@ def flattened(inputs: np.ndarray) -> np.ndarray:
 
 
 def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> saved.SavedHead:
-    """The saved head in ``folder``, if it belongs to this bundle; with ``precision``, also to that.
+    """The saved head in ``folder``, if it was fitted on a variant of this bundle's encoder; ``precision``: on that one.
 
     Raises:
-        FingerprintMismatch: it was fitted on another encoder or precision.
+        FingerprintMismatch: it was fitted on another encoder or another variant of it.
         StateError: no head there, damaged, or for other classes than the bundle's.
     """
-    found = saved.load(folder, bundle.fingerprint, None if precision == "auto" else precision)
+    known = bundle.fingerprints
+    found = saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})
     if found.class_names != bundle.manifest.task.class_names:
         raise StateError(
             f"{folder}: head for classes {', '.join(found.class_names[:10])}; the bundle has "
@@ -299,7 +304,7 @@ def _result(bundle: Bundle, found: Features, fitted: Head, scores: Scores, secon
     card = bundle.manifest.heads.get(fitted.name)
     return Result(
         head=fitted,
-        fingerprint=bundle.fingerprint,
+        fingerprint=found.fingerprint,
         precision=found.precision,
         class_names=bundle.manifest.task.class_names,
         scores=scores,
@@ -320,9 +325,9 @@ def _halved(inputs: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray((even + odd) / 2)
 
 
-def _cache_key(fingerprint: str, encoder: Encoder, samples: Samples) -> str:
+def _cache_key(encoder: Encoder, samples: Samples) -> str:
     providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    return f"features-{fingerprint[:16]}-{encoder.precision}-{providers}-{samples.digest[:32]}"
+    return f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}"
 
 
 def _cached(place: Path, shape: tuple[int, int]) -> np.ndarray | None:

@@ -119,8 +119,8 @@ def _as_json(report: Report) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "bytes": report.path.stat().st_size,
-        "fingerprint": manifest.fingerprint,
-        "variants": dict(manifest.variants),
+        "bundle_id": manifest.bundle_id,
+        "variants": {precision: variant.file for precision, variant in manifest.variants.items()},
         "parity": manifest.parity.model_dump(mode="json"),
         "gates": [{"name": gate.name, "passed": gate.passed, "detail": gate.detail} for gate in report.gates],
         "int8_note": report.int8_note,
@@ -134,4 +134,4 @@ def _as_text(report: Report) -> str:
         lines.append(f"int8 {report.int8_note}")
     size = report.path.stat().st_size / 1e6
     precisions = ", ".join(report.manifest.variants)
-    return "\n".join([*lines, f"{report.path}: {size:.2f} MB, {precisions}, {report.manifest.fingerprint[:16]}"])
+    return "\n".join([*lines, f"{report.path}: {size:.2f} MB, {precisions}, {report.manifest.bundle_id[:16]}"])

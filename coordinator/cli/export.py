@@ -140,7 +140,7 @@ def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
         "round": record.round,
         "path": str(report.path),
         "bytes": report.path.stat().st_size,
-        "fingerprint": manifest.fingerprint,
+        "bundle_id": manifest.bundle_id,
         "feature_dim": manifest.feature_dim,
         "variants": list(manifest.variants),
         "parity_max_abs": manifest.parity.max_abs,

@@ -98,12 +98,12 @@ def _agents(agents: list[dict[str, Any]]) -> Table:
             a["tier"],
             a.get("transport", "mqtt"),
             "here" if a["present"] else "gone",
-            a["fingerprint"][:12],
+            a["bundle_id"][:12],
             None if a["silent_s"] is None else f"{a['silent_s']:.0f} s",
         )
         for a in agents
     ]
-    return table("agents", ("agent", "tier", "by", "is", "encoder", "silent"), rows, left=5)
+    return table("agents", ("agent", "tier", "by", "is", "bundle", "silent"), rows, left=5)
 
 
 def _marked(agent: dict[str, Any]) -> str:

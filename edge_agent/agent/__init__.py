@@ -181,7 +181,7 @@ class Agent:
             software=__version__,
             tier=self.duties.tier,
             samples=self.duties.samples,
-            fingerprint=self.duties.fingerprint,
+            bundle_id=self.duties.bundle_id,
             answers=answers,
             facts=self.duties.facts(),
         )
@@ -324,7 +324,7 @@ class Agent:
             "waits_for": self._waits_for(),
             "job": None if job is None else {"run": job.run, "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
-            "fingerprint": self.duties.fingerprint,
+            "bundle_id": self.duties.bundle_id,
             "rolled_back": self.duties.rolled_back or None,
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

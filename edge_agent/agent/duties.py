@@ -39,7 +39,7 @@ class Duties:
         self.rolled_back = ""
         self._session: tuple[str, Session] | None = None
         self._data: tuple[Task, Samples, Samples] | None = None
-        self.fingerprint = self._running_fingerprint()
+        self.bundle_id = self._running_bundle()
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         """What the coordinator may know of this device."""
@@ -103,14 +103,14 @@ class Duties:
         from .install import install_bundle
 
         report = install_bundle(self.config, message, path)
-        self.fingerprint, self.rolled_back = report.fingerprint, report.rolled_back
+        self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _running_fingerprint(self) -> str:
-        """The encoder in use; empty when there is none, or it and its head cannot be used together."""
+    def _running_bundle(self) -> str:
+        """The id of the bundle in use; empty when there is none, or it and its head cannot be used together."""
         folder = self.config.state / "bundles"
         if not folder.is_dir():
             return ""
@@ -121,11 +121,11 @@ class Duties:
             current = bundles.current(folder)
             if current is None:
                 return ""
-            saved.load(self.config.state / "head", current.fingerprint)
+            saved.load(self.config.state / "head", current.fingerprints)
         except HeadwaterError as error:
             log.warning("pair_unusable reason=%s", error)
             return ""
-        return current.fingerprint
+        return current.id
 
     def _session_for(self, job: Job) -> Session:
         if self._session is not None and self._session[0] == job.run:

@@ -41,17 +41,17 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    trial = _Trial(config, message.fingerprint, _old_pair(config), _samples(config, path))
+    trial = _Trial(config, message.bundle_id, _old_pair(config), _samples(config, path))
     try:
         bundle = bundles.install(path, config.state / "bundles", check=trial)
     except BundleError:
-        kept = trial.old_fingerprint
-        if not trial.refusal or kept in {"", message.fingerprint}:
+        kept = trial.old_id
+        if not trial.refusal or kept in {"", message.bundle_id}:
             raise
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.fingerprint[:12], kept[:12], trial.refusal)
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], kept[:12], trial.refusal)
         return trial.report(message, kept)
-    log.info("installed encoder=%s acc.personal=%s", bundle.fingerprint[:12], trial.personal)
-    return trial.report(message, bundle.fingerprint)
+    log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], trial.personal)
+    return trial.report(message, bundle.id)
 
 
 class _Trial:
@@ -83,17 +83,17 @@ class _Trial:
         return None if self._result is None else self._result.scores.personal
 
     @property
-    def old_fingerprint(self) -> str:
-        """The encoder that was there before."""
-        return "" if self._old is None else self._old.bundle.fingerprint
+    def old_id(self) -> str:
+        """The id of the bundle that was there before; empty where there was none."""
+        return "" if self._old is None else self._old.bundle.id
 
     def report(self, message: Install, runs: str) -> Report:
-        """The figures of the new encoder, as far as it got, and the encoder that this device runs now."""
+        """The figures of the new encoder, as far as it got, and the bundle that this device runs now."""
         why = f"keeps bundle {runs[:12]} because {self.refusal}"[:1000] if self.refusal else ""
         report = Report(
             run=message.run,
-            about=message.fingerprint,
-            fingerprint=runs,
+            about=message.bundle_id,
+            bundle_id=runs,
             rolled_back=why,
             samples=sum(map(len, self._samples)),
             one_class=_is_one_class(*self._samples),
@@ -120,6 +120,8 @@ def _figures(result: Result, metrics: dict[str, float | None]) -> dict[str, Any]
     return {
         "samples": result.n_train,
         "head": result.head.name,
+        "precision": result.precision,
+        "fingerprint": result.fingerprint,
         "acc_local": result.scores.local,
         "acc_global": result.scores.overall,
         "acc_personal": result.scores.personal,
@@ -128,8 +130,8 @@ def _figures(result: Result, metrics: dict[str, float | None]) -> dict[str, Any]
 
 
 def _check_announced(bundle: Bundle, announced: str) -> None:
-    if bundle.fingerprint != announced:
-        raise BundleDamaged(f"bundle of encoder {bundle.fingerprint[:16]}, announced was {announced[:16]}; refused")
+    if bundle.id != announced:
+        raise BundleDamaged(f"bundle {bundle.id[:16]}, announced was {announced[:16]}; rejected")
 
 
 def _self_test(bundle: Bundle) -> None:
@@ -182,5 +184,5 @@ def _score(config: AgentConfig, old: _OldPair, samples: Split) -> float | None:
     if (task.class_names, task.input) != (test.class_names, test.input):
         return None
     encoder = Encoder.open(old.bundle, old.head.precision, config.training.threads)
-    rows = features_of(old.bundle, test, encoder, config.state / "features")
+    rows = features_of(test, encoder, config.state / "features")
     return accuracy(old.head.head.predict_proba, rows, test.labels)

@@ -28,6 +28,7 @@ from .manifest import (
     SCHEMA,
     FileEntry,
     Manifest,
+    Variant,
     dump_manifest,
     fingerprint,
     parse_manifest,
@@ -41,10 +42,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BundleFile:
-    """A verified bundle file.
-
-    ``offsets`` says where each file's content begins; ``raw_manifest`` are the bytes that stand for the whole bundle.
-    """
+    """A verified bundle file; ``offsets`` says where each file's content begins."""
 
     path: Path
     manifest: Manifest
@@ -82,8 +80,8 @@ class BundleFile:
 def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> Manifest:
     """Write a bundle atomically; returns its manifest. Equal content gives equal bytes, on every machine.
 
-    ``manifest`` holds the fields of `Manifest` without ``files``, ``schema_version`` and ``fingerprint``, which follow
-    from the content. A file's content is bytes or the path of a file to copy.
+    ``manifest`` holds the fields of `Manifest` without ``files`` and ``schema_version``; ``variants`` names a file
+    for each precision, fingerprints follow from the content. A file's content is bytes or the path of a file to copy.
 
     Raises:
         BundleError: the fields are not a manifest, or refer to files that are not there; every mistake is listed.
@@ -154,15 +152,21 @@ def unpack(path: Path, folder: Path) -> Manifest:
 
 def _complete(path: Path, fields: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> Manifest:
     entries = {name: _entry(content) for name, content in sorted(files.items())}
-    given = {**fields, "schema_version": SCHEMA, "files": entries, "fingerprint": "0" * 64}
+    unbound = {
+        precision: {"file": name, "fingerprint": "0" * 64} for precision, name in fields.get("variants", {}).items()
+    }
+    given = {**fields, "schema_version": SCHEMA, "files": entries, "variants": unbound}
     try:
         draft = Manifest.model_validate(given)
     except ValidationError as error:
         raise BundleError(f"{path}: manifest: {'; '.join(mistakes_of(error, Manifest))}") from error
-    encoder = entries.get(draft.variants.get("fp32", ""))
-    if encoder is None:
-        raise BundleError(f"{path}: no fp32 variant among the files {', '.join(entries) or '(none)'}")
-    return draft.model_copy(update={"fingerprint": fingerprint(encoder.sha256, draft.task.input)})
+    if missing := [variant.file for variant in draft.variants.values() if variant.file not in entries]:
+        raise BundleError(f"{path}: no file {', '.join(missing)} among {', '.join(entries) or '(none)'}")
+    variants = {
+        precision: Variant(file=variant.file, fingerprint=fingerprint(entries[variant.file].sha256, draft.task.input))
+        for precision, variant in draft.variants.items()
+    }
+    return draft.model_copy(update={"variants": variants})
 
 
 def _entry(content: bytes | Path) -> FileEntry:

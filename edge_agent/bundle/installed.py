@@ -16,7 +16,7 @@ from ..errors import BundleDamaged, StateError, cause
 from ..store import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
 from .archive import open_bundle, unpack
-from .manifest import CHECKSUM, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Precision, parse_manifest
+from .manifest import CHECKSUM, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Precision, Variant, parse_manifest
 
 _POINTER = "current.json"
 
@@ -29,9 +29,14 @@ class Bundle:
     manifest: Manifest
 
     @property
-    def fingerprint(self) -> str:
-        """What heads are bound to."""
-        return self.manifest.fingerprint
+    def id(self) -> str:
+        """SHA-256 (hex) of the manifest: the bundle's id everywhere."""
+        return self.manifest.bundle_id
+
+    @property
+    def fingerprints(self) -> dict[Precision, str]:
+        """What heads are bound to, for each precision that the bundle has."""
+        return {precision: variant.fingerprint for precision, variant in self.manifest.variants.items()}
 
     def path(self, name: str) -> Path:
         """Where one of the bundle's files lies."""
@@ -43,12 +48,20 @@ class Bundle:
         Raises:
             StateError: the bundle has no such variant.
         """
-        name = self.manifest.variants.get(precision)
-        if name is None:
+        return self.folder / self.variant(precision).file
+
+    def variant(self, precision: Precision) -> Variant:
+        """The encoder in one precision.
+
+        Raises:
+            StateError: the bundle has no such variant.
+        """
+        found = self.manifest.variants.get(precision)
+        if found is None:
             raise StateError(
                 f"bundle '{self.manifest.name}' has no {precision} variant; it has {', '.join(self.manifest.variants)}"
             )
-        return self.folder / name
+        return found
 
     def golden(self) -> Tensors:
         """Golden inputs and the features that the exporter got for them."""
@@ -90,7 +103,7 @@ def open_folder(folder: Path) -> Bundle:
 def install(path: Path, root: Path, keep: int = 2, check: Callable[[Bundle], object] | None = None) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
-    The folder is named after the fingerprint and the manifest: two exports of one encoder can stand side by side.
+    The folder is named after the bundle id: two exports of one encoder can stand side by side.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
 
     Raises:
@@ -141,8 +154,7 @@ def use(root: Path, name: str) -> None:
 
 
 def _folder_name(path: Path) -> str:
-    bundle = open_bundle(path)
-    return f"{bundle.manifest.fingerprint[:16]}-{hashlib.sha256(bundle.raw_manifest).hexdigest()[:8]}"
+    return open_bundle(path).manifest.bundle_id[:24]
 
 
 def _opens(folder: Path) -> bool:

@@ -1,10 +1,15 @@
-"""What a bundle is and promises: the manifest, and the fingerprint that binds heads to an encoder."""
+"""What a bundle is and promises: the manifest, the bundle's id, and the fingerprints that bind heads to an encoder.
+
+The **bundle id** is the SHA-256 of the manifest, which names every file with its hash: it identifies the bundle as a
+whole and is the one that coordinator, agents, logs and reports show. The **fingerprint** belongs to one variant of the
+encoder (fp32 or int8): features, heads and figures of one variant are of no use with another.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -13,7 +18,7 @@ from ..config import mistakes_of
 from ..errors import BundleDamaged, BundleError, cause
 from ..task import Frozen, InputSpec, Task
 
-SCHEMA: Literal[1] = 1
+SCHEMA: Literal[2] = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.sha256"
 """Member after the manifest: its SHA-256, so that a flipped bit in a free-text field is noticed as well."""
@@ -49,6 +54,13 @@ class Parity(Frozen):
     int8_cosine: float | None = Field(None, description="mean cosine of int8 and fp32 features; None without int8")
 
 
+class Variant(Frozen):
+    """The encoder in one precision."""
+
+    file: str = Field(description="name of the ONNX file")
+    fingerprint: str = Field(pattern=SHA256, description="SHA-256 of that file's hash and the task's input spec")
+
+
 class HeadCard(Frozen):
     """What a device may fit on this encoder, and how true it is to the method."""
 
@@ -60,7 +72,7 @@ class HeadCard(Frozen):
 class Manifest(Frozen):
     """What a bundle is and promises."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[2] = SCHEMA
     name: str = Field(description="run or release that it came from")
     created: str = Field(description="ISO 8601 UTC, for people")
     headwater_version: str
@@ -70,8 +82,7 @@ class Manifest(Frozen):
     norm_note: str = Field("", description="how batch norm was settled for one common encoder")
     task: Task
     feature_dim: int = Field(ge=1, le=1 << 20)
-    fingerprint: str = Field(pattern=SHA256, description="SHA-256 of the fp32 file's hash and the task's input spec")
-    variants: dict[Precision, str] = Field(description="precision -> file name")
+    variants: dict[Precision, Variant]
     opset: int
     exporter: Literal["dynamo", "legacy"]
     parity: Parity
@@ -87,13 +98,18 @@ class Manifest(Frozen):
     files: dict[FileName, FileEntry] = Field(max_length=MAX_FILES)
 
     @property
+    def bundle_id(self) -> str:
+        """SHA-256 (hex) of the manifest: the id of the whole bundle."""
+        return hashlib.sha256(dump_manifest(self)).hexdigest()
+
+    @property
     def total_bytes(self) -> int:
         """Size of all files together."""
         return sum(entry.size_bytes for entry in self.files.values())
 
 
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
-    """SHA-256 (hex) of an encoder together with its preprocessing: what a head must have in common with its encoder."""
+    """SHA-256 (hex) of one variant's file together with its preprocessing: what a head must share with its encoder."""
     content = {"encoder": encoder_sha256, "input": TypeAdapter(InputSpec).dump_python(spec, mode="json")}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -118,6 +134,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
     if mistakes := _contradictions(manifest):
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
+    if dump_manifest(manifest) != raw:
+        raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
     return manifest
 
 
@@ -154,7 +172,7 @@ def _check_version(version: object, where: str) -> None:
 
 
 def _contradictions(manifest: Manifest) -> list[str]:
-    wanted = [*manifest.variants.values(), manifest.golden]
+    wanted = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
     if manifest.global_head is not None:
         wanted.append(manifest.global_head)
     mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
@@ -163,10 +181,14 @@ def _contradictions(manifest: Manifest) -> list[str]:
         mistakes.append(f"files of {manifest.total_bytes} bytes, at most {MAX_BUNDLE_BYTES} are carried")
     if "fp32" not in manifest.variants:
         mistakes.append("no fp32 variant")
-    elif not mistakes:
-        expected = fingerprint(manifest.files[manifest.variants["fp32"]].sha256, manifest.task.input)
-        if manifest.fingerprint != expected:
-            mistakes.append(
-                f"fingerprint {manifest.fingerprint[:16]}…, expected {expected[:16]}… for this encoder and input"
+    return mistakes or list(_wrong_fingerprints(manifest))
+
+
+def _wrong_fingerprints(manifest: Manifest) -> Iterator[str]:
+    for precision, variant in manifest.variants.items():
+        expected = fingerprint(manifest.files[variant.file].sha256, manifest.task.input)
+        if variant.fingerprint != expected:
+            yield (
+                f"{precision} fingerprint {variant.fingerprint[:16]}…, expected {expected[:16]}… for this encoder and "
+                "input"
             )
-    return mistakes

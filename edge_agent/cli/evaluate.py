@@ -46,7 +46,7 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> i
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     encoder = opening.encoder(arguments, bundle, saved.precision)
-    found = extract(bundle, samples, encoder, **_split_of(arguments))
+    found = extract(samples, encoder, **_split_of(arguments))
     scores = Scores(
         accuracy(saved.head.predict_proba, found.test_features, found.test.labels),
         score_global(bundle, found),

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = {
         "name": manifest.name,
         "method": manifest.method,
-        "fingerprint": bundle.fingerprint,
+        "bundle_id": bundle.id,
         "precisions": sorted(manifest.variants),
         "classes": manifest.task.num_classes,
         "folder": str(bundle.folder),

@@ -16,7 +16,7 @@ from ..errors import StateError
 from ..store import folder_lock, read_json
 from . import show
 
-_SAID = ("tier", "welcomed", "waits_for", "job", "working", "fingerprint", "rolled_back")
+_SAID = ("tier", "welcomed", "waits_for", "job", "working", "bundle_id", "rolled_back")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ class SavedCard(Frozen):
     schema_version: Literal[1] = SCHEMA
     head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
     params: dict[str, Any]
-    fingerprint: str = Field(pattern=_SHA256, description="of the encoder that it was fitted on")
+    fingerprint: str = Field(pattern=_SHA256, description="of the encoder's variant that it was fitted on")
     precision: Precision
     class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000)
     feature_dim: int = Field(ge=1, le=1 << 20)
@@ -95,18 +95,19 @@ def save(
     return folder / CARD
 
 
-def load(folder: Path, fingerprint: str | None = None, precision: Precision | None = None) -> SavedHead:
-    """The head in ``folder``; with ``fingerprint`` and ``precision``, only if it belongs to that encoder.
+def load(folder: Path, fingerprints: Mapping[Precision, str] | None = None) -> SavedHead:
+    """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
 
     Raises:
         StateError: no head there, or its files are damaged.
         TensorsError: the arrays are not a tensor container.
-        FingerprintMismatch: it was fitted on the features of another encoder or precision.
+        FingerprintMismatch: it was fitted on the features of another encoder or another variant of it.
         UnknownName: this installation has no head of that name.
         ConfigError: its parameters are not ones of that head.
     """
     card = _read_card(folder / CARD)
-    _check_binding(card, fingerprint, precision)
+    if fingerprints is not None:
+        _check_binding(card, fingerprints)
     arrays = _read_arrays(folder, card)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
@@ -129,16 +130,16 @@ def _read_card(path: Path) -> SavedCard:
         raise StateError(f"{path}: is not JSON ({error}); fit the head again") from error
 
 
-def _check_binding(card: SavedCard, fingerprint: str | None, precision: Precision | None) -> None:
-    if fingerprint is not None and card.fingerprint != fingerprint:
+def _check_binding(card: SavedCard, fingerprints: Mapping[Precision, str]) -> None:
+    if card.precision not in fingerprints:
         raise FingerprintMismatch(
-            f"head '{card.head}' was fitted on encoder {card.fingerprint[:16]}…, this bundle's is {fingerprint[:16]}…; "
-            "use the bundle that it was fitted with, or fit again"
+            f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "
+            f"{' or '.join(fingerprints)}; run it in {card.precision}, or fit again"
         )
-    if precision is not None and card.precision != precision:
+    if card.fingerprint != fingerprints[card.precision]:
         raise FingerprintMismatch(
-            f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in {precision}; "
-            f"run it in {card.precision}, or fit again"
+            f"head '{card.head}' was fitted on {card.precision} encoder {card.fingerprint[:16]}…, this bundle's is "
+            f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
         )
 
 

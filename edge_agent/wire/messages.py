@@ -65,7 +65,7 @@ class Hello(Control):
     software: str = Field(max_length=40)
     tier: Literal["train", "head"]
     samples: int = Field(ge=0, le=MAX_SAMPLES, description="training samples at hand")
-    fingerprint: str = Field("", max_length=64, description="running encoder, empty when none")
+    bundle_id: str = Field("", max_length=64, description="id of the bundle that the device runs, empty: none")
     answers: str = Field("", max_length=32, description="the question of the `Who` that this answers")
     facts: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
@@ -112,9 +112,11 @@ class Report(Control):
 
     type: Literal["report"] = "report"
     run: RunId
-    about: str = Field("", max_length=64, description="the encoder that the figures are of; empty: one trained here")
-    fingerprint: str = Field("", max_length=64, description="the encoder that the device runs now")
-    rolled_back: str = Field("", max_length=1000, description="why it is not the run's encoder; empty: it is")
+    about: str = Field("", max_length=64, description="id of the bundle that the figures are of; empty: trained here")
+    bundle_id: str = Field("", max_length=64, description="id of the bundle that the device runs now")
+    fingerprint: str = Field("", max_length=64, description="of the encoder's variant that the figures are of")
+    precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
+    rolled_back: str = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     one_class: bool = Field(False, description="its data hold a single class, so accuracies say nothing")
     head: str = Field("", max_length=64)
@@ -260,7 +262,7 @@ class Install(Control):
 
     type: Literal["install"] = "install"
     run: RunId
-    fingerprint: Digest
+    bundle_id: Digest
     blob: BlobRef
 
 

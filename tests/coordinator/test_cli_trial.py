@@ -92,7 +92,7 @@ def test_trial_of_the_readme_with_a_broker_of_ones_own(broker, tmp_path):
     shown = answer(headwater("report", *coordinator))[1]
     assert Path(shown.strip()).is_file()
     exported = json.loads(answer(exporting)[1])
-    assert (exported["bytes"], exported["fingerprint"]) == (bundle.stat().st_size, summary["bundle"]["fingerprint"])
+    assert (exported["bytes"], exported["bundle_id"]) == (bundle.stat().st_size, summary["bundle"]["bundle_id"])
 
 
 def headwater(*words: object) -> subprocess.Popen[str]:

@@ -27,13 +27,13 @@ def exports(monkeypatch):
         made.append(loop.run)
         path.write_bytes(loop.run.encode() * 20_000)
         parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
-        return SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint(loop.run), parity=parity))
+        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id(loop.run), parity=parity))
 
     monkeypatch.setattr(encoders, "export_run", fake)
     return made
 
 
-def fingerprint(run):
+def bundle_id(run):
     return hashlib.sha256(run.encode()).hexdigest()
 
 
@@ -48,11 +48,11 @@ def test_head_tier_devices_get_the_bundle_and_report(tmp_path, exports):
         fed.request(rounds=1)
         fed.finish()
         assert exports == [fed.run]
-        assert fed.duties["h1"].installed == fed.duties["h2"].installed == [fingerprint(fed.run)]
+        assert fed.duties["h1"].installed == fed.duties["h2"].installed == [bundle_id(fed.run)]
         got = {agent["id"]: agent["tier"] for agent in summary(fed)["agents"]}
         assert got == {"a0": "train", "a1": "train", "h1": "head", "h2": "head"}
         assert summary(fed)["bundle"]["bytes"] == 160_000 + 20_000 * (len(fed.run) - 8)
-        assert fed.coordinator.roster.get("h1").fingerprint == fingerprint(fed.run)
+        assert fed.coordinator.roster.get("h1").bundle_id == bundle_id(fed.run)
         bundle = fed.state.run(fed.run).folder / f"{fed.run}.hwb"
         (entry,) = fed.entries("release_made")
         assert entry.digest == hashlib.sha256(bundle.read_bytes()).hexdigest()
@@ -64,7 +64,7 @@ def test_a_device_that_comes_after_the_run_gets_the_release(tmp_path, exports):
         fed.finish()
         fed.add("late", tier="head")
         fed.wait(3)
-        assert fed.duties["late"].installed == [fingerprint(fed.run)]
+        assert fed.duties["late"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_comes_after_a_restart_gets_the_release(tmp_path, exports):
@@ -75,7 +75,7 @@ def test_a_device_that_comes_after_a_restart_gets_the_release(tmp_path, exports)
         fed.start_coordinator()
         fed.add("late", tier="head")
         fed.wait(3)
-        assert fed.duties["late"].installed == [fingerprint(fed.run)]
+        assert fed.duties["late"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_runs_the_release_already_is_left_alone(tmp_path, exports):
@@ -86,7 +86,7 @@ def test_a_device_that_runs_the_release_already_is_left_alone(tmp_path, exports)
         fed.agents["h1"].transport.cut()
         fed.agents["h1"].transport.start()
         fed.wait(20)
-        assert fed.duties["h1"].installed == [fingerprint(fed.run)]
+        assert fed.duties["h1"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_reconnect(tmp_path, exports):
@@ -97,9 +97,9 @@ def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_
         tried = []
 
         def install(message, path):
-            tried.append(message.fingerprint)
-            duties.fingerprint = "f" * 64
-            return wire.Report(run=message.run, samples=5, fingerprint="f" * 64, metrics={"rolled_back": 1.0})
+            tried.append(message.bundle_id)
+            duties.bundle_id = "f" * 64
+            return wire.Report(run=message.run, samples=5, bundle_id="f" * 64, metrics={"rolled_back": 1.0})
 
         duties.install = install
         fed.request(rounds=1)
@@ -108,7 +108,7 @@ def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_
             fed.agents["h1"].transport.cut()
             fed.agents["h1"].transport.start()
             fed.wait(3)
-        assert tried == [fingerprint(fed.run)]
+        assert tried == [bundle_id(fed.run)]
 
 
 def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, exports, caplog):
@@ -117,7 +117,7 @@ def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, ex
         fed.add("h1", tier="head")
         fed.settle()
         fed.duties["h1"].install = lambda message, path: wire.Report(
-            run=message.run, samples=5, fingerprint="f" * 64, rolled_back=why, acc_personal=0.25, acc_global=0.5
+            run=message.run, samples=5, bundle_id="f" * 64, rolled_back=why, acc_personal=0.25, acc_global=0.5
         )
         fed.request(rounds=1)
         fed.finish()
@@ -132,7 +132,7 @@ def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, ex
         assert why in fed.state.run(fed.run).report_path.read_text()
         (shown,) = [agent for agent in fed.coordinator.status()["agents"] if agent["id"] == "h1"]
         assert shown["notes"] == [f"rolled back the encoder of {fed.run}: {why}"]
-        assert shown["fingerprint"] == "f" * 64
+        assert shown["bundle_id"] == "f" * 64
         assert f"rolled_back agent=h1 run={fed.run} why={why}" in caplog.text
 
 
@@ -141,9 +141,9 @@ def test_the_mark_goes_when_a_later_encoder_stays(tmp_path, exports):
         fed.add("h1", tier="head")
         fed.settle()
         roster = fed.coordinator.roster
-        roster.reported("h1", wire.Report(run="run-0001", samples=5, fingerprint="f" * 64, rolled_back="keeps it"))
+        roster.reported("h1", wire.Report(run="run-0001", samples=5, bundle_id="f" * 64, rolled_back="keeps it"))
         assert roster.get("h1").notes
-        roster.reported("h1", wire.Report(run="run-0002", samples=5, fingerprint="e" * 64))
+        roster.reported("h1", wire.Report(run="run-0002", samples=5, bundle_id="e" * 64))
         assert roster.get("h1").notes == {}
 
 
@@ -152,7 +152,7 @@ def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):
         fed.add("h1", tier="head")
         fed.settle()
         fed.duties["h1"].install = lambda message, path: wire.Report(
-            run=message.run, samples=0, fingerprint=message.fingerprint, acc_local=0.0, acc_global=0.0, acc_personal=0.0
+            run=message.run, samples=0, bundle_id=message.bundle_id, acc_local=0.0, acc_global=0.0, acc_personal=0.0
         )
         fed.request(rounds=1)
         fed.finish()
@@ -259,7 +259,7 @@ def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypa
         fed.until(lambda: fed.coordinator is None)
         fed.start_coordinator()
         fed.finish()
-        assert fed.duties["h1"].installed == [fingerprint(fed.run)]
+        assert fed.duties["h1"].installed == [bundle_id(fed.run)]
         assert [agent["id"] for agent in summary(fed)["agents"]] == ["a0", "a1", "h1"]
 
 

@@ -37,8 +37,8 @@ def exports(monkeypatch):
         made.append(path.stem)
         path.write_bytes(path.stem.encode() * 100)
         parity = SimpleNamespace(max_abs=0.0, int8_cosine=None)
-        fingerprint = hashlib.sha256(path.stem.encode()).hexdigest()
-        return SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint, parity=parity))
+        bundle_id = hashlib.sha256(path.stem.encode()).hexdigest()
+        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id, parity=parity))
 
     monkeypatch.setattr(encoders, "export_run", fake)
     return made
@@ -57,8 +57,8 @@ def gets(fed, name, accuracies):
     found = iter(accuracies)
 
     def install(message, path):
-        fed.duties[name].installed.append(message.fingerprint)
-        return wire.Report(run=message.run, samples=5, fingerprint=message.fingerprint, acc_personal=next(found))
+        fed.duties[name].installed.append(message.bundle_id)
+        return wire.Report(run=message.run, samples=5, bundle_id=message.bundle_id, acc_personal=next(found))
 
     fed.duties[name].install = install
 

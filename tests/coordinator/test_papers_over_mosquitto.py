@@ -295,7 +295,7 @@ def test_five_rounds_end_with_reports_of_all_six_devices(overheard, method):
     assert tuple(reports) == TRAIN + HEAD
     assert all(0 <= agent["acc"]["personal"] <= 1 for agent in reports.values())
     assert (reports["h0"]["head"], reports["h1"]["head"]) == (HEADS[method], "lr")
-    assert {reports[name]["runs"] for name in HEAD} == {run.summary["bundle"]["fingerprint"]}
+    assert {reports[name]["runs"] for name in HEAD} == {run.summary["bundle"]["bundle_id"]}
 
 
 @pytest.mark.parametrize("method", sorted(PARAMS))

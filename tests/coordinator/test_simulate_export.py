@@ -27,7 +27,7 @@ def test_a_simulated_encoder_becomes_a_bundle(images, tmp_path, call):
     code, out, _ = call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.hwb", "--json")
     assert code == 0
     manifest = open_bundle(tmp_path / "e.hwb").manifest
-    assert manifest.fingerprint == json.loads(out)["fingerprint"]
+    assert manifest.bundle_id == json.loads(out)["bundle_id"]
     assert manifest.feature_dim == 4
 
 

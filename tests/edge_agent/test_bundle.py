@@ -113,7 +113,11 @@ def with_manifest(members, edit):
 
 
 def edit_json(**changes):
-    return lambda raw: json.dumps({**json.loads(raw), **changes}).encode()
+    return lambda raw: json.dumps({**json.loads(raw), **changes}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def variant(name: str) -> dict[str, str]:
+    return {"file": name, "fingerprint": "0" * 64}
 
 
 def member(name: str, data: bytes = b"x", **attributes) -> tuple[tarfile.TarInfo, bytes]:
@@ -140,9 +144,10 @@ HOSTILE = {
     "duplicate key": lambda ms: with_manifest(ms, lambda raw: raw.replace(b"{", b'{"name": "x", ', 1)),
     "NaN": lambda ms: with_manifest(ms, lambda raw: raw.replace(b'"max_abs": 0.0', b'"max_abs": NaN')),
     "unknown key": lambda ms: with_manifest(ms, edit_json(surprise=1)),
-    "wrong fingerprint": lambda ms: with_manifest(ms, edit_json(fingerprint="0" * 64)),
-    "variant that is no file": lambda ms: with_manifest(ms, edit_json(variants={"fp32": "other.onnx"})),
-    "no fp32": lambda ms: with_manifest(ms, edit_json(variants={"int8": "encoder.onnx"})),
+    "wrong fingerprint": lambda ms: with_manifest(ms, edit_json(variants={"fp32": variant("encoder.onnx")})),
+    "variant that is no file": lambda ms: with_manifest(ms, edit_json(variants={"fp32": variant("other.onnx")})),
+    "no fp32": lambda ms: with_manifest(ms, edit_json(variants={"int8": variant("encoder.onnx")})),
+    "written otherwise": lambda ms: with_manifest(ms, lambda raw: raw.replace(b"\n", b"\n ", 1)),
     "huge manifest": lambda ms: with_manifest(ms, lambda raw: raw + b" " * bundles.MAX_MANIFEST_BYTES),
     "climbing name": lambda ms: with_manifest(
         ms, lambda raw: raw.replace(b'"golden.safetensors": {', b'"../golden.safetensors": {')
@@ -171,7 +176,7 @@ def test_the_attacks_are_refused_for_what_they_change(make_bundle):
     assert bundles.open_bundle(renamed).manifest.name == "other"
 
 
-@pytest.mark.parametrize("version, advice", [(2, "upgrade"), (0, "export the model again")])
+@pytest.mark.parametrize("version, advice", [(3, "upgrade"), (1, "export the model again")])
 def test_another_schema_version_says_which_side_to_move(make_bundle, version, advice):
     made = make_bundle()
     target = rewritten(made.path, lambda ms: with_manifest(ms, edit_json(schema_version=version, new_field=1)))
@@ -199,7 +204,7 @@ def test_installing_makes_a_bundle_current_and_rollback_the_one_before(make_bund
         assert bundles.install(made.path, root).manifest == made.manifest
         assert bundles.current(root).manifest == made.manifest
     folders = {path.name[:16] for path in root.iterdir() if path.is_dir()}
-    assert folders == {two.manifest.fingerprint[:16], three.manifest.fingerprint[:16]}
+    assert folders == {two.manifest.bundle_id[:16], three.manifest.bundle_id[:16]}
     assert bundles.rollback(root).manifest == two.manifest
     assert bundles.current(root).manifest == two.manifest
     with pytest.raises(StateError, match="no earlier bundle"):
@@ -209,7 +214,8 @@ def test_installing_makes_a_bundle_current_and_rollback_the_one_before(make_bund
 def test_two_exports_of_one_encoder_stand_side_by_side(make_bundle, tmp_path):
     root = tmp_path / "bundles"
     one, two = make_bundle("1.hwb"), make_bundle("2.hwb", extra={"name": "again"})
-    assert one.manifest.fingerprint == two.manifest.fingerprint
+    assert one.manifest.variants == two.manifest.variants
+    assert one.manifest.bundle_id != two.manifest.bundle_id
     bundles.install(one.path, root)
     bundles.install(two.path, root)
     assert bundles.current(root).manifest.name == "again"
@@ -242,9 +248,9 @@ def test_a_bundle_that_fails_its_check_does_not_become_current(make_bundle, tmp_
     bundles.install(good.path, root)
 
     def refuse(bundle: bundles.Bundle) -> None:
-        raise BundleDamaged(bundle.fingerprint)
+        raise BundleDamaged(bundle.id)
 
-    with pytest.raises(BundleDamaged, match=other.manifest.fingerprint):
+    with pytest.raises(BundleDamaged, match=other.manifest.bundle_id):
         bundles.install(other.path, root, check=refuse)
     assert bundles.current(root).manifest == good.manifest
 

@@ -99,12 +99,12 @@ def test_pictures_are_classified_by_the_head_or_the_shared_classifier(place, cap
 def test_import_installs_into_a_state_folder_that_other_commands_accept(place, capsys, make_bundle):
     found = answer(capsys, "import", "b.hwb", "--state", "state")
     assert found["self_test"] is True
-    assert bundles.current(place / "state" / "bundles").fingerprint == found["fingerprint"]
+    assert bundles.current(place / "state" / "bundles").id == found["bundle_id"]
     answer(capsys, "fit", "--bundle", "state", "--data", "digits?n=50", "--out", "h")
     answer(capsys, "predict", "--bundle", found["folder"], "--data", "digits?n=5", "--head", "h")
     make_bundle("bad.hwb", golden_error=0.5)
     assert answer(capsys, "import", "bad.hwb", "--state", "state", code=4)["error"]["kind"] == "BundleDamaged"
-    assert bundles.current(place / "state" / "bundles").fingerprint == found["fingerprint"]
+    assert bundles.current(place / "state" / "bundles").id == found["bundle_id"]
     assert main(["import", "bad.hwb", "--state", "state", "--no-self-test"]) == 0
 
 

@@ -119,7 +119,7 @@ def test_status_of_an_agent_that_never_ran(config, capsys):
 
 def test_status_tells_what_a_running_agent_wrote(config, capsys):
     state = config.parent / "state"
-    write_json(state / "status.json", {"tier": "head", "welcomed": True, "working": False, "fingerprint": "ab"})
+    write_json(state / "status.json", {"tier": "head", "welcomed": True, "working": False, "bundle_id": "ab"})
     write_json(state / "head" / "head.json", {"head": "lr", "metrics": {"acc.personal": 0.9026548, "n_test": 113}})
     with folder_lock(state, "edge-agent porch"):
         assert main(["status", "--config", str(config)]) == 0

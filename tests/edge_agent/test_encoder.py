@@ -128,7 +128,7 @@ def test_a_file_that_is_no_model_is_refused(installed):
     with pytest.raises(BundleDamaged, match="refuses"):
         Encoder.open(bundle, "fp32")
     with pytest.raises(StateError, match="int8"):
-        fewer = bundle.manifest.model_copy(update={"variants": {"fp32": "encoder.onnx"}})
+        fewer = bundle.manifest.model_copy(update={"variants": {"fp32": bundle.variant("fp32")}})
         Encoder.open(bundles.Bundle(bundle.folder, fewer), "int8")
 
 

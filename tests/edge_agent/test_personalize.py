@@ -16,7 +16,7 @@ from edge_agent.personalize import evaluate_heads, flattened, load_head, persona
 
 @pytest.fixture
 def ready(make_bundle, tmp_path):
-    made = make_bundle(dim=48, global_head=True)
+    made = make_bundle(dim=48, global_head=True, int8=True)
     bundle = bundles.install(made.path, tmp_path / "bundles")
     task = bundle.manifest.task
     return made, bundle, Encoder.open(bundle, "fp32"), load("digits?n=300", task.input, task.class_names)
@@ -97,11 +97,11 @@ def test_features_are_computed_once_and_again_only_when_something_changed(ready,
 
 @pytest.mark.parametrize("damage", [b"", b"junk" * 50])
 def test_a_damaged_cache_is_computed_again(ready, tmp_path, damage):
-    _, bundle, encoder, samples = ready
-    good = module.features_of(bundle, samples, encoder, tmp_path / "c")
+    _, _, encoder, samples = ready
+    good = module.features_of(samples, encoder, tmp_path / "c")
     next((tmp_path / "c").iterdir()).write_bytes(damage)
-    assert (module.features_of(bundle, samples, encoder, tmp_path / "c") == good).all()
-    assert (module.features_of(bundle, samples, encoder, tmp_path / "c") == good).all()
+    assert (module.features_of(samples, encoder, tmp_path / "c") == good).all()
+    assert (module.features_of(samples, encoder, tmp_path / "c") == good).all()
 
 
 def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
@@ -120,7 +120,7 @@ def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
     _, bundle, encoder, samples = ready
     result = personalize(bundle, samples, encoder=encoder)
     names = ("zero", *result.class_names[1:])
-    saved.save(tmp_path, result.head, fingerprint=bundle.fingerprint, precision="fp32", class_names=names, metrics={})
+    saved.save(tmp_path, result.head, fingerprint=encoder.fingerprint, precision="fp32", class_names=names, metrics={})
     with pytest.raises(StateError, match="zero"):
         load_head(tmp_path, bundle)
 

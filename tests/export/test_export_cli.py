@@ -42,7 +42,7 @@ def test_a_checkpoint_becomes_a_bundle(files, capsys):
     assert main([*arguments(files), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     manifest = open_bundle(files / "out.hwb").manifest
-    assert told["fingerprint"] == manifest.fingerprint
+    assert told["bundle_id"] == manifest.bundle_id
     assert told["bytes"] == (files / "out.hwb").stat().st_size
     assert told["variants"] == {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
     assert manifest.name == "run"

@@ -51,7 +51,7 @@ class FakeDuties:
 
     def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
         self.config, self.tier, self.samples = config, tier, samples
-        self.fingerprint = self.rolled_back = ""
+        self.bundle_id = self.rolled_back = ""
         self.outbox = Outbox(config.state / "outbox")
         self.done: list[tuple[str, int, str]] = []
         self.installed: list[str] = []
@@ -79,13 +79,13 @@ class FakeDuties:
         return manifest
 
     def install(self, message: wire.Install, path: Path) -> wire.Report:
-        self.installed.append(message.fingerprint)
-        self.fingerprint = message.fingerprint
+        self.installed.append(message.bundle_id)
+        self.bundle_id = message.bundle_id
         return wire.Report(
             run=message.run,
-            about=message.fingerprint,
+            about=message.bundle_id,
             samples=self.samples,
-            fingerprint=message.fingerprint,
+            bundle_id=message.bundle_id,
             acc_personal=0.5,
         )
 

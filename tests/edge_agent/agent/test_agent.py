@@ -128,7 +128,7 @@ def test_a_bundle_that_does_not_fit_beside_a_job_comes_after_it(tmp_path):
         small_cache(agent, 900_000)
         blob = Outgoing.of(bytes(500_000))
         fed.coordinator.distributor.offer(blob, ("a0",))
-        fed.coordinator.send("a0", wire.Install(run="run-0001", fingerprint="f" * 64, blob=blob.ref))
+        fed.coordinator.send("a0", wire.Install(run="run-0001", bundle_id="f" * 64, blob=blob.ref))
         fed.finish()
         assert trained(fed) == [1]
         fed.until(lambda: fed.duties["a0"].installed)

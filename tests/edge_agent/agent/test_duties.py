@@ -93,7 +93,7 @@ def test_a_method_that_this_release_does_not_have_is_named_with_the_nearest(make
 
 
 def test_a_fresh_device_runs_no_encoder(make):
-    assert make("head").fingerprint == ""
+    assert make("head").bundle_id == ""
 
 
 def test_facts_are_plain_values(make):

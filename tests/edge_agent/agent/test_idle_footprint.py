@@ -36,7 +36,7 @@ from edge_agent.agent.duties import Duties
 from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
-assert Duties(config, "head").fingerprint == ""
+assert Duties(config, "head").bundle_id == ""
 assert Outbox(config.state / "outbox").get() is None
 """
     assert imported_after(code) == set()

@@ -28,14 +28,14 @@ def config(tmp_path):
     )
 
 
-def order(made, fingerprint=None):
+def order(made, bundle_id=None):
     ref = Outgoing.of(made.path.read_bytes()).ref
-    return Install(run="run-0001", fingerprint=fingerprint or made.manifest.fingerprint, blob=ref)
+    return Install(run="run-0001", bundle_id=bundle_id or made.manifest.bundle_id, blob=ref)
 
 
 def running(config):
     current = bundles.current(config.state / "bundles")
-    return None if current is None else current.manifest.fingerprint
+    return None if current is None else current.manifest.bundle_id
 
 
 def score_by_hand(config):
@@ -45,14 +45,14 @@ def score_by_hand(config):
     task = bundle.manifest.task
     samples = data.load(config.data.source, task.input, task.class_names)
     _, test = data.split(samples, config.data.test_fraction, config.data.seed)
-    rows = features_of(bundle, test, Encoder.open(bundle, "fp32", 1), None)
+    rows = features_of(test, Encoder.open(bundle, "fp32", 1), None)
     return float((saved.head.predict_proba(rows).argmax(1) == test.labels).mean())
 
 
 def test_the_first_bundle_is_installed_with_a_head_fitted_on_it(config, make_bundle):
     made = make_bundle()
     report = install_bundle(config, order(made), made.path)
-    assert running(config) == report.fingerprint == made.manifest.fingerprint
+    assert running(config) == report.bundle_id == made.manifest.bundle_id
     assert report.head == "prototype"
     assert report.acc_personal == pytest.approx(score_by_hand(config))
     assert report.samples == 150
@@ -64,7 +64,7 @@ def test_a_better_pair_replaces_the_old_one(config, make_bundle):
     first = install_bundle(config, order(poor), poor.path)
     second = install_bundle(config, order(good), good.path)
     assert second.acc_personal > first.acc_personal
-    assert running(config) == good.manifest.fingerprint
+    assert running(config) == good.manifest.bundle_id
     assert second.acc_personal == pytest.approx(score_by_hand(config))
 
 
@@ -74,11 +74,11 @@ def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle
     before = {path.name: path.read_bytes() for path in (config.state / "head").iterdir()}
     report = install_bundle(config, order(poor), poor.path)
     assert report.metrics["rolled_back"] == 1.0
-    assert report.fingerprint == running(config) == good.manifest.fingerprint
+    assert report.bundle_id == running(config) == good.manifest.bundle_id
     elsewhere = config.model_copy(update={"state": config.state.parent / "other"})
     alone = install_bundle(elsewhere, order(poor), poor.path)
     assert report.acc_personal == alone.acc_personal < first.acc_personal, "the figures are of the new encoder"
-    kept = good.manifest.fingerprint[:12]
+    kept = good.manifest.bundle_id[:12]
     assert report.rolled_back == (
         f"keeps bundle {kept} because acc.personal is {alone.acc_personal:.3f} with the new encoder, "
         f"{first.acc_personal:.3f} with the old one (-0.02 allowed)"
@@ -93,7 +93,7 @@ def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
     install_bundle(lenient, order(good), good.path)
     report = install_bundle(lenient, order(poor), poor.path)
     assert report.metrics["rolled_back"] == 0.0
-    assert running(lenient) == poor.manifest.fingerprint
+    assert running(lenient) == poor.manifest.bundle_id
 
 
 @pytest.fixture
@@ -116,17 +116,17 @@ def test_a_damaged_bundle_keeps_the_old_pair_byte_for_byte(config, make_bundle, 
     before = files(config.state / "head")
     with pytest.raises(BundleError):
         install_bundle(config, order(new), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) == installed.manifest.bundle_id
     assert files(config.state / "head") == before
 
 
 def test_a_bundle_that_computes_something_else_here_keeps_the_old_pair(config, make_bundle, installed, caplog):
     new = make_bundle("new.hwb", seed=5, golden_error=0.5)
     report = install_bundle(config, order(new), new.path)
-    assert report.fingerprint == running(config) == installed.manifest.fingerprint
+    assert report.bundle_id == running(config) == installed.manifest.bundle_id
     assert report.rolled_back.startswith(f"keeps bundle {running(config)[:12]} because self-test: fp32 features differ")
     assert (report.acc_local, report.acc_global, report.acc_personal) == (None, None, None), "nothing was measured"
-    assert f"rolled_back tried={new.manifest.fingerprint[:12]}" in caplog.text
+    assert f"rolled_back tried={new.manifest.bundle_id[:12]}" in caplog.text
 
 
 def test_a_first_bundle_that_computes_something_else_here_is_a_fault(config, make_bundle):
@@ -148,7 +148,7 @@ def test_another_encoder_than_the_announced_one_is_refused(config, make_bundle, 
     new = make_bundle("new.hwb", seed=5)
     with pytest.raises(BundleDamaged, match="announced was"):
         install_bundle(config, order(new, "a" * 64), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) == installed.manifest.bundle_id
 
 
 def test_a_refit_that_fails_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
@@ -159,7 +159,7 @@ def test_a_refit_that_fails_goes_back_to_the_old_pair(config, make_bundle, insta
     new = make_bundle("new.hwb", seed=5)
     with pytest.raises(DataError):
         install_bundle(config, order(new), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) == installed.manifest.bundle_id
     assert score_by_hand(config) > 0.3
 
 
@@ -173,7 +173,7 @@ def test_a_refit_that_breaks_in_any_way_goes_back_to_the_old_pair(config, make_b
     new = make_bundle("new.hwb", seed=5)
     with pytest.raises(MemoryError):
         install_bundle(config, order(new), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) == installed.manifest.bundle_id
 
 
 def test_a_first_refit_that_fails_leaves_no_encoder_without_a_head(config, make_bundle, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bu
     new = make_bundle("new.hwb", dim=96, seed=6)
     with pytest.raises(OSError, match="No space"):
         install_bundle(config, order(new), new.path)
-    assert running(config) == installed.manifest.fingerprint
+    assert running(config) == installed.manifest.bundle_id
     assert score_by_hand(config) > 0.3
 
 
@@ -207,17 +207,17 @@ def test_a_damaged_old_head_does_not_stand_in_the_way(config, make_bundle, insta
         path.write_bytes(b"x")
     poor = make_bundle("poor.hwb", dim=1, seed=1)
     report = install_bundle(config, order(poor), poor.path)
-    assert report.fingerprint == running(config) == poor.manifest.fingerprint
+    assert report.bundle_id == running(config) == poor.manifest.bundle_id
 
 
-def test_a_duty_tells_the_running_fingerprint_from_then_on(config, make_bundle):
+def test_a_duty_tells_the_running_bundle_from_then_on(config, make_bundle):
     duties = Duties(config, "head")
     made = make_bundle()
     report = duties.install(order(made), made.path)
-    assert duties.fingerprint == report.fingerprint == made.manifest.fingerprint
+    assert duties.bundle_id == report.bundle_id == made.manifest.bundle_id
     assert duties.samples == 150
     assert report.rss_mb > 10
-    assert Duties(config, "head").fingerprint == made.manifest.fingerprint, "also after a restart"
+    assert Duties(config, "head").bundle_id == made.manifest.bundle_id, "also after a restart"
 
 
 def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle):
@@ -254,11 +254,11 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     folder = config.state.parent / "elsewhere"
     bundle = bundles.install(other.path, folder)
     result = module.personalize(bundle, samples, "prototype", {}, encoder=Encoder.open(bundle, "fp32", 1))
-    assert Duties(config, "head").fingerprint == installed.manifest.fingerprint
+    assert Duties(config, "head").bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)
     duties = Duties(config, "head")
-    assert duties.fingerprint == ""
+    assert duties.bundle_id == ""
     if case != "the pointer is torn":
         report = duties.install(order(installed), installed.path)
-        assert report.fingerprint == duties.fingerprint == installed.manifest.fingerprint
+        assert report.bundle_id == duties.bundle_id == installed.manifest.bundle_id
         assert score_by_hand(config) == pytest.approx(report.acc_personal)

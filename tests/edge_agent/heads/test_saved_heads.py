@@ -36,7 +36,7 @@ def store(folder, head):
 def test_a_head_from_disk_predicts_the_same_bits(tmp_path, name, params):
     head, features = fitted(name, params)
     store(tmp_path, head)
-    found = saved.load(tmp_path, FINGERPRINT, "fp32")
+    found = saved.load(tmp_path, {"fp32": FINGERPRINT})
     assert (found.head.predict_proba(features) == head.predict_proba(features)).all()
     assert (found.head.name, found.class_names, found.metrics) == (name, NAMES, {"acc.personal": 0.9})
     assert found.head.params == head.params
@@ -71,9 +71,9 @@ def test_a_crash_between_the_two_files_leaves_the_old_head(tmp_path, monkeypatch
 def test_a_head_of_another_encoder_is_refused_and_both_are_named(tmp_path):
     store(tmp_path, fitted("lr")[0])
     with pytest.raises(FingerprintMismatch, match=r"abab.*cdcd"):
-        saved.load(tmp_path, "cd" * 32)
+        saved.load(tmp_path, {"fp32": "cd" * 32, "int8": FINGERPRINT})
     with pytest.raises(FingerprintMismatch, match=r"fp32.*int8"):
-        saved.load(tmp_path, FINGERPRINT, "int8")
+        saved.load(tmp_path, {"int8": FINGERPRINT})
 
 
 def test_what_cannot_be_used_is_not_saved(tmp_path):

@@ -43,7 +43,9 @@ FIELDS = {
     "software": text,
     "tier": st.sampled_from(["train", "head"]),
     "samples": counts,
+    "bundle_id": text,
     "fingerprint": text,
+    "precision": st.sampled_from(["", "fp32", "int8"]),
     "answers": text,
     "question": text,
     "whom": text,
@@ -100,7 +102,7 @@ def content_of(message: wire.Control) -> dict[str, object]:
 def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
     fields = {name: FIELDS[name] for name in kind.model_fields if name not in {"v", "type"}}
     if kind is wire.Install:
-        fields["fingerprint"] = FIELDS["digest"]
+        fields["bundle_id"] = FIELDS["digest"]
     return st.builds(kind, **fields)
 
 
