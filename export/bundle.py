@@ -217,8 +217,7 @@ def _manifest(
 
 
 def _card(method: Method, head: str) -> HeadCard:
-    default = ("approximate", f"not part of {method.name}: another classifier on its frozen features")
-    exactness, reason = method.exactness.get(head, default)
+    exactness, reason = method.card(head)
     return HeadCard.model_validate({"exactness": exactness, "reason": reason, "params": method.head_params(head)})
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
+from edge_agent.methods.base import Grade
 from edge_agent.store import write_atomic
 
 from .options import Json, print_json, show, table
@@ -20,6 +21,7 @@ Name = Annotated[str | None, typer.Argument(help="One method, with its parameter
 Readme = Annotated[Path | None, typer.Option("--readme", hidden=True, help="Renew the table in this file.")]
 MARKS = ("<!-- methods: headwater methods --readme README.md -->", "<!-- /methods -->")
 HEADINGS = ("Source", "Travels", "Stays", "Server", "Differs from the paper")
+GRADE_MARKS: dict[Grade, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
 KEYS = ("source", "travels", "stays", "server", "differs")
 
 
@@ -47,7 +49,8 @@ def methods(name: Name = None, readme: Readme = None, as_json: Json = False) -> 
     names = ("method", "travels", "stays", "server step", "heads for devices", "source")
     cells = [(r["name"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"]) for r in rows]
     show(table("methods", names, cells, left=len(names)))
-    show("Heads: '=' exactly the paper's on frozen features, '~' an approximation; 'headwater methods NAME' says why.")
+    legend = ", ".join(f"'{mark}' {grade}" for grade, mark in GRADE_MARKS.items())
+    show(f"Heads on the frozen encoder, against the method's own personal part: {legend}. 'methods NAME' says why.")
     show(*broken.values())
 
 
@@ -69,7 +72,7 @@ def describe(name: str) -> dict[str, Any]:
         "norm": method.norm,
         "weighting": method.weighting,
         "heads": list(method.heads),
-        "exactness": {head: list(card) for head, card in method.exactness.items()},
+        "exactness": {head: list(method.card(head)) for head in method.heads},
     }
 
 
@@ -118,9 +121,8 @@ def _markdown() -> str:
 
 
 def _heads(one: dict[str, Any]) -> str:
-    """A method's device heads, each marked as exact (=) or approximate (~)."""
-    exact = {head for head, card in one["exactness"].items() if card[0] == "exact"}
-    return " ".join(f"{'=' if head in exact else '~'}{head}" for head in one["heads"]) or "–"
+    """A method's device heads, each with the mark of its grade."""
+    return " ".join(f"{GRADE_MARKS[one['exactness'][head][0]]}{head}" for head in one["heads"]) or "–"
 
 
 def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
@@ -129,8 +131,7 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
         yield f"{key}: {one[key]}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
     for head in one["heads"]:
-        exact, why = one["exactness"].get(head, ("approximate", "not the paper's head"))
-        yield f"head {head}: {exact}, {why}"
+        yield f"head {head}: {': '.join(one['exactness'][head])}"
     yield ""
     rows = [(p["name"], str(p["default"]), p["meaning"]) for p in one["params"]]
     yield table("parameters (--param name=value)", ("name", "default", "meaning"), rows, left=3)

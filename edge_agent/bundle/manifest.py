@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config import mistakes_of
 from ..errors import BundleDamaged, BundleError, cause
+from ..methods.base import Grade
 from ..task import Frozen, InputSpec, Task
 
 SCHEMA: Literal[2] = 2
@@ -64,7 +65,7 @@ class Variant(Frozen):
 class HeadCard(Frozen):
     """What a device may fit on this encoder, and how true it is to the method."""
 
-    exactness: Literal["exact", "approximate"]
+    exactness: Grade
     reason: str
     params: dict[str, Any] = Field(default_factory=dict, description="defaults that this method gives the head")
 

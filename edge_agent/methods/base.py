@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 from pydantic import Field
@@ -31,8 +31,21 @@ if TYPE_CHECKING:
 Norm = Literal["global", "local_stats", "local_all"]
 """What travels of a batch norm layer: all of it; gamma and beta only; nothing."""
 
-Exactness = Mapping[str, tuple[Literal["exact", "approximate"], str]]
-"""Device head -> how true it is to the method, and why."""
+Grade = Literal["exact", "same form", "approximate"]
+"""How close a head fitted on frozen features is to the personal part that the method trains itself.
+
+exact: equal to it on the same features and random numbers. same form: the same layers and loss, but another start,
+other steps, or features of a frozen encoder where the method trains the encoder along. approximate: anything else.
+"""
+
+GRADES: tuple[Grade, ...] = get_args(Grade)
+
+Exactness = Mapping[str, tuple[Grade, str]]
+"""Device head -> its grade where the exported encoder is the one that the client has, and why."""
+
+POOLED_NORM = (
+    "the exported encoder has batch norm pooled over the clients (norm = {norm}), where a client of the run has its own"
+)
 
 
 LocalUpdate = TypeVar("LocalUpdate", bound=Callable[..., Tensors])
@@ -130,7 +143,7 @@ class Method(ABC):
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {}
-    """Device head -> how true a head fitted on frozen features is to this method, and why."""
+    """Grades of the device heads that belong to this method; `card` has those of all."""
 
     source: ClassVar[str] = ""
     """Paper: authors, title, venue."""
@@ -258,6 +271,17 @@ class Method(ABC):
     def head_params(self, head: str) -> dict[str, Any]:  # noqa: ARG002 - part of the contract
         """Parameters that this method gives a device head by default; default: the head's own."""
         return {}
+
+    def card(self, head: str) -> tuple[Grade, str]:
+        """The grade of a device head under these parameters, and the reason.
+
+        Where batch norm stays with clients no head is exact: a device gets the pooled one.
+        """
+        other = f"not part of {self.name}: another classifier on its frozen features"
+        grade, why = self.exactness.get(head, ("approximate", other))
+        if self.norm == "global":
+            return grade, why
+        return "same form" if grade == "exact" else grade, f"{why}; {POOLED_NORM.format(norm=self.norm)}"
 
     def global_head(self, state: State) -> Tensors | None:
         """Shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""

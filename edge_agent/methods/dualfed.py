@@ -89,8 +89,11 @@ class Method(Base):
     heads = ("dualfed", "lr", "svm", "mlp", "prototype", "knn")
     exactness: ClassVar[Exactness] = {
         "dualfed": (
-            "approximate",
-            "stage one with a frozen encoder, which the paper trains along; the global classifier is the run's",
+            "same form",
+            (
+                "projector, personal classifier and loss of stage one, from fresh weights on a frozen encoder, which "
+                "the paper trains along; the global classifier is the run's"
+            ),
         )
     }
 

@@ -24,7 +24,10 @@ class Method(Base):
 
     source = "McMahan et al., AISTATS 2017"
     exactness: ClassVar[Exactness] = {
-        "mlp": ("exact", "FedAvg-FT trains the linear head alone on the frozen encoder; one linear layer is that head"),
+        "mlp": (
+            "approximate",
+            "FedAvg has no personal part; one linear layer of the device's own on its frozen encoder",
+        ),
     }
 
     @plain()

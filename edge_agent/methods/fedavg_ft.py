@@ -35,7 +35,14 @@ class Method(Tuned, FedAvg):
     Params = Params
     source = "FedAvg (McMahan et al., AISTATS 2017) with local fine-tuning"
     exactness: ClassVar[Exactness] = {
-        "mlp": ("exact", "fine-tuning trains the linear head alone on the frozen encoder; one linear layer is that"),
+        "mlp": (
+            "same form",
+            (
+                "one linear layer on the frozen encoder, as fine-tuning trains it (tune = head); but from random "
+                "weights on standardised features, not from the shared classifier on raw ones, and with step sizes "
+                "of its own"
+            ),
+        ),
     }
 
     @property

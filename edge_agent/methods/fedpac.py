@@ -92,7 +92,13 @@ class Method(Base):
     source = "Xu, Tong, Huang, ICLR 2023; reproduction report by Ding, 2025"
     heads = ("fedpac", "lr", "svm", "mlp", "prototype", "knn")
     exactness: ClassVar[Exactness] = {
-        "fedpac": ("exact", "the classifier's own epoch on the frozen encoder, from the mean of all classifiers"),
+        "fedpac": (
+            "same form",
+            (
+                "the classifier's own epoch (Eq. 6) on the frozen encoder; but from the mean of all classifiers, where "
+                "a client of the rounds has its own combination (Eq. 10). A device gets that with cohort.tier = any"
+            ),
+        ),
     }
 
     @property

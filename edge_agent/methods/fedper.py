@@ -21,7 +21,13 @@ class Method(FedAvg):
 
     source = "Arivazhagan et al., arXiv 1912.00818"
     exactness: ClassVar[Exactness] = {
-        "mlp": ("exact", "the personal layer is one linear layer; a new client fits it on the shared encoder")
+        "mlp": (
+            "same form",
+            (
+                "one linear layer, trained on the frozen encoder from random weights; FedPer trains it with the "
+                "encoder in every round"
+            ),
+        )
     }
 
     @property

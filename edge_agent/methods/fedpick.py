@@ -81,8 +81,11 @@ class Method(Base):
     heads = ("fedpick", "lr", "svm", "mlp", "prototype", "knn")
     exactness: ClassVar[Exactness] = {
         "fedpick": (
-            "approximate",
-            "mask, local classifiers and losses on frozen features; the paper trains f and h_g along",
+            "same form",
+            (
+                "mask, local classifiers and losses from fresh weights on a frozen encoder and a frozen global "
+                "classifier, which the paper trains along"
+            ),
         )
     }
 

@@ -43,7 +43,13 @@ class Method(FedPer):
     Params = Params
     source = "Collins et al., FedRep, ICML 2021"
     exactness: ClassVar[Exactness] = {
-        "mlp": ("exact", "the personal head is one linear layer, trained on the frozen encoder"),
+        "mlp": (
+            "same form",
+            (
+                "one linear layer on the frozen encoder; but from random weights on standardised features with step "
+                "sizes of its own, where FedRep's goes on from round to round on raw ones"
+            ),
+        ),
     }
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller

@@ -51,7 +51,13 @@ class Method(FedAvg):
     source = "Marfoq et al., kNN-Per, ICML 2022"
     heads = ("knn", "lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {
-        "knn": ("exact", "the same neighbours and mixture; probabilities only of classes that the device has"),
+        "knn": (
+            "same form",
+            (
+                "the same neighbours and mixture; but lambda alone is chosen on the device, not k and scale, and "
+                "probabilities are those of its own classes"
+            ),
+        ),
     }
 
     def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller

@@ -143,13 +143,13 @@ class Method(Base):
         return loss
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """The representation's normalisation, for heads that have such a parameter."""
+        """The representation's normalisation, for heads that have such a parameter; for its own head all of them."""
         known = heads.get(head).Params.model_fields
-        return {"feature_norm": self.params.feature_norm} if "feature_norm" in known else {}
+        norm = {"feature_norm": self.params.feature_norm} if "feature_norm" in known else {}
+        return {**norm, **self.params.head_params} if head == self.params.head else norm
 
     def _head(self) -> Head:
-        name = self.params.head
-        return heads.create(name, {**self.head_params(name), **self.params.head_params})
+        return heads.create(self.params.head, self.head_params(self.params.head))
 
     def _optimizer(self, client: Client) -> torch.optim.Optimizer:
         passed = sum(client.round > share * client.rounds for share in self.params.decay_at)

@@ -1,0 +1,85 @@
+"""What a method says of its device heads: a head that is called exact equals the method's own personal part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_agent import heads, methods
+from edge_agent.heads.base import FitData
+from edge_agent.methods.base import GRADES
+from edge_agent.training.loops import features_of
+
+CARDS = [
+    (name, head, *methods.create(name).card(head)) for name in methods.names() for head in methods.create(name).heads
+]
+EXACT = [(name, head) for name, head, grade, _ in CARDS if grade == "exact"]
+
+
+def both_answers(name, head, fed, monkeypatch, seed=3):
+    """Class probabilities of the train-tier client and of a device with the same frozen features, on new samples.
+
+    Both draw from a generator with the same seed: start and order of SGD are random in either.
+    """
+    client = fed.clients["a"]
+    received = fed.download("a")
+    fresh = np.random.default_rng
+    with monkeypatch.context() as patched:
+        patched.setattr(np.random, "default_rng", lambda *_: fresh(seed))
+        fed.method.personalize(client, received)
+        inputs = client.train_inputs.roll(1, dims=0) * 0.9
+        own = fed.method.predict(client, inputs).cpu().numpy()
+    frozen = features_of(client.model, client.train_inputs).cpu().numpy()
+    device = heads.create(head, fed.method.head_params(head))
+    shared = fed.method.global_head(fed.state)
+    params = fed.method.params.model_dump(mode="json")
+    labels = client.train_labels.cpu().numpy()
+    device.fit(FitData(frozen, labels, fed.task.num_classes, shared, params), fresh(seed))
+    return own, device.predict_proba(features_of(client.model, inputs).cpu().numpy())
+
+
+def chosen(make_method, name, head, **params):
+    """The method with ``head`` as its personal part, where it lets one choose."""
+    has_choice = "head" in methods.get(name).Params.model_fields
+    return make_method(name, **({"head": head} if has_choice else {}), **params)
+
+
+@pytest.mark.parametrize("name, head", EXACT)
+def test_an_exact_head_answers_as_the_methods_own_personal_part(name, head, federation, make_method, monkeypatch):
+    fed = federation(chosen(make_method, name, head)).run()
+    own, device = both_answers(name, head, fed, monkeypatch)
+    np.testing.assert_allclose(device, own, atol=1e-6)
+
+
+def test_an_exact_head_takes_the_parameters_that_the_method_gives_its_own(federation, make_method, monkeypatch):
+    params = {"head_params": {"epochs": 2, "lr": 0.2}, "feature_norm": "l2"}
+    fed = federation(chosen(make_method, "repper", "mlp", **params)).run()
+    own, device = both_answers("repper", "mlp", fed, monkeypatch)
+    np.testing.assert_allclose(device, own, atol=1e-6)
+    assert np.ptp(own, axis=1).min() > 0.01  # answers that differ: constant ones would agree whatever was fitted
+
+
+@pytest.mark.parametrize("name, head", [("fedavg_ft", "mlp"), ("fedper", "mlp"), ("fedrep", "mlp")])
+def test_a_head_of_the_same_form_answers_otherwise(name, head, federation, make_method, monkeypatch):
+    assert methods.create(name).card(head)[0] == "same form"
+    fed = federation(make_method(name)).run()
+    own, device = both_answers(name, head, fed, monkeypatch)
+    assert np.abs(device - own).max() > 0.01
+
+
+def test_repper_alone_has_exact_heads():
+    assert sorted(EXACT) == [("repper", "lr"), ("repper", "mlp"), ("repper", "svm")]
+
+
+@pytest.mark.parametrize("name, head, grade, why", CARDS)
+def test_each_head_has_a_grade_and_a_reason(name, head, grade, why):
+    assert grade in GRADES
+    assert why
+    pooled = "batch norm" in why and "pooled" in why
+    assert pooled == (methods.create(name).norm != "global"), why
+
+
+def test_pooled_batch_norm_makes_no_head_exact(make_method):
+    grade, why = make_method("repper", norm="local_stats").card("lr")
+    assert grade == "same form"
+    assert "pooled" in why
