@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from edge_agent.wire.messages import Hello, Report
+from edge_agent.wire.messages import Fault, Hello, Report
+from edge_agent.wire.text import DISK_ERROR, ConditionName
+
+from .journal import utc_now
+from .refusals import Refusals
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,12 @@ class Member:
     notes: dict[str, str] = field(default_factory=dict)
     """What people should know of it, by what it is about."""
 
+    fault: dict[str, str] | None = None
+    """What it failed at last, if that still stands: error, message, remedy, and when it said so."""
+
+    condition: ConditionName = "ok"
+    stalled_at: float = 0.0
+
     @property
     def is_present(self) -> bool:
         """Whether it counts as there."""
@@ -50,6 +60,7 @@ class Roster:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._connected_at = clock()
+        self._faults = Refusals(clock)
 
     def hello(self, agent: str, message: Hello) -> Member:
         """An agent introduces itself (again)."""
@@ -65,9 +76,12 @@ class Roster:
         before = self._members.get(agent)
         if before is not None:
             member.samples = member.samples or before.samples
-            member.notes = before.notes if before.boot == member.boot else member.notes
+            if before.boot == member.boot:
+                member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
+                member.stalled_at = before.stalled_at
         member.heard_at = self._clock()
         self._members[agent] = member
+        self.is_as(agent, message.condition)
         return member
 
     def reported(self, agent: str, message: Report) -> bool:
@@ -83,6 +97,30 @@ class Roster:
             member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
+
+    def failed(self, agent: str, message: Fault) -> None:
+        """An agent says what it could not do; that stands until it says that it is well."""
+        times = self._faults.note(f"{agent}: {message.error}: {message.message}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        words = (message.error, message.message, message.remedy)
+        log.log(level, "agent_fault agent=%s times=%d error=%s message=%s remedy=%s", agent, times or 0, *words)
+        at = utc_now().isoformat(timespec="seconds")
+        member = self._members.get(agent)
+        if member is not None:
+            self.is_as(agent, "stalled" if message.error == DISK_ERROR else "fault")
+            member.fault = {"error": message.error, "message": message.message, "remedy": message.remedy, "at": at}
+
+    def is_as(self, agent: str, condition: ConditionName) -> bool:
+        """Note how an agent says it is; False where it has a fault that this side has not heard of."""
+        member = self._members.get(agent)
+        if member is None:
+            return True
+        if condition == "stalled" != member.condition:
+            member.stalled_at = self._clock()
+        member.condition = condition
+        if condition == "ok":
+            member.fault = None
+        return condition == "ok" or member.fault is not None
 
     def heard(self, agent: str, boot: str | None = None) -> bool:
         """Note a sign of life; False when the agent has to introduce itself first (unknown, gone, or rebooted)."""
@@ -111,8 +149,9 @@ class Roster:
         return self._members.get(agent)
 
     def present(self, tier: str | None = None) -> list[str]:
-        """Ids of the agents that are there, sorted; of one tier where given."""
-        return sorted(m.id for m in self._members.values() if m.is_present and tier in {None, m.tier})
+        """Ids of the agents that are there and can keep something on their disks, sorted; of one tier where given."""
+        able = [m for m in self._members.values() if m.is_present and m.condition != "stalled"]
+        return sorted(m.id for m in able if tier in {None, m.tier})
 
     def members(self) -> list[Member]:
         """Everybody heard of, sorted by id."""
@@ -123,8 +162,9 @@ class Roster:
         self._connected_at = self._clock()
 
     def patience(self, agent: str) -> float | None:
-        """Seconds that an absent agent is still worth waiting for (0 or less: no more), None while it is present."""
+        """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
             return self._connected_at + RETURN_S - self._clock()
-        return None if member.gone_at is None else member.gone_at + PATIENCE_S - self._clock()
+        since = member.stalled_at if member.is_present and member.condition == "stalled" else member.gone_at
+        return None if since is None else since + PATIENCE_S - self._clock()

@@ -6,6 +6,7 @@ in a worker thread so that agents are heard meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -213,6 +214,8 @@ class Coordinator:
         finish = Finisher(encoders)
         self.loop = RunLoop(run, request, method, self._fleet(), encoders=encoders, finish=finish, aside=self.aside)
         self._steps = self.loop.steps()
+        for agent in self.roster.present("head"):
+            self._tell_task(agent)
 
     def _fleet(self) -> Fleet:
         return Fleet(
@@ -322,13 +325,16 @@ class Coordinator:
     def _on_run_message(self, agent: str, message: wire.Control) -> None:
         loop = self.loop
         if isinstance(message, wire.Fault):
-            log.warning("agent_fault agent=%s error=%s message=%s", agent, message.error, message.message)
+            self.roster.failed(agent, message)
             if loop is not None and loop.run == message.run:
                 loop.on_fault(agent, message)
         elif isinstance(message, wire.Report):
             self._on_report(agent, message)
-        elif isinstance(message, wire.Heartbeat) and loop is not None:
-            loop.on_heartbeat(agent, message)
+        elif isinstance(message, wire.Heartbeat):
+            if not self.roster.is_as(agent, message.condition):
+                self.send(agent, wire.Who())  # what it has to say was said to another start of ours
+            if loop is not None:
+                loop.on_heartbeat(agent, message)
 
     def _on_report(self, agent: str, message: wire.Report) -> None:
         """What an agent of the roster got. Anybody else's word comes again after their hello if it was asked for."""
@@ -351,7 +357,13 @@ class Coordinator:
         if self.loop is not None:
             self.loop.invite(agent)
         if message.tier == "head":
+            self._tell_task(agent)
             self.releases.offer(agent, message.bundle_id)
+
+    def _tell_task(self, agent: str) -> None:
+        """Let an agent that would see the task only with a bundle look at its data and head now."""
+        with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
+            self.send(agent, wire.TaskNotice(task=self.config.task if self.loop is None else self.loop.request.task))
 
     def _lose(self, agent: str) -> None:
         self.roster.gone(agent)

@@ -238,8 +238,11 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
     Raises:
         StateError: another live process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
     try:
         _lock_soon(file.fileno())
     except OSError as error:
@@ -248,9 +251,9 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         file.close()
         raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
     try:
-        file.truncate(0)
-        file.write(f"{owner} (process {os.getpid()})")
-        file.flush()
+        with contextlib.suppress(OSError):  # of a full disk: the lock holds without the holder's name
+            file.truncate(0)
+            os.write(file.fileno(), f"{owner} (process {os.getpid()})".encode())
         yield
     finally:
         # Closing alone would leave the lock with any child that was just being started and holds a copy of the file.

@@ -65,7 +65,7 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
     yield ""
     agents = found.get("agents", [])
     yield _agents(agents) if agents else "no agents have been heard; 'edge-agent run' starts one"
-    yield from (f"{agent['id']} *: {note}" for agent in agents for note in agent.get("notes", ()))
+    yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))
 
 
 def _runs(runs: list[dict[str, Any]]) -> Table:
@@ -97,7 +97,7 @@ def _agents(agents: list[dict[str, Any]]) -> Table:
             _marked(a),
             a["tier"],
             a.get("transport", "mqtt"),
-            "here" if a["present"] else "gone",
+            _state(a),
             a["bundle_id"][:12],
             None if a["silent_s"] is None else f"{a['silent_s']:.0f} s",
         )
@@ -107,4 +107,17 @@ def _agents(agents: list[dict[str, Any]]) -> Table:
 
 
 def _marked(agent: dict[str, Any]) -> str:
-    return f"{agent['id']} *" if agent.get("notes") else str(agent["id"])
+    return f"{agent['id']} *" if any(_notes(agent)) else str(agent["id"])
+
+
+def _state(agent: dict[str, Any]) -> str:
+    if not agent["present"]:
+        return "gone"
+    return {"ok": "here", "fault": "here, fault", "stalled": "here, stalled"}[agent.get("condition", "ok")]
+
+
+def _notes(agent: dict[str, Any]) -> Iterator[str]:
+    """What people should know of an agent: what it failed at, and what to do; then the rest."""
+    if fault := agent.get("fault"):
+        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {fault['at']})"
+    yield from agent.get("notes", ())

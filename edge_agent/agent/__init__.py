@@ -17,15 +17,18 @@ from .. import __version__
 from ..config import AgentConfig
 from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
 from ..store import write_atomic
+from ..task import Task
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
 from ..wire.chunks import decode_frame
 from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will
 from ..work import InlineWorker, Worker
+from .condition import Condition, disk_error
+from .disk import Disk
 from .downloads import Downloads
 from .duties import Duties
-from .jobs import Jobs, fault
+from .jobs import Jobs
 from .uploads import Uploads
 
 __all__ = ["Agent", "will_of"]
@@ -67,7 +70,9 @@ class Agent:
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
         self.uploads = Uploads(duties.outbox, self._send, self._publish_chunk, clock)
-        self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send)
+        self.condition = Condition()
+        self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
+        self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
         self.epoch = -1
         self.welcomed = False
         self.refused: HeadwaterError | None = None
@@ -75,6 +80,9 @@ class Agent:
         self._beat_at = self._hello_at = float("-inf")
         self._alone_since: float | None = None
         self._alone_said_at = 0.0
+        self._away = ""
+        self._told_condition = self.condition.name
+        self._checked: Task | None = None
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -124,7 +132,7 @@ class Agent:
         elif isinstance(event, Subscribed):
             self._on_subscribed(event.filters)
         elif isinstance(event, Disconnected):
-            self.welcomed, self._alone_since = False, None
+            self.welcomed, self._alone_since, self._away = False, None, event.reason
         self.worker.collect()
         self._tick()
         return event is not None
@@ -137,14 +145,19 @@ class Agent:
 
     def _tick(self) -> None:
         now = self.clock()
-        self.downloads.tick()
-        self.uploads.tick()
+        self.disk.tick(now)
+        self.disk.safely(self.downloads.tick)
+        self.disk.safely(self.uploads.tick)
         if not self.welcomed:
             if now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
             self._say_alone(now)
-        elif now - self._beat_at >= self.config.heartbeat_s:
+        elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._told_condition:
             self._beat()
+
+    def on_os_error(self, error: OSError, what: str) -> None:
+        """Something could not be read or written: a full disk stalls the agent, which resumes by itself."""
+        self.disk.failed(error, what)
 
     def _begin_alone(self) -> None:
         self.welcomed = False
@@ -164,11 +177,18 @@ class Agent:
             return None
         config = self.config
         if self._alone_since is None:
-            return f"waits for the broker {config.broker.url}; tries until it is stopped"
+            why = f" ({self._away})" if self._away else ""
+            return f"waits for the broker {config.broker.url}{why}; tries until it is stopped"
+        if config.broker.user not in {None, config.id}:
+            return (
+                f"no coordinator answers: this agent's id is '{config.id}', its MQTT user '{config.broker.user}', and "
+                "a broker with users lets an agent speak and listen under its own id alone; change id or broker.user. "
+                "'edge-agent doctor --config FILE' tries the broker's rules"
+            )
         return (
             f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
             f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
-            "federation and broker?"
+            "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
         )
 
     def _hello(self, answers: str = "") -> None:
@@ -182,6 +202,7 @@ class Agent:
             tier=self.duties.tier,
             samples=self.duties.samples,
             bundle_id=self.duties.bundle_id,
+            condition=self.condition.name,
             answers=answers,
             facts=self.duties.facts(),
         )
@@ -189,8 +210,10 @@ class Agent:
 
     def _beat(self) -> None:
         self._beat_at = self.clock()
+        self._told_condition = self.condition.name
         busy = self.jobs.job
-        beat = wire.Heartbeat(run=busy.run, round=busy.round) if busy else wire.Heartbeat()
+        run, number = (busy.run, busy.round) if busy else ("", 0)
+        beat = wire.Heartbeat(run=run, round=number, condition=self._told_condition)
         self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
 
     # --- what arrives ----------------------------------------------------------------------------------------------
@@ -213,7 +236,9 @@ class Agent:
             self._mismatch(error)
         except HeadwaterError as error:
             log.warning("message_refused topic=%s reason=%s", event.topic, error)
-        except Exception:  # a full disk, or a mistake of ours: no single message may end the agent
+        except OSError as error:
+            self.on_os_error(error, f"message_failed topic={event.topic}")
+        except Exception:  # a mistake of ours: no single message may end the agent
             log.exception("message_broke topic=%s", event.topic)
 
     def _on_words(self, payload: bytes) -> None:
@@ -222,7 +247,7 @@ class Agent:
         except MessageError as error:
             named = wire.named_job(payload)
             if named is not None:  # of a newer coordinator, say: it need not wait for us
-                self._send(fault(error, *named))
+                self._send(self.condition.note("work", error).to_coordinator(*named))
             raise
         self._on_control(message)
 
@@ -231,9 +256,11 @@ class Agent:
             finished = self.downloads.frame(decode_frame(payload))
         except ChunkError as error:
             log.warning("chunk_refused reason=%s", error)
+            if disk_error(error) is not None:
+                self.condition.note("disk", error)
         else:
             if finished:
-                self.jobs.go_on()
+                self.disk.safely(self.jobs.go_on)
 
     def _on_control(self, message: wire.Control) -> None:
         if isinstance(message, wire.Announce):
@@ -248,7 +275,11 @@ class Agent:
             self._on_work(message)
 
     def _on_work(self, message: wire.Control) -> None:
-        if isinstance(message, wire.Job):
+        if self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
+            log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
+        elif isinstance(message, wire.TaskNotice):
+            self._on_task(message.task)
+        elif isinstance(message, wire.Job):
             self.jobs.on_job(message)
         elif isinstance(message, wire.Install):
             self.jobs.on_install(message)
@@ -263,6 +294,22 @@ class Agent:
             self.jobs.on_receipt(message)
         else:
             log.warning("coordinator_fault message=%s", message)
+
+    def _on_task(self, task: Task) -> None:
+        """Look whether data and head of this device fit, unless that is known."""
+        if task == self._checked and self.condition.name == "ok":
+            return
+
+        def done(_: object, error: BaseException | None) -> None:
+            self._checked = task
+            if error is None:
+                self.condition.clear("data")
+                return
+            problem = self.condition.note("data", error)
+            log.error("data_do_not_fit error=%s message=%s", problem.error, problem.message)
+            self._send(problem.to_coordinator())
+
+        self.worker.submit("check", lambda: self.duties.check(task), done)
 
     def _on_announce(self, message: wire.Announce) -> None:
         if message.epoch < self.epoch:
@@ -282,6 +329,8 @@ class Agent:
         if is_news:
             log.info("welcomed coordinator=%s epoch=%d", message.software, message.epoch)
             self.uploads.offer_again()
+        if (problem := self.condition.problem) is not None:  # it may be another coordinator than the one that heard
+            self._send(problem.to_coordinator())
 
     def _on_refused(self, message: wire.Refused) -> None:
         if message.whom not in {"", self.boot}:
@@ -316,7 +365,7 @@ class Agent:
 
     def write_status(self) -> None:
         """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
-        job = self.jobs.job
+        job, problem = self.jobs.job, self.condition.problem
         status = {
             "id": self.config.id,
             "tier": self.duties.tier,
@@ -326,5 +375,7 @@ class Agent:
             "working": self.jobs.is_working,
             "bundle_id": self.duties.bundle_id,
             "rolled_back": self.duties.rolled_back or None,
+            "condition": self.condition.name,
+            "fault": None if problem is None else problem.as_json(),
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

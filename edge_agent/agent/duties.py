@@ -17,7 +17,7 @@ from ..config import AgentConfig
 from ..errors import DataError, HeadwaterError, MissingCapability
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
-from .kept import KeptFiles
+from .kept import KeptFiles, remove_ended
 from .uploads import Outbox
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST_ROUND = 9_999_999
+RUNS_KEPT = 3
+"""Runs whose personal layers and memory stay on a device: the one under way and those before it."""
 
 
 class Duties:
@@ -55,6 +57,7 @@ class Duties:
         """
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
+        self._remove_ended(job.run)
         session, files = self._session_for(job), self.kept_files(job.run)
         from ..training.allocation import keep_freed_memory
         from ..training.session import Kept
@@ -67,6 +70,17 @@ class Duties:
             return self._give_norm(job, session, kept)
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         return self._deliver(job, outcome, files)
+
+    def check(self, task: Task) -> None:
+        """Return quietly when local data and head fit the task.
+
+        Raises:
+            DataError: the data are of another form, or have other classes.
+            UsageError: source or head cannot be as they are configured.
+        """
+        from .checking import check_beside
+
+        check_beside(self.config, task)
 
     def rest(self) -> None:
         """Nothing is trained until the next job: its memory goes back to the system."""
@@ -89,6 +103,7 @@ class Duties:
         """
         from .joining import join_round
 
+        self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = join_round(self.config, job, received, encoder, samples)
         return self.outbox.put(sent, run=job.run, round_number=job.round, samples=len(samples[0]), metrics={**metrics})
@@ -106,6 +121,12 @@ class Duties:
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
+
+    def _remove_ended(self, run: str) -> None:
+        """When a run begins here, what is kept of the oldest ones goes."""
+        folder = self.config.state / "runs"
+        if not (folder / run).is_dir() and (removed := remove_ended(folder, run, RUNS_KEPT)):
+            log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import HeadwaterError, UsageError, cause
+from ..errors import HeadwaterError, UsageError
 from ..task import Tensors
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
 from ..work import Worker
+from .condition import Condition, Kind, whole_message
 from .downloads import Downloads
 from .duties import Duties
 from .uploads import Uploads
@@ -33,14 +34,17 @@ class Jobs:
         uploads: Uploads,
         worker: Worker,
         send: Callable[[wire.Control], None],
+        condition: Condition,
     ) -> None:
         self._duties, self._cache, self._downloads, self._uploads = duties, cache, downloads, uploads
-        self._worker, self._send = worker, send
+        self._worker, self._send, self._condition = worker, send, condition
         self.job: wire.Job | None = None
         self._install: wire.Install | None = None
         self._working_on: tuple[str, int, str] | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
         self._installed: tuple[str, wire.Report] | None = None
+        self.room_bytes = 0
+        """What the last job or bundle that was asked for takes on the disk."""
 
     @property
     def is_working(self) -> bool:
@@ -73,7 +77,7 @@ class Jobs:
             self._send(self._installed[1].model_copy(update={"run": message.run}))
             return
         if (error := self._cannot_hold((message.blob,))) is not None:
-            self._tell(error, message.run, 0)
+            self._tell(error, message.run, 0, "bundle")
             return
         self._install = message
         self._fetch()
@@ -109,6 +113,16 @@ class Jobs:
             path = self._cache.path(install.blob.digest)
             self._worker.submit("install", lambda: self._duties.install(install, path), self._after_install(install))
 
+    def stall(self) -> None:
+        """Nothing can be kept on the disk: drop what has not been begun; the coordinator asks again when it can."""
+        if self.job is not None and self._working_on != _key(self.job):
+            self.job = None
+        if self._install is not None and self._working_on != self._install.blob.digest:
+            self._install = None
+        if not self.is_working:
+            self._downloads.keep_only(())
+            self._cache.make_room(self._cache.limit_bytes)  # what was downloaded before can be downloaded again
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _is_repeated(self, job: wire.Job) -> bool:
@@ -125,6 +139,7 @@ class Jobs:
         """See that what is needed now comes, and nothing else: job and bundle at once only where both fit."""
         job, bundle = self.job.refs if self.job else (), (self._install.blob,) if self._install else ()
         refs = (*job, *bundle)
+        self.room_bytes = sum(ref.size_bytes for ref in refs) or self.room_bytes
         if job and self._cannot_hold(refs) is not None:
             refs = job
         self._downloads.keep_only(refs)
@@ -172,6 +187,7 @@ class Jobs:
             self._working_on = None
             wanted = self.job is not None and _key(self.job) == _key(job)
             if error is None:
+                self._condition.clear("work", "data")
                 self._deliver(result, wanted=wanted)
             elif wanted and not self._downloads.has_all(job.refs):  # damaged on our disk, not wrong: get it again
                 log.warning("blob_damaged run=%s round=%d reason=%s", job.run, job.round, error)
@@ -198,27 +214,31 @@ class Jobs:
             if self._install is not None and self._install.blob == install.blob:
                 self._install = None  # a newer one that came meanwhile is still to be done
             if error is None:
+                self._condition.clear("bundle", "data")
                 self._installed = (install.blob.digest, result)
                 self._send(result)
             else:
-                self._tell(error, install.run, 0)
+                self._tell(error, install.run, 0, "bundle")
             self.go_on()
 
         return done
 
-    def _tell(self, error: BaseException, run: str, number: int) -> None:
+    def _tell(self, error: BaseException, run: str, number: int, kind: Kind = "work") -> None:
         """Tell the coordinator, and go on: a job that cannot be done here must not end the agent."""
-        if isinstance(error, HeadwaterError):
-            log.error("work_failed error=%s message=%s", type(error).__name__, error)
+        problem = self._condition.note(kind, error)
+        if isinstance(error, HeadwaterError | OSError):
+            log.error("work_failed error=%s message=%s", problem.error, problem.message)
         else:
             log.error("work_broke", exc_info=error)
-        self._send(fault(error, run, number))
+        if problem.kind == "disk":  # which passes: whoever waits is told by the agent's condition
+            self._send(problem.to_coordinator())
+        else:
+            self._send(problem.to_coordinator(run, number))
 
 
 def fault(error: BaseException, run: str = "", number: int = 0) -> wire.Fault:
-    """An error as the other side gets to see it."""
-    text = (str(error) if isinstance(error, HeadwaterError) else cause(error))[:2000] or "no message"
-    return wire.Fault(error=type(error).__name__[:64], message=text, run=run, round=number)
+    """An error in full, for who is on the same machine."""
+    return wire.Fault(error=type(error).__name__[:64], message=whole_message(error), run=run, round=number)
 
 
 def _key(job: wire.Job) -> tuple[str, int, str]:

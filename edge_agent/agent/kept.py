@@ -7,6 +7,7 @@ of an earlier round, so doing a round again after a crash starts from the same p
 from __future__ import annotations
 
 import logging
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,20 @@ log = logging.getLogger(__name__)
 
 _PERSONAL, _MEMORY = "personal.", "memory."
 GENERATIONS = 2
+
+
+def remove_ended(folder: Path, current: str, keep: int) -> list[str]:
+    """Remove the oldest runs' folders below ``folder``, so that ``keep`` are left, ``current`` among them.
+
+    Returns the names of those removed. A device that takes part in run after run would fill its disk otherwise; a run
+    that is resumed after so many others begins afresh here, as on a device that is new to it.
+    """
+    others = [path for path in folder.glob("*") if path.is_dir() and path.name != current]
+    oldest_last = sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    removed = oldest_last[max(keep - 1, 0) :]
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(path.name for path in removed)
 
 
 class KeptFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -10,15 +11,17 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from datetime import datetime, timezone
 
 from .. import capabilities
-from ..config import AgentConfig, DataConfig
-from ..errors import MissingCapability
-from ..store import folder_lock, sweep
+from ..config import AgentConfig
+from ..errors import HeadwaterError, MissingCapability, StateError
+from ..store import folder_lock, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
 from ..work import ThreadWorker
 from . import Agent, will_of
+from .checking import check
+from .condition import problem_of
 from .duties import Duties
 
 log = logging.getLogger(__name__)
@@ -32,13 +35,24 @@ def run(config: AgentConfig) -> None:
     Raises:
         MissingCapability: the tier asked for needs packages that are not here.
         DataError: the data source's file or folder is not there; told before the broker is tried.
+        UnknownName: no such head.
         StateError: another agent uses the state folder.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
         ProtocolMismatch: the coordinator speaks another protocol.
         DuplicateId: another agent with this id is alive.
     """
-    tier = choose_tier(config)
-    _check_data(config.data, config.id)
+    try:
+        tier = choose_tier(config)
+        _check(config)
+        _run(config, tier)
+    except StateError:
+        raise  # of another agent that uses the folder, perhaps, whose status stays
+    except HeadwaterError as error:
+        _leave_status(config, error)
+        raise
+
+
+def _run(config: AgentConfig, tier: str) -> None:
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), _signals() as stop:
         if left := sweep(config.state):
@@ -71,28 +85,32 @@ def choose_tier(config: AgentConfig) -> str:
     return tier
 
 
-def _check_data(config: DataConfig, agent: str = "") -> None:
-    """`check_own` in a child where the system can fork: an idle agent does without the 16 MB that it would leave."""
+def _check(config: AgentConfig) -> None:
+    """`check` in a child where the system can fork: an idle agent does without the 16 MB that it would leave."""
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
-            _check_and_exit(config, agent)
+            _check_and_exit(config)
         if os.waitpid(child, 0)[1] == 0:
             return
-    from ..data.partition import check_own
-
-    check_own(config, agent)  # once more, to say what is wrong
+    check(config)  # once more, to say what is wrong
 
 
-def _check_and_exit(config: DataConfig, agent: str) -> None:
+def _check_and_exit(config: AgentConfig) -> None:
     code = 1
     try:
-        from ..data.partition import check_own
-
-        check_own(config, agent)
+        check(config)
         code = 0
     finally:
         os._exit(code)
+
+
+def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
+    """Why the agent ended, for 'edge-agent status'."""
+    problem = problem_of("start", error, datetime.now(timezone.utc))
+    status = {"id": config.id, "condition": "fault", "fault": problem.as_json()}
+    with contextlib.suppress(OSError):
+        write_atomic(config.state / "status.json", json.dumps(status).encode(), durable=False)
 
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
@@ -104,7 +122,10 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
         if agent.clock() - told_at >= STATUS_EVERY_S or agent.welcomed != was_welcomed:
             told_at, was_welcomed = agent.clock(), agent.welcomed
             _notify("WATCHDOG=1")
-            agent.write_status()
+            try:
+                agent.write_status()
+            except OSError as error:
+                agent.on_os_error(error, "status_not_written")
 
 
 class _Stop(threading.Event):
@@ -140,8 +161,3 @@ def _notify(message: str) -> None:
         address = "\0" + address[1:]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.sendto(message.encode(), address)
-
-
-def status_path(state: Path) -> Path:
-    """Where a running agent writes what it does."""
-    return state / "status.json"

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError, UsageError, without_home
+from ..errors import HeadwaterError, UsageError, cause, without_home
 from ..threads import limit_threads
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -47,16 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except HeadwaterError as error:
         return _report(error, as_json=arguments.json)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python must not complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _report(HeadwaterError(f"{where}{cause(error)}"), as_json=arguments.json)
     except RuntimeError as error:
         if (mistake := without_home(error)) is None:
             raise
         return _report(mistake, as_json=arguments.json)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; Python must not complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -36,9 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit, score, save, print."""
     from .. import heads
     from ..personalize import personalize
+    from ..store import check_writable
 
     params = parameters(arguments.param)
-    heads.create(arguments.head, params)  # a typo should not wait for the features
+    heads.create(arguments.head, params)  # neither a typo nor a folder should wait for the features
+    check_writable(arguments.out)
+    check_writable(opening.cache_of(arguments))
     bundle = opening.bundle(arguments)
     result = personalize(
         bundle,

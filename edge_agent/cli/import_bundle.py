@@ -28,9 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Install and print what is current now."""
     from ..bundle import install
-    from ..store import folder_lock
+    from ..store import check_writable, folder_lock
 
     opening.existing(arguments.bundle, "a bundle file (*.hwb)")
+    check_writable(arguments.state)
     with folder_lock(arguments.state, "edge-agent import"):
         check = None if arguments.no_self_test else self_test
         bundle = install(arguments.bundle, arguments.state / "bundles", check=check)

@@ -83,12 +83,13 @@ def bundle(arguments: argparse.Namespace) -> Bundle:
     """
     from .. import bundle as bundles
     from ..errors import UsageError
-    from ..store import folder_lock
+    from ..store import check_writable, folder_lock
 
     check(arguments)
     path = existing(arguments.bundle, "a bundle file (*.hwb) or an agent's state folder")
     if not path.is_dir():
         cache = cache_of(arguments)
+        check_writable(cache)
         root = cache / "bundles"
         with folder_lock(cache, "edge-agent"):
             return bundles.install(path, root, keep=4)

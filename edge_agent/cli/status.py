@@ -1,4 +1,7 @@
-"""What the agent of this device does now, and which encoder and head it runs.
+"""What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
+
+``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written); the
+exit code is 1 unless it is ok.
 
 Example:
   edge-agent status --config agent.toml --json
@@ -11,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..agent.condition import look_at_disk
 from ..config import AgentConfig, load
 from ..errors import StateError
 from ..store import folder_lock, read_json
 from . import show
 
-_SAID = ("tier", "welcomed", "waits_for", "job", "working", "bundle_id", "rolled_back")
+_SAID = ("tier", "welcomed", "waits_for", "job", "working", "bundle_id", "rolled_back", "condition", "fault")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 0 whether the agent runs or not."""
+    """Print the status; 0 whether the agent runs or not, 1 where something keeps it from its work."""
     config = load(AgentConfig, arguments.config)
     said = read_json(config.state / "status.json") or {}
     head = read_json(config.state / "head" / "head.json") or {}
@@ -37,12 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
         "head": head.get("head"),
         "metrics": head.get("metrics"),
     }
-    return show.result(arguments, found, lambda: show.pairs(_rows(found)))
+    if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
+        found.update(condition="stalled", fault=problem)  # which the agent itself could not write down
+    show.result(arguments, found, lambda: show.pairs(_rows(found)))
+    return 0 if found["condition"] in {None, "ok"} else 1
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in found.items():
-        if isinstance(value, dict):
+        if name == "fault" and isinstance(value, dict):
+            yield name, f"{value.get('error')}: {value.get('message')}"
+            yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
+        elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {show.value_text(inner)}" for key, inner in value.items())
         else:
             yield name, ("yes" if value else "no") if isinstance(value, bool) else value

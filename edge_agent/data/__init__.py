@@ -92,8 +92,15 @@ def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
     return _natural(_read(source, folder))
 
 
-def check(source: str, folder: Path | None = None) -> None:
+def check(
+    source: str,
+    folder: Path | None = None,
+    input: InputSpec | None = None,  # noqa: A002 - the task's word
+    class_names: Sequence[str] | None = None,
+) -> None:
     """Return quietly when ``source`` is well formed and what it names is there; no sample is read.
+
+    With ``class_names`` the labels are read, too, and have to be among them; with ``input`` the kind of the samples.
 
     Raises:
         UnknownName: no such kind of source.
@@ -108,6 +115,24 @@ def check(source: str, folder: Path | None = None) -> None:
         raise DataError(f"{source}: there is no {Path(place).absolute()}; check the path")
     if hasattr(member, "look"):
         member.look(place, options)
+    if class_names is not None:
+        raw = _read(source, folder)
+        _match_names(raw, class_names, source)
+        if input is not None:
+            _check_kind(raw, input, source)
+
+
+def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
+    """Return quietly when images are there for a task of images, and recordings or windows for one of windows.
+
+    Raises:
+        DataError: they are not.
+    """
+    wanted = "images" if isinstance(spec, ImageInput) else "windows"
+    if (raw.kind == "image") != (wanted == "images"):
+        raise DataError(
+            f"{source} holds {raw.kind}s, the task wants {wanted} {spec.shape}; choose data that fit the task"
+        )
 
 
 def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
@@ -266,10 +291,7 @@ def _execute(
 def _execute_images(
     raw: Raw, spec: ImageInput, source: str, *, compact: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    if raw.kind != "image":
-        raise DataError(
-            f"{source} holds {raw.kind}s, the task wants images {spec.shape}; choose data that fit the task"
-        )
+    _check_kind(raw, spec, source)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
 
     def fill(row: int) -> None:
@@ -286,8 +308,7 @@ def _execute_images(
 
 
 def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    if raw.kind == "image":
-        raise DataError(f"{source} holds images, the task wants windows {spec.shape}; choose data that fit the task")
+    _check_kind(raw, spec, source)
     found: list[np.ndarray] = []
 
     def fill(row: int) -> None:

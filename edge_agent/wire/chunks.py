@@ -8,6 +8,7 @@ is the SHA-256 of the whole, which is also the blob's name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -280,7 +281,8 @@ class Incoming:
         except OSError as error:
             raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {cause(error)}") from error
         if written != len(frame.data):
-            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: no space left for all of it")
+            full = OSError(errno.ENOSPC, "no space left for all of it")
+            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {cause(full)}") from full
 
     def _resume(self) -> None:
         """Take over what an earlier process left, where both of its files are whole."""

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError, ProtocolMismatch, cause
 from ..task import Frozen, Task
+from .text import ConditionName, Text
 
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
@@ -62,12 +63,13 @@ class Hello(Control):
     """An agent is here. Sent after each connect, and whenever the coordinator asks or announces itself."""
 
     type: Literal["hello"] = "hello"
-    software: str = Field(max_length=40)
+    software: Text = Field(max_length=40)
     tier: Literal["train", "head"]
     samples: int = Field(ge=0, le=MAX_SAMPLES, description="training samples at hand")
-    bundle_id: str = Field("", max_length=64, description="id of the bundle that the device runs, empty: none")
+    bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs, empty: none")
+    condition: ConditionName = "ok"
     answers: str = Field("", max_length=32, description="the question of the `Who` that this answers")
-    facts: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=32)
+    facts: dict[Text, Text | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
 
 class Have(Control):
@@ -112,14 +114,14 @@ class Report(Control):
 
     type: Literal["report"] = "report"
     run: RunId
-    about: str = Field("", max_length=64, description="id of the bundle that the figures are of; empty: trained here")
-    bundle_id: str = Field("", max_length=64, description="id of the bundle that the device runs now")
+    about: Text = Field("", max_length=64, description="id of the bundle that the figures are of; empty: trained here")
+    bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs now")
     fingerprint: str = Field("", max_length=64, description="of the encoder's variant that the figures are of")
     precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
-    rolled_back: str = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
+    rolled_back: Text = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     one_class: bool = Field(False, description="its data hold a single class, so accuracies say nothing")
-    head: str = Field("", max_length=64)
+    head: Text = Field("", max_length=64)
     acc_local: float | None = Field(None, ge=0, le=1)
     acc_global: float | None = Field(None, ge=0, le=1)
     acc_personal: float | None = Field(None, ge=0, le=1)
@@ -132,18 +134,20 @@ class Fault(Control):
     """An error of ours, told to the other side: class name and message."""
 
     type: Literal["fault"] = "fault"
-    error: str = Field(max_length=64)
-    message: str = Field(max_length=2000)
+    error: Text = Field(max_length=64)
+    message: Text = Field(max_length=2000)
+    remedy: Text = Field("", max_length=500, description="what somebody should do about it")
     run: str = Field("", max_length=64)
     round: RoundNumber = 0
 
 
 class Heartbeat(Control):
-    """The agent lives, and this is the round that it works for (empty: none)."""
+    """The agent lives, this is the round that it works for (empty: none), and how it is."""
 
     type: Literal["heartbeat"] = "heartbeat"
     run: str = Field("", max_length=64)
     round: RoundNumber = 0
+    condition: ConditionName = "ok"
 
 
 class Bye(Control):
@@ -160,7 +164,7 @@ class Announce(Control):
 
     type: Literal["announce"] = "announce"
     epoch: int = Field(ge=0)
-    software: str = Field(max_length=40)
+    software: Text = Field(max_length=40)
 
 
 class Who(Control):
@@ -175,9 +179,9 @@ class Welcome(Control):
 
     type: Literal["welcome"] = "welcome"
     epoch: int = Field(ge=0)
-    software: str = Field(max_length=40)
+    software: Text = Field(max_length=40)
     lease_s: float = Field(gt=0)
-    time: str = Field("", max_length=40, description="coordinator's clock, for logs only")
+    time: Text = Field("", max_length=40, description="coordinator's clock, for logs only")
 
 
 class Refused(Control):
@@ -185,8 +189,8 @@ class Refused(Control):
 
     type: Literal["refused"] = "refused"
     whom: str = Field("", max_length=32, description="the start that is meant, where several have one id; empty: all")
-    error: str = Field(max_length=64)
-    message: str = Field(max_length=2000)
+    error: Text = Field(max_length=64)
+    message: Text = Field(max_length=2000)
 
 
 Purpose = Literal["train", "finish", "pool", "join"]
@@ -227,7 +231,7 @@ class Cancel(Control):
     type: Literal["cancel"] = "cancel"
     run: RunId
     round: RoundNumber
-    reason: str = Field(max_length=500)
+    reason: Text = Field(max_length=500)
 
 
 class Grant(Control):
@@ -254,7 +258,7 @@ class Receipt(Control):
     type: Literal["receipt"] = "receipt"
     digest: Digest
     accepted: bool
-    reason: str = Field("", max_length=1000)
+    reason: Text = Field("", max_length=1000)
 
 
 class Install(Control):
@@ -266,8 +270,20 @@ class Install(Control):
     blob: BlobRef
 
 
+class TaskNotice(Control):
+    """What the run under way, or else the next one, is about: the agent looks whether its data and head fit.
+
+    It answers with a `Fault` where they do not. For agents that would find out only when a bundle comes.
+    """
+
+    type: Literal["task"] = "task"
+    task: Task
+
+
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
-FromCoordinator = Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | Fault
+FromCoordinator = (
+    Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | TaskNotice | Fault
+)
 
 
 class _Parser:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -129,6 +130,9 @@ ERRORS = {
     "missing picture": (("predict", "--bundle", "b.hwb", "--input", "gone.png"), 2, "gone.png"),
     "missing head": (("predict", "--bundle", "b.hwb", "--head", "nowhere", "--data", "digits?n=1"), 2, "nowhere"),
     "no such precision": ((*FIT, "--precision", "int8"), 1, "int8"),
+    "out below a file": ((*FIT[:-1], "b.hwb/head"), 2, "b.hwb/head: no file can be written there"),
+    "cache below a file": ((*FIT, "--cache", "b.hwb/cache"), 2, "b.hwb/cache: no file can be written there"),
+    "state below a file": (("import", "b.hwb", "--state", "b.hwb/state"), 2, "b.hwb/state: no file can be written"),
     "not a broker": (("doctor", "--broker", "http://x"), 2, "mqtt://"),
 }
 
@@ -142,6 +146,20 @@ def test_mistakes_end_with_their_exit_code_and_a_message(place, capsys, case):
     assert found.out == ""
     assert hint in found.err
     assert "Traceback" not in found.err
+
+
+def test_no_feature_is_computed_for_a_head_that_could_not_be_saved(place, capsys, monkeypatch):
+    monkeypatch.setattr("edge_agent.personalize.personalize", lambda *_, **__: pytest.fail("fitted before looking"))
+    assert main([*FIT[:-1], "b.hwb/head"]) == 2
+
+
+def test_an_error_of_the_system_is_a_message(place, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "head/head.json")
+
+    monkeypatch.setattr("edge_agent.personalize.Result.save", full)
+    assert main(FIT) == 1
+    assert capsys.readouterr().err == "edge-agent: head/head.json: No space left on device\n"
 
 
 def test_a_head_of_another_bundle_is_refused(place, capsys, make_bundle):

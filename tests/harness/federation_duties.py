@@ -55,12 +55,16 @@ class FakeDuties:
         self.outbox = Outbox(config.state / "outbox")
         self.done: list[tuple[str, int, str]] = []
         self.installed: list[str] = []
+        self.checked: list[Task] = []
         self.rests = 0
         self.before: Callable[[wire.Job], None] = lambda job: None
         self.after: Callable[[wire.Job], None] = lambda job: None
 
     def facts(self) -> dict[str, Any]:
         return {"cores": 1}
+
+    def check(self, task: Task) -> None:
+        self.checked.append(task)
 
     def rest(self) -> None:
         self.rests += 1

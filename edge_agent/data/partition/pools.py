@@ -11,7 +11,7 @@ import numpy as np
 
 from ...config import DataConfig
 from ...errors import DataError
-from ...task import InputSpec
+from ...task import InputSpec, Task
 from .. import Samples, load, parse_source, registry, split, with_options
 from .. import check as check_source
 from .division import Division, Pool, Share
@@ -134,14 +134,19 @@ def own_samples(
     return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
 
 
-def check_own(config: DataConfig, client: str) -> None:
+def check_own(config: DataConfig, client: str, task: Task | None = None) -> None:
     """Return quietly when the data of a device are there and the partition knows it; no sample is read.
+
+    With a task its classes and the kind of its inputs have to be those of the data.
 
     Raises:
         HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
     """
     parts = None if config.partition is None else parts_of(config.source)
     for source in parts or (config.source,):
-        check_source(source, config.folder)
+        if task is None:
+            check_source(source, config.folder)
+        else:
+            check_source(source, config.folder, task.input, task.class_names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edge_agent.agent import running
-from edge_agent.config import DataConfig
+from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import DataError, UnknownName
 
 HEAVY = ("numpy", "torch", "onnxruntime", "sklearn", "PIL", "tarfile")
@@ -46,8 +46,8 @@ def test_checking_the_data_leaves_nothing_behind(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros(1))
     code = f"""
 from edge_agent.agent import running
-from edge_agent.config import DataConfig
-running._check_data(DataConfig(source="npz:{tmp_path / "x.npz"}"))
+from edge_agent.config import AgentConfig, DataConfig
+running._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
 """
     assert imported_after(code) == set()
 
@@ -58,4 +58,4 @@ running._check_data(DataConfig(source="npz:{tmp_path / "x.npz"}"))
 )
 def test_wrong_data_are_told_with_their_reason(source, error, words):
     with pytest.raises(error, match=words):
-        running._check_data(DataConfig(source=source))
+        running._check(AgentConfig(data=DataConfig(source=source)))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from edge_agent.agent.duties import LAST_ROUND
-from edge_agent.agent.kept import GENERATIONS, KeptFiles
+from edge_agent.agent.kept import GENERATIONS, KeptFiles, remove_ended
 from edge_agent.errors import StateError
 
 
@@ -102,3 +104,14 @@ def test_what_was_kept_of_rounds_that_were_set_back_goes_and_what_stood_before_s
     files.write(5, *arrays(50))
     assert files.rounds() == [3, 5]
     assert value_before(files, 6) == 50
+
+
+def test_only_the_newest_runs_stay_and_the_one_under_way_among_them(tmp_path):
+    for age, run in enumerate(["run-0004", "run-0001", "run-0003", "run-0002"]):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "kept-0000001.safetensors").write_bytes(b"x")
+        os.utime(tmp_path / run, (1000 - age, 1000 - age))
+    assert remove_ended(tmp_path, "run-0005", 3) == ["run-0002", "run-0003"]
+    assert remove_ended(tmp_path, "run-0001", 1) == ["run-0004"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run-0001"]
+    assert remove_ended(tmp_path / "nowhere", "run-0001", 1) == []

@@ -9,7 +9,7 @@ import pytest
 
 from edge_agent import data
 from edge_agent.agent.duties import Duties
-from edge_agent.agent.running import _check_data
+from edge_agent.agent.running import _check
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError
@@ -90,7 +90,10 @@ def test_a_training_agent_gets_its_rows_and_tells_how_many(tmp_path, source, div
 
 def test_an_unknown_client_is_told_with_the_nearest_and_how_many_there_are(source, divided):
     config = DataConfig(source=source, partition=divided)
-    for look in (lambda: own("c10", source=source, partition=divided), lambda: _check_data(config, "c10")):
+    for look in (
+        lambda: own("c10", source=source, partition=divided),
+        lambda: _check(AgentConfig(id="c10", data=config)),
+    ):
         with pytest.raises(DataError, match=r"no client 'c10' among 2: did you mean 'c[01]'\?"):
             look()
     with pytest.raises(DataError, match="among 2: the first is 'c0'"):
@@ -112,7 +115,7 @@ def test_clients_that_are_sources_need_no_partition(tmp_path, source, divided):
 
 def test_a_missing_partition_is_told_before_anything_begins(tmp_path, source):
     with pytest.raises(DataError, match=r"nowhere\.json: no such file"):
-        _check_data(DataConfig(source=source, partition=tmp_path / "nowhere.json"), "c0")
+        _check(AgentConfig(id="c0", data=DataConfig(source=source, partition=tmp_path / "nowhere.json")))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from edge_agent.errors import MessageError, ProtocolMismatch
 from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.wire import messages as wire
+from edge_agent.wire.text import ConditionName
 
 DIGEST = "a" * 64
 BLOB = wire.BlobRef(digest=DIGEST, size_bytes=100, chunk_bytes=64)
@@ -72,6 +73,8 @@ FIELDS = {
     "torch_loaded": st.booleans(),
     "error": text,
     "message": text,
+    "remedy": text,
+    "condition": st.sampled_from(get_args(ConditionName)),
     "epoch": counts,
     "lease_s": st.floats(1e-3, 1e6),
     "time": text,
