@@ -55,7 +55,7 @@ class Capabilities(Frozen):
 
     @property
     def head(self) -> str:
-        """The head to begin with: logistic regression needs 0.03 s and nothing but numpy."""
+        """The head to begin with: logistic regression needs 0.1 s and nothing but numpy."""
         return "lr"
 
     def advice(self) -> tuple[str, ...]:
@@ -68,7 +68,9 @@ class Capabilities(Frozen):
         if "pillow" not in self.packages:
             found.append("no pillow: pip install 'headwater[agent]' to read image files")
         if "scikit-learn" not in self.packages:
-            found.append("no scikit-learn: head 'svm' cannot be fitted here; lr, mlp and prototype can")
+            found.append(
+                "no scikit-learn: head 'svm' cannot be fitted with kernel rbf here; linear and other heads can"
+            )
         if "torch" in self.packages and self.tier != "train":
             found.append(f"torch is installed, but less than {_TRAIN_BYTES >> 20} MB of memory: tier head is safer")
         return tuple(found)

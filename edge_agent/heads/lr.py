@@ -1,4 +1,4 @@
-"""Multinomial logistic regression with an L2 penalty, in numpy. 600 x 512 x 10 fits in about 0.03 s on one thread.
+"""Multinomial logistic regression with an L2 penalty, in numpy. 600 x 512 x 10 fits in about 0.1 s on one thread.
 
 Same objective as scikit-learn's ``LogisticRegression``: the sum of log losses plus ``|W|^2 / (2 C)``, biases free; with
 two classes one decision vector is penalised, as there.
@@ -21,7 +21,9 @@ class Params(NormedParams):
 
     c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
     max_iterations: int = Field(1000, ge=1, le=100_000)
-    tolerance: float = Field(1e-6, gt=0, description="largest entry of the mean loss's gradient at which to stop")
+    # scikit-learn's own rule. On features of real encoders 1e-6 takes four times as long and is no more accurate; at
+    # 1e-3 accuracy begins to suffer.
+    tolerance: float = Field(1e-4, gt=0, description="largest entry of the mean loss's gradient at which to stop")
 
 
 class Head(BaseHead):

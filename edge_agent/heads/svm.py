@@ -1,8 +1,9 @@
 """Support vector machine, one against the rest: linear with squared hinge loss, or with an RBF kernel.
 
-Fitted by scikit-learn in a child process, so that an agent stays at its 40 to 60 MB (importing scikit-learn costs 80 MB
-and 0.7 s); predicted in numpy, where scikit-learn need not be installed. A machine of this kind has no probabilities of
-its own: what is given is the softmax of its decision values, which ranks classes and is not calibrated.
+The linear one, which is the default, is fitted in numpy, 600 x 512 x 10 in about 0.1 s. The one with a kernel is fitted
+by scikit-learn in a child process, so that an agent stays small (importing scikit-learn costs 80 MB and a second); its
+predictions are computed in numpy, where scikit-learn need not be installed. A machine of this kind has no probabilities
+of its own: `predict_proba` gives the softmax of its decision values, which ranks classes and is not calibrated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pydantic import Field
 from ..errors import MissingCapability, TrainingFailed
 from ..store import read_tensors, write_tensors
 from ..task import Tensors
-from ._features import NormedParams, fit_norm, normalise
+from ._features import FeatureNorm, NormedParams, fit_norm, normalise
+from ._lbfgs import minimise
 from .base import FitData, softmax
 from .base import Head as BaseHead
 
@@ -31,34 +33,41 @@ _ROWS = 1024
 
 
 class Params(NormedParams):
-    """Names as in scikit-learn."""
+    """Parameters of the machine. The defaults are the most accurate over eleven sets of features of real encoders.
 
+    There the linear machine is as accurate as the one with a kernel, without scikit-learn.
+    """
+
+    feature_norm: FeatureNorm = Field("l2", description="none; l2: rows of length 1; standard: as for other heads")
     kernel: Literal["linear", "rbf"] = "linear"
-    c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
+    c: float = Field(10.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty, for inputs of length 1")
     gamma: float | None = Field(None, gt=0, description="RBF width; None = 1 / (d * variance), scikit-learn's 'scale'")
-    max_iterations: int = Field(5000, ge=1)
-    timeout_s: float = Field(600.0, gt=0, description="longest fit before it is given up")
+    max_iterations: int = Field(1000, ge=1, le=100_000, description="linear: steps of the solver")
+    tolerance: float = Field(1e-4, gt=0, description="linear: largest entry of the mean loss's gradient to stop at")
+    timeout_s: float = Field(600.0, gt=0, description="rbf: longest fit before it is given up")
 
 
 class Head(BaseHead):
     """Linear or RBF support vector machine."""
 
     Params = Params
-    source = "RepPer (PCL stage): SVM head; linear, C = 1, squared hinge, one against the rest"
+    source = "RepPer (PCL stage): SVM head; kernel and C are not stated there"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        if importlib.util.find_spec("sklearn") is None:
-            raise MissingCapability.package("sklearn", "heads", "fitting head 'svm'")
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - convex
+        if self.params.kernel == "rbf" and importlib.util.find_spec("sklearn") is None:
+            raise MissingCapability.package("sklearn", "heads", "fitting head 'svm' with kernel rbf")
         norm = fit_norm(data.features, self.params.feature_norm)
         inputs = normalise(data.features, self.params.feature_norm, norm)
+        labels = np.searchsorted(classes, data.labels).astype(np.int64)
+        if self.params.kernel == "linear":
+            weight, bias = fit_linear(
+                inputs, np.where(np.arange(len(classes)) == labels[:, None], 1.0, -1.0), self.params
+            )
+            return {**norm, "weight": weight, "bias": bias}
         options = {
-            "kernel": self.params.kernel,
             "c": self.params.c,
             "gamma": self.params.gamma or 1.0 / (inputs.shape[1] * (float(inputs.var()) or 1.0)),
-            "max_iterations": self.params.max_iterations,
-            "seed": int(rng.integers(2**31)),
         }
-        labels = np.searchsorted(classes, data.labels).astype(np.int64)
         return {**norm, **_fit_in_child({"inputs": inputs, "labels": labels}, options, self.params.timeout_s)}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
@@ -74,7 +83,35 @@ class Head(BaseHead):
         return np.asarray(np.exp(-self.arrays["gamma"] * np.maximum(squares, 0)))
 
 
-def _fit_in_child(arrays: Tensors, options: dict[str, float | int | str], timeout_s: float) -> Tensors:
+def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: Params) -> tuple[np.ndarray, np.ndarray]:
+    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
+
+    Each class minimises ``|w|^2 / 2 + C sum max(0, 1 - y (w x + b))^2``, the bias free. The ``x`` are the inputs over
+    their root mean square length, so that C means the same whatever the unit of the features.
+    """
+    (count, size), classes = inputs.shape, signs.shape[1]
+    length = float(np.sqrt(np.mean(np.sum(inputs**2, axis=1)))) or 1.0
+    inputs = inputs / length
+    strength = 1.0 / (params.c * count)
+
+    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
+        short = inputs @ weight.T
+        short += bias
+        short *= signs
+        np.subtract(1.0, short, out=short)
+        np.maximum(short, 0.0, out=short)
+        loss = float(np.vdot(short, short)) / count + 0.5 * strength * float(np.vdot(weight, weight))
+        short *= signs
+        short *= -2.0 / count
+        return loss, np.concatenate([(short.T @ inputs + strength * weight).ravel(), short.sum(axis=0)])
+
+    start = np.zeros(classes * size + classes)
+    found = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
+    return found[: classes * size].reshape(classes, size) / length, found[classes * size :]
+
+
+def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) -> Tensors:
     """Arrays of the fitted machine; the child sees nothing but its own folder."""
     with tempfile.TemporaryDirectory(prefix="headwater-svm-") as name:
         folder = Path(name)
@@ -87,7 +124,7 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float | int | str], timeou
             )
         except subprocess.TimeoutExpired as error:
             raise TrainingFailed(
-                f"head 'svm' was not fitted within {timeout_s:g} s; raise timeout_s, or take lr"
+                f"head 'svm' was not fitted within {timeout_s:g} s; raise timeout_s, or take kernel linear"
             ) from error
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

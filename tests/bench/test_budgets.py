@@ -46,4 +46,4 @@ def test_transport_in_both_directions(tmp_path):
 def test_a_device_without_torch(tmp_path):
     found = list(device.rows(tmp_path, tmp_path / "cache", repeats=3))
     show("device", found)
-    assert {row.budget for row in found} >= {45.0, 100.0, 0.3, 0.05, 1.0, 1.5, 60.0}
+    assert {row.budget for row in found} >= {45.0, 100.0, 0.3, 0.12, 0.25, 1.0, 1.5, 60.0}

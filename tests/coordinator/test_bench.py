@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from coordinator.bench import (
     bare_rounds,
     device,
+    features,
     memory,
     noop,
     precision,
@@ -33,7 +34,7 @@ from coordinator.bench.figures import Row, caveat, machine, median, quantile, ro
 from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
 from coordinator.journal import Journal
-from edge_agent import methods, models
+from edge_agent import data, methods, models
 from edge_agent.agent.duties import Duties
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import MeasuringFailed, UsageError
@@ -225,21 +226,56 @@ def test_an_idle_agent_without_torch_is_measured_in_a_process_of_its_own(tmp_pat
     assert 0.05 < found["CPU until ready"] < 10
 
 
-def test_a_head_is_fitted_in_a_process_of_its_own_beside_its_budgets(tmp_path):
-    seconds, memory = device.head_rows("lr", tmp_path)
-    assert (seconds.name, seconds.unit, seconds.budget) == ("LR head, 600 x 512 x 10", "s", 0.05)
-    assert 0.001 < seconds.value < 5
+@pytest.fixture
+def made_up_features(tmp_path):
+    """Files of 40 features of size 8 in 3 classes, to fit on and to test on."""
+    rng = np.random.default_rng(0)
+    labels, means = np.arange(80) % 3, 3 * rng.standard_normal((3, 8), np.float32)
+    points = means[labels] + rng.standard_normal((80, 8), np.float32)
+    classifier = {"weight": means, "bias": np.zeros(3, np.float32)}
+    paths = (tmp_path / "fit", tmp_path / "test")
+    for path, part in zip(paths, (slice(40), slice(40, None)), strict=True):
+        features.Features(points[part], labels[part], classifier).write(path)
+    return paths
+
+
+def test_a_head_is_fitted_in_a_process_of_its_own_beside_its_budgets(made_up_features, tmp_path):
+    seconds, accuracy, memory = device.head_rows("lr", made_up_features, tmp_path)
+    assert (seconds.name, seconds.unit, seconds.budget) == ("LR head, 600 x 512 x 10, CPU", "s", 0.12)
+    assert 0.0001 < seconds.value < 5
+    assert accuracy.value > 0.9
     assert (memory.name, memory.unit, memory.budget) == ("LR head, 600 x 512 x 10, the process", "MB", 60.0)
     assert 30 < memory.value < 100
 
 
+def test_scikit_learn_is_measured_on_the_same_features(made_up_features, tmp_path):
+    rows = {row.name: row for row in device.beside_scikit_learn(made_up_features, tmp_path)}
+    assert rows["LR by scikit-learn, accuracy"].value > 0.9
+    assert rows["LR by scikit-learn, the process"].value > 60
+    assert rows["LR head, accuracy below that"].budget == 0.005
+
+
 @pytest.mark.parametrize("name", sorted(device.HEADS))
-def test_every_head_of_the_benchmark_is_fitted_with_its_own_defaults(name, monkeypatch):
-    monkeypatch.setattr(sample, "SAMPLES", 20)
-    monkeypatch.setattr(sample, "FEATURES", 8)
-    found = sample.fit(name)
+def test_every_head_of_the_benchmark_is_fitted_with_its_own_defaults(name, made_up_features):
+    found = sample.fit(name, *map(str, made_up_features))
     assert found["seconds"] > 0
-    assert found.get("epochs") == (None if name == "lr" else 50)
+    assert found.get("epochs") == (50 if name in {"dualfed", "fedpick"} else None)
+
+
+def test_features_of_the_benchmark_are_computed_once_and_by_a_trained_encoder(tmp_path, monkeypatch):
+    digits = data.load("digits:optdigits?n=300", w1.task().input, w1.task().class_names)
+    asked = []
+    monkeypatch.setattr(features, "_samples", lambda: asked.append(1) or (digits, digits))
+    monkeypatch.setattr(features, "FIT", 200)
+    with contextlib.ExitStack() as stack:
+        stack.callback(models.registry._extra.pop, w1.ENCODER, None)
+        fit, test = map(features.Features.read, features.real_features(tmp_path))
+        features.real_features(tmp_path)
+    assert asked == [1]
+    assert (fit.features.shape, test.features.shape) == ((200, 512), (100, 512))
+    assert fit.labels.tolist() + test.labels.tolist() == digits.labels.tolist()
+    told = (test.features @ test.classifier["weight"].T + test.classifier["bias"]).argmax(axis=1)
+    assert np.mean(told == test.labels) > 0.2, "better than one class in ten: it was trained"
 
 
 def test_the_benchmarks_method_is_not_among_those_that_people_see():

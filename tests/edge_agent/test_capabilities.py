@@ -36,7 +36,7 @@ def test_advice_names_the_extra_that_helps():
     assert device(packages=ALL, memory_bytes=4 << 30).advice() == ()
     nothing = " ".join(device().advice())
     assert "headwater[agent]" in nothing
-    assert "svm" in nothing
+    assert "kernel rbf" in nothing
     assert "64-bit" in " ".join(device(is_64bit=False).advice())
     assert "tier head" in " ".join(device(packages=ALL, memory_bytes=1 << 29).advice())
 

@@ -1,0 +1,119 @@
+"""Features as heads on devices see them: those of a trained encoder, for samples that it was not trained on.
+
+Made-up clouds of points would flatter every head: logistic regression needs 24 steps of its solver on well separated
+ones, and some two hundred on the features of a network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edge_agent import __version__
+from edge_agent.errors import HeadwaterError, MissingCapability
+from edge_agent.store import read_tensors, write_tensors
+
+from . import w1
+
+if TYPE_CHECKING:
+    from edge_agent.data import Samples
+    from edge_agent.task import Tensors
+
+FIT, EPOCHS = 600, 2
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (n, 512) float32 and labels (n,) int64, and the encoder's own classifier."""
+
+    features: np.ndarray
+    labels: np.ndarray
+    classifier: Tensors
+
+    @classmethod
+    def read(cls, path: Path) -> Features:
+        """What `write` has written."""
+        arrays = read_tensors(path)
+        return cls(arrays["features"], arrays["labels"], {name: arrays[name] for name in ("weight", "bias")})
+
+    def write(self, path: Path) -> None:
+        """Write a tensor file, from which processes without torch read."""
+        write_tensors(path, {"features": self.features, "labels": self.labels, **self.classifier})
+
+
+def real_features(cache: Path) -> tuple[Path, Path]:
+    """Files of `Features` below ``cache``, to fit on and to test on; computed the first time.
+
+    The encoder is that of workload W1, trained for two epochs on 6,000 images of Fashion-MNIST; fitted on 600 of its
+    test images and tested on 1,200. Without Fashion-MNIST: trained on rendered digits, fitted on handwritten ones.
+
+    Raises:
+        MissingCapability: they have to be computed and torch is not installed.
+    """
+    data = "fashion-mnist" if w1.has_fashion() else "digits"
+    paths = (cache / f"fit-{data}-{__version__}.safetensors", cache / f"test-{data}-{__version__}.safetensors")
+    try:
+        for path in paths:
+            Features.read(path)
+    except (HeadwaterError, KeyError):  # not there, or not whole: computed again
+        if importlib.util.find_spec("torch") is None:
+            raise MissingCapability.package("torch", "train", "measuring heads on the features of an encoder") from None
+        cache.mkdir(parents=True, exist_ok=True)
+        for made, path in zip(make(*_samples(), FIT), paths, strict=True):
+            made.write(path)
+    return paths
+
+
+def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features]:
+    """Features of ``other``, the first ``count`` of them to fit on, by an encoder trained on ``train``."""
+    import torch
+
+    from edge_agent import methods
+    from edge_agent.methods.base import Client, MethodParams
+    from edge_agent.training.loops import train_all_parts
+
+    w1.register()
+    cpu = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = methods.create("fedavg").build(w1.task())
+    client = Client(
+        id="bench",
+        model=model,
+        train_inputs=torch.from_numpy(train.inputs),
+        train_labels=torch.from_numpy(train.labels.astype(np.int64)),
+        task=w1.task(),
+        device=cpu,
+        rng=np.random.default_rng(0),
+        generator=torch.Generator(device=cpu).manual_seed(0),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same bits on every number of cores
+    try:
+        train_all_parts(client, MethodParams(lr=0.05, batch_size=50, local_epochs=EPOCHS))
+    finally:
+        torch.set_num_threads(threads)
+    model.eval()
+    with torch.no_grad():
+        found = torch.cat([model.encoder(part) for part in torch.from_numpy(other.inputs).split(256)]).numpy()
+    classifier = {name: tensor.detach().numpy() for name, tensor in model.head.named_parameters()}
+    labels = other.labels.astype(np.int64)
+    parts = (slice(count), slice(count, None))
+    one, two = (Features(found[part], labels[part], classifier) for part in parts)
+    return one, two
+
+
+def _samples() -> tuple[Samples, Samples]:
+    """Samples to train the encoder on, and 1,800 others (1,797 digits)."""
+    from edge_agent import data
+
+    task = w1.task()
+    names = (f"idx:{w1.FASHION}?split=train&n=6000", f"idx:{w1.FASHION}?split=test&n=1800&seed=1")
+    if not w1.has_fashion():
+        names = ("digits:rendered?n=3000", "digits:slanted")
+    one, other = (data.load(name, task.input, task.class_names) for name in names)
+    return one, other
