@@ -99,7 +99,8 @@ def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features
         torch.set_num_threads(threads)
     model.eval()
     with torch.no_grad():
-        found = torch.cat([model.encoder(part) for part in torch.from_numpy(other.inputs).split(256)]).numpy()
+        batches = [torch.from_numpy(other.inputs[at : at + 256]) for at in range(0, len(other.inputs), 256)]
+        found = torch.cat([model.encoder(batch) for batch in batches]).numpy()
     classifier = {name: tensor.detach().numpy() for name, tensor in model.head.named_parameters()}
     labels = other.labels.astype(np.int64)
     parts = (slice(count), slice(count, None))
