@@ -8,6 +8,7 @@ itself and nothing else.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,11 @@ Send = Callable[[str, Control], None]
 
 @dataclass
 class Collection:
-    """What one round has collected so far."""
+    """What one round has collected so far.
+
+    The quorum is a share of those who can still deliver: whoever is offline for too long, was rejected, or is on trial
+    after failures in earlier rounds is not counted unless its update is there.
+    """
 
     run: str
     round: int
@@ -54,6 +59,15 @@ class Collection:
     """Those of the cohort who do not train the encoder; they send ``extras`` alone."""
 
     extras: Mapping[str, Spec] = field(default_factory=dict)
+    on_trial: frozenset[str] = frozenset()
+    """Those who failed in earlier rounds: asked, and not counted in the quorum."""
+
+    given_up: set[str] = field(default_factory=set)
+    """Those who went offline or did not take up the work: not counted any more, welcome if they deliver after all."""
+
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Agent -> reason, of those that were there and that this round does without."""
+
     late: list[tuple[str, int]] = field(default_factory=list)
     """Updates of rounds that are over: (agent, round that it was for)."""
 
@@ -62,17 +76,34 @@ class Collection:
         """Cohort members that have neither been accepted nor refused."""
         return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
 
-    def has_quorum(self, share: float) -> bool:
-        """Whether at least ``share`` of those who train have delivered: devices that only join answer in no time.
+    @property
+    def training(self) -> tuple[str, ...]:
+        """Cohort members that train; all of them where nobody does."""
+        return tuple(agent for agent in self.cohort if agent not in self.joining) or self.cohort
 
-        Where nobody trains, all count. One update is the least in any case.
+    @property
+    def delivered(self) -> int:
+        """How many of those who train have delivered: devices that only join answer in no time."""
+        return sum(agent in self.accepted for agent in self.training)
+
+    def needed(self, share: float, least: int) -> int:
+        """How many updates of those who train are a quorum.
+
+        That is ``share`` of them, or, if those who can still deliver are too few for that, ``share`` of these, but then
+        not fewer than ``least``. One update is the least in any case.
         """
-        asked = [agent for agent in self.cohort if agent not in self.joining] or self.cohort
-        return sum(agent in self.accepted for agent in asked) >= max(1.0, share * len(asked) - 1e-9)
+        uncounted = self.given_up | self.on_trial | self.refused.keys()
+        counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
+        of_all, of_counted = (math.ceil(share * len(agents) - 1e-9) for agents in (self.training, counted))
+        return max(1, min(of_all, max(least, of_counted)))
+
+    def has_quorum(self, share: float, least: int) -> bool:
+        """Whether as many as are `needed` have delivered."""
+        return self.delivered >= self.needed(share, least)
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether every member has said that it cannot: with the same seed it could not the next time either."""
+        """Whether every member has failed: with the same seed it would fail the next time, too."""
         return not self.accepted and not self.outstanding
 
     def expects(self, agent: str) -> Mapping[str, Spec]:
@@ -151,6 +182,10 @@ class Collector:
             self._judge(agent, upload)
         elif upload.receiving.report_due(self._clock()):
             self._acknowledge(agent, upload)
+
+    def is_uploading(self, agent: str) -> bool:
+        """Whether an update of this agent is on its way."""
+        return agent in self._uploads
 
     def greet(self, agent: str) -> None:
         """An agent is there (again): it may have lost what was granted, and what was under way is lost."""

@@ -59,7 +59,12 @@ class CohortConfig(Frozen):
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
     )
-    min_agents: int = Field(1, ge=1, le=1_000_000, description="a round opens when so many agents are available")
+    min_agents: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="a round opens when so many agents are there, and waits while fewer can deliver",
+    )
     max_agents: int | None = Field(None, ge=1, le=1_000_000, description="never ask more; None = no bound")
     over_selection: float = Field(
         1.0, ge=1, le=4, description="ask so many times more agents than needed; 1.3 covers 10 % that drop out"
@@ -77,11 +82,20 @@ class CohortConfig(Frozen):
 class RoundConfig(Frozen):
     """When a round closes."""
 
-    quorum: float = Field(0.8, gt=0, le=1, description="share of the cohort that is enough to close after the grace")
+    quorum: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="share of the agents that can still deliver which is enough to close after the grace",
+    )
     grace_s: float = Field(10.0, ge=0, le=86_400, description="waited for the rest once the quorum is there")
-    deadline_s: float = Field(600.0, gt=0, le=7 * 86_400, description="a round closes or is opened again after this")
+    deadline_s: float = Field(
+        600.0, gt=0, le=7 * 86_400, description="an agent that has not delivered by then is left out"
+    )
     lease_s: float = Field(45.0, gt=0, le=3600, description="an agent that is silent for so long counts as gone")
-    max_attempts: int = Field(3, ge=1, le=1000, description="a run fails when a round missed its quorum so often")
+    max_attempts: int = Field(
+        3, ge=1, le=1000, description="a run fails when a round lacks updates after so many deadlines"
+    )
 
 
 class ExportConfig(Frozen):

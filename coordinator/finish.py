@@ -63,6 +63,7 @@ class Finisher:
                 "seconds": round(loop.account.seconds(fleet), 3),
                 "encoder_sha256": sha,
                 "agents": agents,
+                "left_out": loop.selection.exclusions.body(),
                 "faults": dict(sorted(loop.answers.faults.items())),
                 "bundle": released.body() if released else None,
                 "bundle_why_not": None if released else why_not,

@@ -44,3 +44,6 @@ class Fleet:
     clock: Callable[[], float] = time.monotonic
     stopwatch: Callable[[], float] = time.monotonic
     """Times what is told of a run; in a simulation the clock of leases and deadlines stands still meanwhile."""
+
+    leaves_out: bool = True
+    """Whether rounds go on without agents that fail; a simulation is to end instead."""

@@ -10,6 +10,7 @@ from edge_agent.task import Tensors
 from edge_agent.wire.tensors import decode, pieces
 
 from .collect import Collection, updates_of
+from .exclusion import without
 from .fleet import Waiting
 from .store import StateFolder
 
@@ -29,7 +30,7 @@ def pool(loop: RunLoop, number: int) -> Generator[Waiting, None, Tensors]:
         return {}
     if known := pooled_before(loop.fleet.state, loop.run, number):
         return known
-    agents = tuple(loop.fleet.roster.present("train"))
+    agents = tuple(without(loop.fleet.roster.present("train"), loop.selection.left_out(number + 1)))
     collection = Collection(loop.run, loop.request.rounds + number, agents, loop.norm)
     yield from loop.collect_aside(collection, "pool")
     log.info("norm_pooled run=%s agents=%d of=%d", loop.run, len(collection.accepted), len(agents))

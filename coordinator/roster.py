@@ -59,7 +59,7 @@ class Roster:
         self.lease_s = lease_s
         self._clock = clock
         self._members: dict[str, Member] = {}
-        self._connected_at = clock()
+        self._connected_at: float | None = clock()
         self._faults = Refusals(clock)
 
     def hello(self, agent: str, message: Hello) -> Member:
@@ -137,9 +137,11 @@ class Roster:
             member.gone_at = self._clock()
 
     def expire(self) -> list[str]:
-        """Agents whose lease has just run out."""
-        now = self._clock()
-        silent = [m.id for m in self._members.values() if m.is_present and now - m.heard_at > self.lease_s]
+        """Agents whose lease has just run out; nobody's does while the coordinator itself cannot be reached."""
+        now, since = self._clock(), self._connected_at
+        if since is None:
+            return []
+        silent = [m.id for m in self._members.values() if m.is_present and now - max(m.heard_at, since) > self.lease_s]
         for agent in silent:
             self._members[agent].gone_at = now
         return silent
@@ -158,13 +160,23 @@ class Roster:
         return [self._members[agent] for agent in sorted(self._members)]
 
     def connected(self) -> None:
-        """The coordinator has just come (back) to the broker: whoever it has yet to hear gets time to return."""
+        """The coordinator has just come (back) to the broker: agents get the time of a lease to be heard again."""
         self._connected_at = self._clock()
+
+    def disconnected(self) -> None:
+        """The coordinator hears nobody: nothing can be said of who is there, until it is `connected`."""
+        self._connected_at = None
 
     def patience(self, agent: str) -> float | None:
         """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
-            return self._connected_at + RETURN_S - self._clock()
-        since = member.stalled_at if member.is_present and member.condition == "stalled" else member.gone_at
-        return None if since is None else since + PATIENCE_S - self._clock()
+            gone_at, patience_s = self._connected_at, RETURN_S
+        else:
+            is_stalled = member.is_present and member.condition == "stalled"
+            gone_at, patience_s = member.stalled_at if is_stalled else member.gone_at, PATIENCE_S
+            if gone_at is None:
+                return None
+        if gone_at is None or self._connected_at is None:
+            return RETURN_S
+        return gone_at + patience_s - self._clock()

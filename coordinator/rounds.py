@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,20 +21,21 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
-from . import cohort as cohorts
 from .answers import REPORT_DEADLINE_S, Answers
 from .aside import Aside
 from .assignment import Assignment
+from .cohort import Selection
 from .collect import Collection, updates_of
 from .encoders import Encoders
-from .fleet import Fleet, Steps, Waiting
-from .journal import Accepted, OpenRound
+from .exclusion import Exclusions, without
+from .fleet import Fleet, Steps
+from .journal import OpenRound
 from .keeping import blobs_in_use, keep
 from .pooling import pool
 from .request import Request
 from .steering import why_stop
 from .tally import Account, Tally, line, restore
-from .words import counted, listed
+from .words import listed
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class RunLoop:
     asked: Assignment | None = None
     answers: Answers = field(init=False)
     account: Account = field(init=False)
+    selection: Selection = field(init=False)
     stopped: str = ""
     """Why the run ended before its last round; empty when it did not."""
 
@@ -72,6 +74,8 @@ class RunLoop:
 
     def __post_init__(self) -> None:
         self.answers = Answers(self.fleet.roster, self.fleet.clock)
+        exclusions = Exclusions.replay(self.fleet.state.journal, self.run)
+        self.selection = Selection(self.fleet, self.request.seed, exclusions)
 
     def steps(self) -> Steps:
         """The whole run, from wherever the journal says it is."""
@@ -113,7 +117,11 @@ class RunLoop:
         """An agent that does not work on what it was asked to do has not heard of it: ask again."""
         if self.asked is None:
             self.answers.ask_again(agent)
-        elif (message.run, message.round) != (self.run, self.asked.round):
+            return
+        is_at_work = (message.run, message.round) == (self.run, self.asked.round)
+        if self._concerns(agent):
+            self.selection.at_work(agent, is_at_work=is_at_work)
+        if not is_at_work:
             self.invite(agent)
 
     def abandon(self) -> None:
@@ -126,14 +134,16 @@ class RunLoop:
     def status(self) -> dict[str, Any]:
         """What goes on, as JSON."""
         collection = self.fleet.collector.open_round
+        number = collection.round if collection else (self.asked.round if self.asked else 0)
         return {
             "id": self.run,
             "method": self.request.method,
-            "round": collection.round if collection else (self.asked.round if self.asked else 0),
+            "round": number,
             "rounds": self.request.rounds,
             "cohort": list(collection.cohort) if collection else [],
             "accepted": sorted(collection.accepted) if collection else [],
             "refused": dict(collection.refused) if collection else {},
+            "left_out": self.selection.status(number),
         }
 
     # --- start -----------------------------------------------------------------------------------------------------
@@ -168,61 +178,68 @@ class RunLoop:
     # --- one round -------------------------------------------------------------------------------------------------
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
-        attempt, config = (resumed.attempt if resumed else 1), self.fleet.config.round
         tally, clock = Tally.begin(self.fleet), self.fleet.stopwatch
+        waits_since = clock()
+        cohort = () if resumed else (yield from self.selection.first(number))
+        joining = tuple(resumed.body.get("joining", ())) if resumed else self._joining(number)
+        if joining and self.encoders is not None:
+            self._frozen = yield from self.encoders.freeze(self)
+        tally.waiting_s += clock() - waits_since
+        opened = resumed or OpenRound(number, 1, (*cohort, *joining), {"joining": list(joining)})
+        collection = self._open(opened, is_new=resumed is None)
+        self._ask(number, collection.outstanding, joining=joining)
         while True:
-            waits_since = clock()
-            cohort = resumed.cohort if resumed else (yield from self._gather(number))
-            joining = tuple(resumed.body.get("joining", ())) if resumed else self._joining()
-            if joining and self.encoders is not None:
-                self._frozen = yield from self.encoders.freeze(self)
-            tally.waiting_s += clock() - waits_since
-            collection = self._open(number, attempt, (cohort, joining), resumed)
-            self._ask(number, collection.outstanding, joining=joining)
-            yield from self._collect(collection)
-            self._call_off(collection)
-            if collection.has_quorum(config.quorum):
+            yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
+            is_late = self.asked is None or self.fleet.clock() >= self.asked.until
+            unanswered = self.selection.unanswered(collection, is_late=is_late)
+            if self.selection.has_quorum(collection):
                 break
-            got = len(collection.accepted)
-            log.warning("round_missed run=%s round=%d attempt=%d got=%d", self.run, number, attempt, got)
-            attempt, resumed = attempt + 1, None
-            if attempt > config.max_attempts or collection.is_hopeless:
-                raise RunFailed(self._why_failed(number, attempt - 1, collection))
-        self._close(number, collection, tally)
+            overdue = int(opened.body.get("overdue", 0)) + bool(unanswered)
+            if self.selection.is_enough(collection, unanswered, overdue):
+                break
+            log.warning("round_missed run=%s round=%d got=%d", self.run, number, collection.delivered)
+            waits_since = clock()
+            added = yield from self.selection.more(collection)
+            tally.waiting_s += clock() - waits_since
+            if added.new or added.again or unanswered or is_late:
+                opened = opened.next_attempt(
+                    collection.accepted, collection.refused, new=added.new, again=added.again, overdue=overdue
+                )
+                collection = self._open(opened, is_new=True)
+                self._ask(number, collection.outstanding, joining=joining)
+        self._call_off(collection)
+        self._close(number, collection, tally, unanswered)
 
-    def _gather(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
-        """Wait until enough agents are there; returns the cohort (as the generator's value)."""
-        config = self.fleet.config.cohort
-        while True:
-            present = self.fleet.roster.present("train")
-            chosen = cohorts.choose(present, config, seed=self.request.seed, round_number=number)
-            if chosen:
-                return chosen
-            yield Waiting(f"round {number} needs {cohorts.lack(present, self.fleet.config)}")
-
-    def _joining(self) -> tuple[str, ...]:
+    def _joining(self, number: int) -> tuple[str, ...]:
         """Head-tier devices that are there, where the method has something for them to do in a round."""
         if self.fleet.config.cohort.tier == "train" or heads.contribution(self.method.name) is None:
             return ()
-        return tuple(self.fleet.roster.present("head"))
+        return tuple(without(self.fleet.roster.present("head"), self.selection.left_out(number)))
 
-    def _open(
-        self, number: int, attempt: int, parties: tuple[tuple[str, ...], tuple[str, ...]], resumed: OpenRound | None
-    ) -> Collection:
-        """Take updates of a round: ``parties`` are those who train, and those who take part without."""
-        training, joining = parties
-        accepted, refused = dict[str, Accepted](), dict[str, str]()
-        if resumed is not None:
-            accepted, refused, cohort = dict(resumed.updates), dict(resumed.refused), resumed.cohort
-        else:
-            cohort = (*training, *joining)
-            body = {"attempt": attempt, "cohort": list(cohort), "joining": list(joining)}
+    def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
+        """Take updates of a round, or of another attempt at it, beside those that are here."""
+        number, attempt, joining = opened.round, opened.attempt, tuple(opened.body.get("joining", ()))
+        left_out = opened.body.get("left_out", {})
+        if is_new:
+            left_out = self.selection.spared(number, opened.cohort)
+            body = {**opened.body, "attempt": attempt, "cohort": list(opened.cohort), "left_out": left_out}
             self.fleet.state.journal.append("round_opened", run=self.run, round=number, body=body)
+            self.selection.exclusions.opened(number, left_out)
         collection = Collection(
-            self.run, number, cohort, self._expected, accepted, refused, self.method.objection, joining, self._extras
+            self.run,
+            number,
+            opened.cohort,
+            self._expected,
+            dict(opened.updates),
+            dict(opened.refused),
+            self.method.objection,
+            joining,
+            self._extras,
+            self.selection.exclusions.on_trial if self.fleet.leaves_out else frozenset(),
+            left_out=left_out,
         )
         self.fleet.collector.open(collection)
-        log.info("round_opened run=%s round=%d attempt=%d cohort=%s", self.run, number, attempt, listed(cohort))
+        log.info("round_opened run=%s round=%d attempt=%d cohort=%s", self.run, number, attempt, listed(opened.cohort))
         return collection
 
     def _ask(
@@ -272,44 +289,13 @@ class RunLoop:
         """What all agents of a round receive alike."""
         return () if purpose == "pool" else (self._blob(self.method.broadcast(self.state)),)
 
-    def _collect(self, collection: Collection) -> Steps:
-        """Until everybody has answered, or quorum and grace, or the deadline."""
-        config, clock = self.fleet.config.round, self.fleet.clock
-        deadline = self.asked.until if self.asked is not None else clock()
-        quorum_at: float | None = None
-        while collection.outstanding:
-            now = clock()
-            if collection.has_quorum(config.quorum):
-                quorum_at = now if quorum_at is None else quorum_at
-            patience = self._patience(collection)
-            limit = deadline if quorum_at is None else min(deadline, quorum_at + config.grace_s, now + patience)
-            if now >= limit:
-                return
-            got, size = len(collection.accepted), len(collection.cohort)
-            what, about = f"round {collection.round}: {got} of {size} updates are here", f"round {collection.round}"
-            yield Waiting(what, collection.outstanding, limit, about)
-
-    def _patience(self, collection: Collection) -> float:
-        """Seconds that the outstanding agents are still waited for, if all of them have vanished; else infinite."""
-        left = [self.fleet.roster.patience(agent) for agent in collection.outstanding]
-        return max(seconds if seconds is not None else float("inf") for seconds in left)
-
     def _call_off(self, collection: Collection) -> None:
         for agent in collection.outstanding:
             self.fleet.send(agent, Cancel(run=self.run, round=collection.round, reason="the round has closed"))
         self.fleet.collector.close()
         self._withdraw()
 
-    def _why_failed(self, number: int, times: int, collection: Collection) -> str:
-        missing = ", ".join(collection.outstanding) or "nobody"
-        refused = "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items())) or "none"
-        got, size = len(collection.accepted), len(collection.cohort)
-        return (
-            f"round {number} missed its quorum {counted(times, 'time')}: {got} of {size} updates; missing: {missing}; "
-            f"refused: {refused}; mend those agents or lower round.quorum"
-        )
-
-    def _close(self, number: int, collection: Collection, tally: Tally) -> None:
+    def _close(self, number: int, collection: Collection, tally: Tally, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, keep the new state, and only then say that the round is over."""
         try:
             self.state = self.method.aggregate(self.state, updates_of(self.fleet.state.blobs, collection))
@@ -319,12 +305,14 @@ class RunLoop:
         digest = blobs.put(*pieces(self.state))
         clients = len(collection.accepted)
         figures = tally.figures(self.fleet, collection)
-        body = {"clients": clients, **figures}
+        body = {"clients": clients, "unanswered": unanswered, **figures}
         keep(journal, self.run, self.request, number, digest)
         journal.append("round_closed", run=self.run, round=number, digest=digest, body=body)
         self.checkpoint = digest
         self.forget_blobs()
-        record = line(number, figures, collection.accepted, collection.refused, collection.outstanding)
+        self.selection.closed(collection, unanswered)
+        missing, left_out = collection.outstanding, collection.left_out
+        record = line(number, figures, collection.accepted, collection.refused, missing, left_out)
         self.fleet.state.run(self.run).append_metrics(record)
         took = (figures["seconds"], figures["waiting_s"])
         log.info(
@@ -352,7 +340,7 @@ class RunLoop:
         """One question to the agents of ``collection`` outside the rounds."""
         self.fleet.collector.open(collection)
         self._ask(collection.round, collection.cohort, purpose)
-        yield from self._collect(collection)
+        yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
         self._call_off(collection)
 
     # --- the end ---------------------------------------------------------------------------------------------------
@@ -364,7 +352,8 @@ class RunLoop:
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         agents = tuple(sorted({*last, *self.fleet.roster.present("train")}))
         self._ask(self.request.rounds, agents, "finish")
-        yield from self.answers.collect(agents, self.invite)
+        reliable = tuple(without(agents, self.selection.left_out(self.request.rounds + 1)))
+        yield from self.answers.collect(reliable or agents, self.invite)
         self._withdraw()
 
     def encoder_sha256(self) -> str:

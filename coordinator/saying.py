@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import cause
@@ -68,6 +68,7 @@ class Voice:
 def status_of(c: Coordinator) -> dict[str, Any]:
     """What goes on, as JSON."""
     loop, waits = c.loop, c.waits
+    run = None if loop is None else loop.status()
     hosted = {client.id for client in c.config.hosted}
     notes = c.transport.notes() if isinstance(c.transport, Joined) else {}
     return {
@@ -75,14 +76,14 @@ def status_of(c: Coordinator) -> dict[str, Any]:
         "broker": c.broker_url,
         "epoch": c.epoch,
         "at": utc_now().isoformat(timespec="milliseconds"),
-        "run": None if loop is None else loop.status(),
+        "run": run,
         "waiting": {
             "for": waits.what,
             "whom": list(waits.whom),
             "seconds_left": None if waits.until is None else round(max(0.0, waits.until - c.clock()), 1),
         },
         "agents": [
-            *(_agent(c, m, hosted, notes.get(m.id, ())) for m in c.roster.members()),
+            *(_agent(c, m, hosted, (*_left_out(run, m.id), *notes.get(m.id, ()))) for m in c.roster.members()),
             *(_unheard(name, notes.get(name, ())) for name in sorted(hosted) if c.roster.get(name) is None),
         ],
         "broker_away": c.is_without_broker,
@@ -108,6 +109,12 @@ def _agent(c: Coordinator, m: Member, hosted: Collection[str], notes: tuple[str,
         "bytes_up": c.collector.bytes_from.get(m.id, 0),
         "bytes_down": c.distributor.bytes_to.get(m.id, 0),
     }
+
+
+def _left_out(run: dict[str, Any] | None, agent: str) -> Iterator[str]:
+    """That the run does without an agent for a while, and why."""
+    if run is not None and (told := run["left_out"].get(agent)) is not None:
+        yield f"left out of {run['id']} until round {told['until_round']}: {told['reason']}"
 
 
 def _unheard(hosted: str, notes: tuple[str, ...]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Coordinator:
         self.state.journal.append("coordinator_started", body={"version": __version__, "boot": self._boot})
         self.epoch = len(self.state.journal.entries(kinds=("coordinator_started",)))
         self.aside.start(self.state)
+        self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
@@ -126,6 +127,7 @@ class Coordinator:
             self._announce()
         elif isinstance(event, Disconnected):
             self._away = self._without_broker(event.reason)
+            self.roster.disconnected()
         self.worker.collect()
         self.aside.collect()
         self._advance()

@@ -92,6 +92,7 @@ def line(
     accepted: Mapping[str, Accepted],
     refused: Mapping[str, str],
     missing: tuple[str, ...],
+    left_out: Mapping[str, str],
 ) -> dict[str, Any]:
     """The round's line in ``metrics.jsonl``."""
     return {
@@ -101,6 +102,7 @@ def line(
         "agents": sorted(accepted),
         "missing": list(missing),
         "refused": [{"agent": agent, "reason": why} for agent, why in sorted(refused.items())],
+        "left_out": [{"agent": agent, "reason": why} for agent, why in sorted(left_out.items())],
         "acc": {scope: _metric(accepted, f"acc.{scope}") for scope in ("global", "personal")},
         "loss": _metric(accepted, "loss"),
     }
@@ -130,7 +132,7 @@ def _from_journal(journal: Journal, run: str, number: int) -> dict[str, Any]:
         record = step(record, entry)
     opened = record.open_round or OpenRound(number, 1, (), {})
     missing = tuple(a for a in opened.cohort if a not in opened.updates and a not in opened.refused)
-    return line(number, figures, opened.updates, opened.refused, missing)
+    return line(number, figures, opened.updates, opened.refused, missing, opened.body.get("left_out", {}))
 
 
 def _metric(accepted: Mapping[str, Accepted], name: str) -> dict[str, float]:

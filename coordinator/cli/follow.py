@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from edge_agent.errors import RunFailed
 
-from ..journal import RunRecord, utc_now
+from ..journal import OpenRound, RunRecord, utc_now
 from ..store import StateFolder
 from ..words import counted, listed
 from .options import console
@@ -76,6 +76,7 @@ class _Lines:
 
     def __init__(self, run: str) -> None:
         self._run, self._closed, self._said, self._since = run, -1, "", time.monotonic()
+        self._without: dict[str, str] = {}
 
     def __call__(self, record: RunRecord, said: str) -> None:
         rounds = record.request.get("rounds")
@@ -84,7 +85,16 @@ class _Lines:
             asked = f"asked for {counted(int(rounds or 0), 'round')}"
             done = f"round {record.round} of {rounds} is closed" if record.round else asked
             console.print(f"{self._run}: {done}", soft_wrap=True)
+        if record.open_round is not None:
+            self._tell_without(record.open_round)
         self._said, self._since = said, time.monotonic()
+
+    def _tell_without(self, opened: OpenRound) -> None:
+        """Say who is left out of a round, unless the round before said so, too."""
+        before, self._without = self._without, dict(opened.body.get("left_out", {}))
+        for agent, reason in self._without.items():
+            if agent not in before:
+                console.print(f"{self._run}: round {opened.round} goes on without {agent}: {reason}", soft_wrap=True)
 
     def still(self) -> None:
         """Nothing has changed: say once what is waited for."""

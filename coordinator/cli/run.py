@@ -258,3 +258,6 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     """What has to be known about devices, and what went wrong on them, one line each."""
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    for agent, one in summary.get("left_out", {}).items():
+        rounds = [str(number) for number in one["rounds"]]
+        yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """A round that was opened and not closed. A later attempt starts without the updates of the earlier one."""
+    """A round that was opened and not closed. A later attempt at it keeps the updates of the earlier ones."""
 
     round: int
     attempt: int
@@ -32,6 +33,23 @@ class OpenRound:
     body: dict[str, Any]
     updates: dict[str, Accepted] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+
+    def next_attempt(
+        self,
+        updates: Mapping[str, Accepted],
+        refused: Mapping[str, str],
+        *,
+        new: Sequence[str] = (),
+        again: Sequence[str] = (),
+        overdue: int = 0,
+    ) -> OpenRound:
+        """Another attempt that keeps all updates: agents in ``new`` take part, too, those in ``again`` once more.
+
+        ``overdue``: how many attempts have ended because agents that were there did not deliver in time.
+        """
+        body = {**self.body, "again": list(again), "overdue": overdue}
+        still = {agent: why for agent, why in refused.items() if agent not in again}
+        return OpenRound(self.round, self.attempt + 1, (*self.cohort, *new), body, dict(updates), still)
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,14 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
 def _opened(record: RunRecord, entry: Entry) -> OpenRound:
     if entry.round != record.round + 1:
         raise _contradiction(entry, f"opens round {entry.round}, round {record.round} was closed last")
-    body = entry.body
-    return OpenRound(entry.round, int(body.get("attempt", 1)), tuple(body.get("cohort", ())), body)
+    body, cohort = entry.body, tuple(entry.body.get("cohort", ()))
+    before = record.open_round
+    if before is None or before.round != entry.round:
+        return OpenRound(entry.round, int(body.get("attempt", 1)), cohort, body)
+    known = set(before.cohort)
+    new, again = [agent for agent in cohort if agent not in known], body.get("again", ())
+    attempt = before.next_attempt(before.updates, before.refused, new=new, again=again)
+    return replace(attempt, attempt=int(body.get("attempt", 1)), body=body)
 
 
 def _closed(record: RunRecord, entry: Entry) -> RunRecord:

@@ -24,7 +24,7 @@ SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """One round. ``acc`` is scope -> agent -> value in 0..1; ``refused`` is agent -> reason."""
+    """One round. ``acc`` is scope -> agent -> value in 0..1; ``refused`` and ``left_out`` are agent -> reason."""
 
     round: int
     seconds: float | None
@@ -35,6 +35,7 @@ class RoundFigures:
     bytes_down: float | None
     acc: dict[str, dict[str, float]]
     loss: dict[str, float]
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def mean(self, scope: Scope) -> float | None:
         """Mean over agents; None where no agent reported."""
@@ -138,7 +139,8 @@ def _round(number: int, record: Mapping[str, Any]) -> RoundFigures:
         seconds=as_number(record.get("seconds")),
         agents=_names(record.get("agents")),
         missing=_names(record.get("missing")),
-        refused=tuple((str(_of(item, "agent")), str(_of(item, "reason"))) for item in _list(record.get("refused"))),
+        refused=_reasons(record.get("refused")),
+        left_out=_reasons(record.get("left_out")),
         bytes_up=as_number(record.get("bytes_up")),
         bytes_down=as_number(record.get("bytes_down")),
         acc={scope: _numbers(_of(record.get("acc"), scope)) for scope in SCOPES},
@@ -180,6 +182,10 @@ def _of(value: object, key: str) -> Any:
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _reasons(value: object) -> tuple[tuple[str, str], ...]:
+    return tuple((str(_of(item, "agent")), str(_of(item, "reason"))) for item in _list(value))
 
 
 def _names(value: object) -> tuple[str, ...]:

@@ -225,7 +225,8 @@ def _agents(agents: Sequence[AgentFigures]) -> str:
 def _incidents(rounds: Sequence[RoundFigures]) -> str:
     missing = [(line.round, name, "no update before the round closed") for line in rounds for name in line.missing]
     refused = [(line.round, name, f"refused: {why}") for line in rounds for name, why in line.refused]
-    rows = [(str(number), name, what) for number, name, what in sorted(missing + refused)]
+    left_out = [(line.round, name, f"left out: {why}") for line in rounds for name, why in line.left_out]
+    rows = [(str(number), name, what) for number, name, what in sorted(missing + refused + left_out)]
     if not rows:
         return ""
     more = f" The first {MAX_INCIDENTS} of {len(rows)}." if len(rows) > MAX_INCIDENTS else ""

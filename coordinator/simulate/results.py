@@ -77,7 +77,7 @@ def _weights(plan: Plan, recorded: Mapping[str, Any] | None) -> dict[str, str] |
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """One closed round."""
-    entries = state.journal.entries(run, ("round_closed", "round_opened", "update_accepted"), round=number)
+    entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
     figures = next((entry.body for entry in entries if entry.kind == "round_closed"), {})
     told = _told(entries)
     losses = [metrics["loss"] for metrics in told.values() if "loss" in metrics]
@@ -145,12 +145,10 @@ def rounds_done(scope: str, number: int) -> int:
 
 
 def _told(entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
-    """Metrics of each client in the last attempt at a round; the first update of a client is the one that counted."""
+    """Metrics of each client in a round; the first update of a client is the one that counted."""
     told: dict[str, dict[str, float]] = {}
     for entry in entries:
-        if entry.kind == "round_opened":
-            told = {}
-        elif entry.kind == "update_accepted" and entry.agent is not None:
+        if entry.kind == "update_accepted" and entry.agent is not None:
             told.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
     return told
 

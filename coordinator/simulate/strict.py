@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from edge_agent.errors import ChunkError, RunFailed, StateError
 from edge_agent.wire.transport import Message
 
 from ..collect import reason_of
+from ..fleet import Fleet
 from ..service import Coordinator
 from .clients import GO_ON
 
@@ -27,6 +29,9 @@ class StrictCoordinator(Coordinator):
     def _on_message(self, event: Message) -> None:
         agent, kind = self.topics.sender(event.topic)
         self._on_words(agent, kind, event.payload)
+
+    def _fleet(self) -> Fleet:
+        return replace(super()._fleet(), leaves_out=False)
 
     def _fail(self, run: str, error: BaseException) -> None:
         """Nothing is noted in the journal: the same step is tried again by whoever goes on with the run."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 
 import pytest
 
@@ -22,6 +23,7 @@ from edge_agent.task import ImageInput, Task
 pytestmark = pytest.mark.broker
 
 AGENTS = ("a0", "a1", "a2")
+EVERYBODY = f"[cohort]\nmin_agents = {len(AGENTS)}\n[round]\nquorum = 1.0"
 DIGITS = Task(
     input=ImageInput(channels=1, height=8, width=8),
     class_names=tuple("0123456789"),
@@ -40,8 +42,8 @@ LARGE = Task(
 class Site:
     """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
 
-    def __init__(self, folder, task):
-        self.folder, self.task = folder, task
+    def __init__(self, folder, task, *, rules=EVERYBODY):
+        self.folder, self.task, self.rules = folder, task, rules
         self.state = StateFolder(folder / "state")
         self.processes = {}
         self.broker = MosquittoBroker() if find_mosquitto() else EmbeddedBroker()
@@ -66,8 +68,7 @@ class Site:
             [
                 'state = "state"',
                 f'[broker]\nurl = "{self.broker.url}"',
-                f"[cohort]\nmin_agents = {len(AGENTS)}",
-                "[round]\nquorum = 1.0",
+                self.rules,
                 "[export]\nafter_run = false",
                 f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"',
                 f"encoder_params = {{ feature_dim = {size} }}",
@@ -157,6 +158,25 @@ def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
         os.kill(site.broker.pid, signal.SIGKILL)
         assert site.finish(run) == undisturbed
         assert site.broker.restarts == 1
+
+
+def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
+    """Rounds as they are shipped; SIGKILL in round 3 of 6. What counts is the time from the last update that came."""
+    with Site(tmp_path, DIGITS, rules="") as site:
+        agents = tmp_path / "state" / "status.json"
+        site.until(lambda: agents.exists() and agents.read_text().count('"present": true') == 3, "all three are there")
+        run = site.request(6, local_epochs=20)
+        site.until(lambda: any(entry.round == 2 for entry in site.entries(run, "round_closed")), "round 2 closes")
+        site.kill("a2")
+        site.finish(run)
+        entries = site.entries(run, "update_accepted", "round_closed")
+        for number in range(3, 7):
+            *updates, closed = (datetime.fromisoformat(entry.at) for entry in entries if entry.round == number)
+            assert (closed - max(updates)).total_seconds() < 3, number
+        with site.state.look() as state:
+            lines = [line for line in state.run(run).metrics() if line["kind"] == "round"]
+        assert [line["agents"] for line in lines[3:]] == [["a0", "a1"]] * 3
+        assert {entry.body["attempt"] for entry in site.entries(run, "round_opened")} == {1}
 
 
 def test_an_agent_killed_in_the_middle_of_an_upload_goes_on_where_it_was(tmp_path):

@@ -239,13 +239,18 @@ def test_second_update_of_an_agent_in_a_round_changes_nothing(journal):
     assert journal.replay(run).open_round.updates["a"].digest == "aa" * 32
 
 
-def test_new_attempt_starts_without_the_updates_of_the_earlier_one(journal):
+def test_new_attempt_keeps_the_updates_of_the_earlier_one(journal):
     run = journal.request_run({})
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b"], "attempt": 1})
+    journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b", "d", "e"], "attempt": 1})
     journal.append("update_accepted", run=run, round=1, agent="a", digest="aa" * 32, body={"samples": 1})
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["b", "c"], "attempt": 2})
+    for agent in ("d", "e"):
+        journal.append("update_refused", run=run, round=1, agent=agent, body={"reason": "not finite"})
+    again = {"cohort": ["a", "b", "d", "e", "c"], "attempt": 2, "again": ["e"]}
+    journal.append("round_opened", run=run, round=1, body=again)
     open_round = journal.replay(run).open_round
-    assert (open_round.attempt, open_round.cohort, open_round.updates) == (2, ("b", "c"), {})
+    assert (open_round.attempt, open_round.cohort) == (2, ("a", "b", "d", "e", "c"))
+    assert open_round.updates == {"a": Accepted("aa" * 32, 1.0, {})}
+    assert open_round.refused == {"d": "not finite"}
 
 
 def test_update_of_a_round_that_is_not_open_changes_nothing(journal):
@@ -301,7 +306,7 @@ def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
             continue
         record = step(record, entry)
         if kind == "round_opened":
-            open_round, updates = round_, set()
+            open_round, updates = round_, updates if open_round == round_ else set()
         elif kind == "round_closed":
             open_round, closed = None, round_
         elif kind == "update_accepted" and round_ == open_round:
