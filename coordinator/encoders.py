@@ -17,6 +17,7 @@ from edge_agent.work import Worker
 from .collect import reason_of
 from .fleet import Steps, Waiting
 from .journal import utc_now
+from .releases import release_number
 
 if TYPE_CHECKING:
     from export.bundle import Report as ExportReport
@@ -110,7 +111,8 @@ class Encoders:
             return
         blob = Outgoing.open(fleet.state.blobs.path(digest), digest)
         fleet.distributor.offer(blob, agents)
-        install = Install(run=loop.run, bundle_id=released.bundle_id, blob=blob.ref)
+        number = release_number(fleet.state.journal)
+        install = Install(run=loop.run, bundle_id=released.bundle_id, release=number, blob=blob.ref)
 
         def ask(agent: str) -> None:
             fleet.send(agent, install)

@@ -8,8 +8,13 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Control, Install, Who
 
 from .distribute import Distributor
-from .journal import Entry
+from .journal import Entry, Journal
 from .store import StateFolder
+
+
+def release_number(journal: Journal) -> int:
+    """The number of the newest release, counted from 1; 0 before the first."""
+    return len(journal.entries(kinds=("release_made",)))
 
 
 class Releases:
@@ -30,7 +35,9 @@ class Releases:
             return
         if release.digest in self._state.blobs:
             blob = self._put_on_offer(release.digest, agent)
-            self._send(agent, Install(run=release.run or "", bundle_id=release.body["bundle_id"], blob=blob.ref))
+            number = release_number(self._state.journal)
+            bundle_id = release.body["bundle_id"]
+            self._send(agent, Install(run=release.run or "", bundle_id=bundle_id, release=number, blob=blob.ref))
 
     def offer_again(self, agent: str, digest: str) -> None:
         """An agent asks for something that is not on offer (any more): after a restart, offer a release again."""

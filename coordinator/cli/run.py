@@ -21,7 +21,7 @@ from ..report.figures import notes_of
 from ..request import Request, Weights
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
-from ..words import counted, encoder_named, listed
+from ..words import counted, listed
 from .follow import follow
 from .options import (
     INTERRUPTED,
@@ -222,8 +222,9 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
         print_json(summary)
         return
     bundle = summary.get("bundle")
-    place = bundle["path"] if bundle else f"none ({summary.get('bundle_why_not', 'not exported')})"
-    took = f"{summary['seconds']:.1f} s, {encoder_named(summary['encoder_sha256'])}, bundle: {place}"
+    why_not = summary.get("bundle_why_not", "not exported")
+    made = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}" if bundle else f"no bundle ({why_not})"
+    took = f"{summary['seconds']:.1f} s, {made}"
     show(agents_table(summary), *footnotes(summary), *told(summary), took)
 
 

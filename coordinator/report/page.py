@@ -251,10 +251,10 @@ def _cells(row: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def _request(run: RunFigures) -> str:
-    shown = {key: run.summary[key] for key in ("encoder_sha256", "bundle", "params") if run.summary.get(key)}
+    shown = {key: run.summary[key] for key in ("bundle", "encoder_sha256", "params") if run.summary.get(key)}
     if not shown:
         return ""
-    names = {"encoder_sha256": "Encoder (SHA-256)", "bundle": "Bundle", "params": "Parameters of the method"}
+    names = {"bundle": "Bundle", "encoder_sha256": "Weights (SHA-256)", "params": "Parameters of the method"}
     parts = "".join(f"<h3>{names[key]}</h3><pre>{escape(_pretty(value))}</pre>" for key, value in shown.items())
     return f"<section><details><summary>Encoder, bundle and parameters</summary>{parts}</details></section>"
 

@@ -91,6 +91,7 @@ class Agent:
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
+        self.jobs.refit(self._hello)
 
     def serve(self, stop: threading.Event) -> None:
         """`step` until told to stop.

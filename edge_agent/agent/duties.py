@@ -18,6 +18,7 @@ from ..errors import DataError, HeadwaterError, MissingCapability
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
 from .kept import KeptFiles, remove_ended
+from .releases import ReleaseRecord
 from .uploads import Outbox
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Duties:
         self.outbox = Outbox(config.state / "outbox")
         self.samples = 0
         self.rolled_back = ""
+        self.releases = ReleaseRecord(config.state)
         self._session: tuple[str, Session] | None = None
         self._data: tuple[Task, Samples, Samples] | None = None
         self.bundle_id = self._running_bundle()
@@ -120,6 +122,8 @@ class Duties:
         report = install_bundle(self.config, message, path)
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
+        if report.bundle_id == message.bundle_id:
+            self.releases.took(message)
         return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
 
     def _remove_ended(self, run: str) -> None:
@@ -127,6 +131,44 @@ class Duties:
         folder = self.config.state / "runs"
         if not (folder / run).is_dir() and (removed := remove_ended(folder, run, RUNS_KEPT)):
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
+
+    def declined(self, message: Install) -> Report | None:
+        """What to answer to a release that this device does not take, because somebody rolled it back by hand."""
+        why = self.releases.why_declined(message)
+        if not why:
+            return None
+        self.rolled_back = why
+        return Report(
+            run=message.run,
+            about=message.bundle_id,
+            bundle_id=self.bundle_id,
+            rolled_back=why[:1000],
+            samples=self.samples,
+            metrics={"rolled_back": 1.0},
+        )
+
+    @property
+    def lacks_head(self) -> bool:
+        """Whether there is a bundle in use, and no head that was fitted on its features."""
+        if self.bundle_id or self.tier != "head" or not (self.config.state / "bundles").is_dir():
+            return False
+        from ..bundle import current_id
+
+        try:
+            return bool(current_id(self.config.state / "bundles"))
+        except HeadwaterError:  # logged when it was looked at
+            return False
+
+    def refit(self) -> None:
+        """Fit the head that the configuration names for the bundle in use, after its self-test.
+
+        Raises:
+            BundleError: the bundle is damaged, or does not do what it did where it was made.
+            DataError: local data do not fit its task.
+        """
+        from .install import refit_current
+
+        self.bundle_id, self.samples = refit_current(self.config)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

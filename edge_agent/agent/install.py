@@ -17,7 +17,7 @@ from ..config import AgentConfig
 from ..data import Samples
 from ..data.partition import own_samples
 from ..encoder import Encoder
-from ..errors import BundleDamaged, BundleError, HeadwaterError
+from ..errors import BundleDamaged, BundleError, HeadwaterError, StateError
 from ..heads.saved import SavedHead
 from ..personalize import Result, accuracy, features_of, load_head, personalize
 from ..wire.messages import Install, Report
@@ -52,6 +52,25 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         return trial.report(message, kept)
     log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], trial.personal)
     return trial.report(message, bundle.id)
+
+
+def refit_current(config: AgentConfig) -> tuple[str, int]:
+    """Fit a head for the bundle in use and save it; returns the bundle's id and how many samples it was fitted on.
+
+    Raises:
+        BundleError: damaged, or it does not do here what it did where it was made.
+        DataError: local data do not fit the task.
+        StateError: no bundle is in use.
+    """
+    bundle = bundles.current(config.state / "bundles")
+    if bundle is None:
+        raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
+    _self_test(bundle)
+    task = bundle.manifest.task
+    result = _refit(config, bundle, own_samples(config.data, config.id, task.input, task.class_names))
+    result.save(config.state / "head")
+    log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
+    return bundle.id, result.n_train
 
 
 class _Trial:

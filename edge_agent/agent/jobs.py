@@ -73,6 +73,10 @@ class Jobs:
         """The coordinator offers a bundle; of one that has just been tried, the result is told again."""
         if self._install is not None and self._install.blob == message.blob:
             return
+        if (declined := self._duties.declined(message)) is not None:
+            log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
+            self._send(declined)
+            return
         if self._installed is not None and self._installed[0] == message.blob.digest:
             self._send(self._installed[1].model_copy(update={"run": message.run}))
             return
@@ -112,6 +116,23 @@ class Jobs:
             self._working_on = install.blob.digest
             path = self._cache.path(install.blob.digest)
             self._worker.submit("install", lambda: self._duties.install(install, path), self._after_install(install))
+
+    def refit(self, done: Callable[[], None]) -> None:
+        """Fit a head for the bundle in use, where somebody put it there by hand; then call ``done``."""
+        if not self._duties.lacks_head:
+            return
+
+        def after(_: object, error: BaseException | None) -> None:
+            self._working_on = None
+            if error is None:
+                self._condition.clear("bundle")
+                done()
+            else:
+                self._tell(error, "", 0, "bundle")
+            self.go_on()
+
+        self._working_on = "refit"
+        self._worker.submit("refit", self._duties.refit, after)
 
     def stall(self) -> None:
         """Nothing can be kept on the disk: drop what has not been begun; the coordinator asks again when it can."""

@@ -8,7 +8,7 @@ of them have been checked.
 from __future__ import annotations
 
 from .archive import BundleFile, open_bundle, pack, unpack
-from .installed import Bundle, current, install, open_folder, rollback, use
+from .installed import Bundle, current, current_id, install, open_folder, rollback, use
 from .manifest import (
     MAX_BUNDLE_BYTES,
     MAX_MANIFEST_BYTES,
@@ -37,6 +37,7 @@ __all__ = [
     "Precision",
     "Variant",
     "current",
+    "current_id",
     "dump_manifest",
     "fingerprint",
     "install",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import BundleDamaged, StateError, cause
+from ..errors import BundleDamaged, BundleError, StateError, cause
 from ..store import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
 from .archive import open_bundle, unpack
@@ -133,8 +133,17 @@ def current(root: Path) -> Bundle | None:
     return open_folder(root / names[0]) if names else None
 
 
-def rollback(root: Path) -> Bundle:
-    """The bundle that was in use before, made current again.
+def current_id(root: Path) -> str:
+    """The id of the bundle in use under ``root``; empty where there is none, or its manifest cannot be read."""
+    names = _history(root)
+    try:
+        return parse_manifest(_read(root / names[0] / MANIFEST, MAX_MANIFEST_BYTES + 1), "").bundle_id if names else ""
+    except BundleError:
+        return ""
+
+
+def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bundle:
+    """The bundle that was in use before, made current again; ``check`` may refuse it first by raising.
 
     Raises:
         StateError: there is none.
@@ -144,6 +153,8 @@ def rollback(root: Path) -> Bundle:
     if len(names) < 2:
         raise StateError(f"{root}: no earlier bundle to roll back to; {len(names)} installed")
     bundle = open_folder(root / names[1])
+    if check is not None:
+        check(bundle)
     _write_history(root, names[1:])
     return bundle
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("predict", "classify inputs with a bundle and a head"),
     "evaluate": ("evaluate", "score a saved head, or compare heads on local data"),
     "import": ("import_bundle", "install a bundle file into an agent's state folder"),
+    "rollback": ("rollback", "go back to the bundle before; newer releases still come"),
     "doctor": ("doctor", "show what this device can do, and what keeps it from doing more"),
 }
 """Command -> (module in this folder, summary)."""

@@ -1,6 +1,8 @@
 """Install a bundle file into an agent's state folder: verified, tested on its golden inputs, then made current.
 
-For devices that get their bundles on a stick. The agent must not be running; the bundle before stays for a rollback.
+For devices that get their bundles on a stick. The agent must not be running; it fits its head for the bundle when it
+starts. The bundle before stays for 'edge-agent rollback'. What the coordinator released before is declined from then
+on: the imported bundle stays until there is a release that is newer than the one it took the place of.
 
 Example:
   edge-agent import b.hwb --state /var/lib/headwater
@@ -27,14 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Install and print what is current now."""
-    from ..bundle import install
+    from ..bundle import current_id, install
     from ..store import check_writable, folder_lock
 
     opening.existing(arguments.bundle, "a bundle file (*.hwb)")
     check_writable(arguments.state)
     with folder_lock(arguments.state, "edge-agent import"):
         check = None if arguments.no_self_test else self_test
+        before = current_id(arguments.state / "bundles")
         bundle = install(arguments.bundle, arguments.state / "bundles", check=check)
+        away = stays_away(arguments.state, bundle.id, before)
     manifest = bundle.manifest
     content = {
         "name": manifest.name,
@@ -44,8 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         "classes": manifest.task.num_classes,
         "folder": str(bundle.folder),
         "self_test": not arguments.no_self_test,
+        "declines": away,
     }
     return show.result(arguments, content, lambda: _lines(content))
+
+
+def stays_away(state: Path, bundle_id: str, before: str) -> str | None:
+    """Note that a bundle was put by hand in place of another; the id of the bundle that is declined from now on."""
+    from ..agent.releases import ReleaseRecord
+
+    found = ReleaseRecord(state).put_by_hand(bundle_id, before)
+    return None if found is None else found.source.bundle_id
 
 
 def _lines(content: dict[str, Any]) -> list[str]:

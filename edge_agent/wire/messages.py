@@ -267,6 +267,7 @@ class Install(Control):
     type: Literal["install"] = "install"
     run: RunId
     bundle_id: Digest
+    release: int = Field(0, ge=0, description="counts the federation's releases; a higher one is newer")
     blob: BlobRef
 
 

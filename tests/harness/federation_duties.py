@@ -60,6 +60,11 @@ class FakeDuties:
         self.before: Callable[[wire.Job], None] = lambda job: None
         self.after: Callable[[wire.Job], None] = lambda job: None
 
+    lacks_head = False
+
+    def declined(self, message: wire.Install) -> wire.Report | None:
+        return None
+
     def facts(self) -> dict[str, Any]:
         return {"cores": 1}
 

@@ -79,6 +79,7 @@ FIELDS = {
     "lease_s": st.floats(1e-3, 1e6),
     "time": text,
     "purpose": st.sampled_from(get_args(wire.Purpose)),
+    "release": counts,
     "seed": st.integers(0, 2**63 - 1),
     "method": names,
     "params": st.dictionaries(text, scalars, max_size=5),

@@ -1,0 +1,175 @@
+"""A bundle put by hand in place of a release stays until there is a newer release."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from federation_harness import Federation
+
+from edge_agent import bundle as bundles
+from edge_agent.agent.duties import Duties
+from edge_agent.agent.releases import ReleaseRecord
+from edge_agent.cli import main
+from edge_agent.config import DataConfig, HeadConfig
+from edge_agent.errors import StateError
+from edge_agent.personalize import load_head
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import Outgoing
+
+A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+REF = Outgoing.of(b"x").ref
+
+
+def offer(bundle_id, release):
+    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF)
+
+
+class HeadDuties(Duties):
+    """A device with digits, which takes any encoder."""
+
+    def __init__(self, config, tier):
+        changes = {
+            "data": DataConfig(source="digits:optdigits?n=60"),
+            "head": HeadConfig(name="prototype", precision="fp32", min_gain=-1),
+        }
+        super().__init__(config.model_copy(update=changes), tier)
+
+    def check(self, task):
+        pass
+
+
+@pytest.fixture
+def fed(tmp_path):
+    with Federation(tmp_path, agents=(), duties=HeadDuties, capture=True) as federation:
+        yield federation
+
+
+@pytest.fixture
+def made(make_bundle):
+    return [make_bundle(f"{name}.hwb", dim=16, seed=seed) for seed, name in enumerate("abc")]
+
+
+def release(fed, bundle) -> str:
+    digest = fed.state.blobs.put(bundle.path.read_bytes())
+    body = {"bundle_id": bundle.manifest.bundle_id}
+    fed.state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+    return bundle.manifest.bundle_id
+
+
+def runs(fed, name="porch") -> str:
+    return next(agent["bundle_id"] for agent in fed.coordinator.status()["agents"] if agent["id"] == name)
+
+
+def take(fed, bundle) -> str:
+    wanted = release(fed, bundle)
+    fed.agents["porch"]._hello()
+    fed.until(lambda: runs(fed) == wanted, limit_s=60)
+    return wanted
+
+
+def by_hand(fed, capsys, *words) -> dict:
+    fed.kill("porch")
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["import", "rollback"])
+def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, capsys, command):
+    """The coordinator put the newer one back within 4 s."""
+    first = release(fed, made[0])
+    fed.add("porch", tier="head")
+    fed.until(lambda: runs(fed) == first, limit_s=60)
+    old, new = made[0].manifest.bundle_id, take(fed, made[1])
+    state = fed.folder / "porch"
+    words = ("import", made[0].path, "--state", state) if command == "import" else ("rollback", "--state", state)
+    said = by_hand(fed, capsys, *words)
+    assert (said["bundle_id"], said["declines"]) == (old, new)
+
+    fed.add("porch", tier="head")
+    fed.wait(120)
+    assert runs(fed) == bundles.current(state / "bundles").id == old
+    assert load_head(state / "head", bundles.current(state / "bundles")).head.name == "prototype"
+    (note,) = next(agent["notes"] for agent in fed.coordinator.status()["agents"] if agent["id"] == "porch")
+    assert f"rolled this device back by hand from bundle {new[:12]} (release 2)" in note
+    fed.kill_coordinator()
+    fed.start_coordinator()
+    fed.wait(60)
+    assert runs(fed) == old
+    assert take(fed, made[2]) != new
+    assert [message.release for message in fed.messages(fed.topics.down("porch"), wire.Install)][-1] == 3
+    fed.wait(10)
+    assert all(not agent["notes"] for agent in fed.coordinator.status()["agents"])
+
+
+def test_a_first_bundle_that_was_imported_is_replaced_by_a_release(fed, made, capsys):
+    state = fed.folder / "porch"
+    assert main(["import", str(made[0].path), "--state", str(state), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["declines"] is None
+    fed.add("porch", tier="head")
+    fed.until(lambda: runs(fed) == made[0].manifest.bundle_id, limit_s=30)
+    take(fed, made[1])
+
+
+def test_a_declined_release_is_not_fetched(fed, made, capsys):
+    first = release(fed, made[0])
+    fed.add("porch", tier="head")
+    fed.until(lambda: runs(fed) == first, limit_s=60)
+    take(fed, made[1])
+    by_hand(fed, capsys, "rollback", "--state", fed.folder / "porch")
+    before = len(fed.messages(fed.topics.up("porch"), wire.Want))
+    fed.add("porch", tier="head")
+    fed.wait(30)
+    assert len(fed.messages(fed.topics.up("porch"), wire.Want)) == before
+
+
+def test_a_bundle_that_cannot_be_refitted_is_a_fault_with_its_remedy(fed, made):
+    state = fed.folder / "porch"
+    assert main(["import", str(made[0].path), "--state", str(state)]) == 0
+
+    class Broken(HeadDuties):
+        def refit(self):
+            raise StateError("no room for a head")
+
+    fed.make_duties = Broken
+    agent = fed.add("porch", tier="head")
+    fed.wait(1)
+    assert agent.condition.problem.kind == "bundle"
+
+
+def test_record_of_what_is_declined(tmp_path):
+    record = ReleaseRecord(tmp_path)
+    assert record.why_declined(offer(A, 1)) == ""
+    record.took(offer(A, 1))
+    record.took(offer(B, 2))
+    assert record.put_by_hand(A, B).source.release == 2
+    again = ReleaseRecord(tmp_path)
+    assert [bool(again.why_declined(offer(*each))) for each in ((A, 1), (B, 2), (C, 2), (C, 3), (B, 3))] == [
+        True, True, True, False, True,
+    ]  # fmt: skip
+    assert again.put_by_hand(C, A).source.bundle_id == B, "a second bundle by hand leaves the first rollback as it is"
+    assert again.put_by_hand(B, C) is None, "what was rolled back from is there again"
+    assert again.why_declined(offer(B, 2)) == ""
+    again.put_by_hand(A, B)
+    again.took(offer(C, 3))
+    assert again.why_declined(offer(B, 2)) == ""
+
+
+def test_bundle_that_came_by_hand_and_was_replaced_by_hand_is_declined_by_its_id_alone(tmp_path):
+    record = ReleaseRecord(tmp_path)
+    assert record.put_by_hand(A, "") is None
+    assert record.put_by_hand(B, A).source.release == 0
+    assert [bool(record.why_declined(offer(*each))) for each in ((A, 1), (C, 1))] == [True, False]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"taken": 1}', '{"other": 1}'])
+def test_damaged_record_says_what_to_do(tmp_path, content):
+    (tmp_path / "releases.json").write_text(content)
+    with pytest.raises(StateError, match="remove it"):
+        ReleaseRecord(tmp_path).why_declined(offer(A, 1))
+
+
+def test_rollback_without_an_earlier_bundle_is_refused(tmp_path, capsys):
+    assert main(["rollback", "--state", str(tmp_path)]) == 1
+    assert "no earlier bundle" in capsys.readouterr().err
+    assert main(["rollback", "--state", str(tmp_path / "nowhere")]) == 2
