@@ -79,7 +79,9 @@ KeepEvery = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
 Precision = Annotated[
     str | None,
-    typer.Option("--precision", help="float32, or bfloat16: mixed, faster where the processor has it, other numbers."),
+    typer.Option(
+        "--precision", help="float32, or bfloat16: mixed, other numbers, and only where a timed step is faster."
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Torch threads of a worker; default: 1, which is repeatable.")

@@ -25,7 +25,7 @@ from ..words import listed
 from .clients import GO_ON, Crowd
 from .dropouts import Dropouts
 from .engines import Engine
-from .folder import CLIENTS, PARTITION, PLAN, begin, check_is_free, planned, run_in
+from .folder import CLIENTS, PARTITION, PLAN, begin, check_is_free, computing_as_begun, planned, run_in
 from .plan import Plan
 from .prepared import LONGEST_SILENCE_S, Prepared
 from .strict import StrictCoordinator, files_kept
@@ -194,6 +194,7 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
             begin(prepared, folder)
         sweep(folder / CLIENTS)
         run = run_in(state, prepared)
+        prepared = computing_as_begun(state, run, prepared)
         engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
         simulation = Simulation(prepared, state, run, engine)
         try:

@@ -82,8 +82,19 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
             f"perhaps; remove {state.path} to begin anew, or choose another folder with --out"
         )
     weights = Weights.of(state.path / WEIGHTS) if prepared.plan.weights is not None else None
-    asked = {"plan": _as_json(prepared.plan), "partition_sha256": prepared.division.sha256}
+    asked = {
+        "plan": _as_json(prepared.plan),
+        "partition_sha256": prepared.division.sha256,
+        "precision": prepared.settled_precision(),
+    }
     return state.journal.request_run(replace(prepared.request(), weights=weights).body() | {"simulation": asked})
+
+
+def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
+    """The same, with steps in the precision that was settled when the run began, on whatever machine it is resumed."""
+    asked = state.journal.replay(run).request.get("simulation") or {}
+    plan = prepared.plan.model_copy(update={"precision": asked.get("precision", prepared.plan.precision)})
+    return replace(prepared, plan=plan)
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edge_agent import methods, models
-from edge_agent.config import parse
+from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
-from edge_agent.training.session import Built
+from edge_agent.training.precision import time_steps
+from edge_agent.training.session import Built, supported
 from edge_agent.training.weights import read_weights
 
 from ..config import CoordinatorConfig
@@ -89,6 +90,27 @@ class Prepared:
         """Clients that never train."""
         clients = tuple(self.division.clients)
         return clients[len(clients) - self.plan.new_clients :]
+
+    def settled_precision(self) -> Precision:
+        """What steps are done in: as planned, but float32 where a step is not faster in bfloat16 on this machine.
+
+        All workers follow this one decision: their results must not depend on who trained whom.
+
+        Raises:
+            DataError: this GPU has no bfloat16.
+        """
+        if self.plan.precision == "float32":
+            return "float32"
+        import torch
+
+        model = self.model.model
+        device = next(model.parameters()).device
+        supported(self.plan.precision, device)
+        train, _ = self.pools.arrays(max(self.division.clients.values(), key=lambda share: len(share.train)))
+        inputs = torch.from_numpy(train.inputs[: self.method.params.batch_size]).to(device)
+        times = time_steps(model, inputs)
+        times.log()
+        return times.chosen
 
     def request(self) -> Request:
         """The run to ask for."""

@@ -6,15 +6,17 @@ numpy not before there is a job or a bundle.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from ..config import AgentConfig
-from ..errors import DataError, HeadwaterError, MissingCapability
+from ..config import AgentConfig, Precision
+from ..errors import DataError, HeadwaterError, MissingCapability, StateError
+from ..store import read_json, write_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
 from .kept import KeptFiles, remove_ended
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST_ROUND = 9_999_999
+PRECISION_FILE = "precision.json"
+"""Beside what is kept of a run: what its training steps are done in, and the times that decided it."""
+
 RUNS_KEPT = 3
 """Runs whose personal layers and memory stay on a device: the one under way and those before it."""
 
@@ -212,8 +217,25 @@ class Duties:
             model=self._model_for(job),
             precision=self.config.training.precision,
         )
+        if session.precision == "bfloat16":
+            session.precision = self._settled_precision(job.run, session)
         self._session = (job.run, session)
         return session
+
+    def _settled_precision(self, run: str, session: Session) -> Precision:
+        """What the steps of a run are done in: timed before the first, and kept, so that a restart changes no bits."""
+        place = self.kept_files(run).folder / PRECISION_FILE
+        known = None
+        with contextlib.suppress(StateError):  # damaged: timed once more
+            known = read_json(place)
+        if known is not None and known.get("precision") in get_args(Precision):
+            kept: Precision = known["precision"]
+            return kept
+        times = session.step_times()
+        times.log()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, times.as_json())
+        return times.chosen
 
     def _model_for(self, job: Job) -> Built | None:  # noqa: ARG002 - of use to those who share a process
         """The model that several clients use in turn; None: one of its own."""

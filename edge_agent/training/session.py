@@ -18,6 +18,7 @@ from ..methods.base import Client, Method
 from ..task import Task, Tensors
 from .loops import accuracy
 from .parts import Parts, load_arrays, norm_names, personal_names, to_arrays
+from .precision import StepTimes, time_steps
 from .weights import put_weights
 
 
@@ -77,7 +78,8 @@ class Session:
     """A client of one run. Building the model is done once; each round gets what was kept, wherever it was kept.
 
     ``model`` is one that others use in turn: each round begins by loading all of it. ``evaluate_after`` repeats a
-    round's evaluation after local training where the method does not do so anyway.
+    round's evaluation after local training where the method does not do so anyway. Steps are done in ``precision``,
+    which may be changed between rounds.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Session:
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
         self.method, self.task, self.client, self.seed = method, task, client, seed
         self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
-        self._precision = supported(precision, self.device)
+        self.precision = supported(precision, self.device)
         built = model or Built.of(method, task, seed=seed, device=device)
         self._model, self._fresh = built.model, built.fresh
         self._shared = method.shared_names(self._model)
@@ -127,6 +129,10 @@ class Session:
     def norm_tensors(self, kept: Kept) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
+
+    def step_times(self) -> StepTimes:
+        """Seconds of a training step in each precision, on this client's model and a batch of its samples."""
+        return time_steps(self._model, self._train[0][: self.method.params.batch_size])
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +179,7 @@ class Session:
             generator=generator,
             round=round_number,
             rounds=rounds,
-            precision=self._precision,
+            precision=self.precision,
             memory={name: array.copy() for name, array in kept.memory.items()},
         )
 
@@ -211,7 +217,7 @@ def _seed_layers(device: torch.device, seed: int) -> None:
 
 
 def supported(precision: Precision, device: torch.device) -> Precision:
-    """The same, where the device has it; CPUs without instructions for it take their time over bfloat16.
+    """The same, where the device has it at all; whether it is faster there is found by `time_steps`.
 
     Raises:
         DataError: this GPU has no bfloat16.

@@ -13,7 +13,7 @@ from simulation_harness import learned_anywhere, run, run_and_updates, small_pla
 
 from coordinator.cohort import choose
 from coordinator.config import CohortConfig
-from coordinator.simulate import PARTITION, Prepared, open_simulation
+from coordinator.simulate import PARTITION, Prepared, open_simulation, planned, prepared
 from coordinator.simulate.dropouts import Dropouts
 from coordinator.simulate.durations import Durations
 from coordinator.simulate.duties import answer
@@ -25,6 +25,7 @@ from coordinator.simulate.pools import Pools
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
 from edge_agent.training import session
+from edge_agent.training.precision import StepTimes
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, UpdateManifest
 
@@ -160,7 +161,16 @@ def test_workers_that_die_while_they_have_nothing_to_do_can_start_all_the_same(p
     assert len(pool.pids) == 3
 
 
-def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, tmp_path):
+def timed_as(monkeypatch, *, float32_s, bfloat16_s):
+    """How often steps have been timed, which come out as told."""
+    asked = []
+    times = StepTimes(float32_s, bfloat16_s)
+    monkeypatch.setattr(prepared, "time_steps", lambda model, inputs: asked.append(len(inputs)) or times)
+    return asked
+
+
+def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, tmp_path, monkeypatch):
+    asked = timed_as(monkeypatch, float32_s=0.002, bfloat16_s=0.001)
     results = [
         run(plan_for(images, precision=precision, **how), tmp_path / f"{precision}-{number}")
         for number, (precision, how) in enumerate(
@@ -170,8 +180,37 @@ def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, t
     hashes = [result["encoder_sha256"] for result in results]
     assert hashes[0] != hashes[1] == hashes[2]
     assert [result["precision"] for result in results] == ["float32", "bfloat16", "bfloat16"]
+    assert len(asked) == 2, "once for each simulation, whatever the number of workers"
     with pytest.raises(ValueError, match="precision = bfloat16 with engine stacked"):
         plan_for(images, precision="bfloat16", engine="stacked")
+
+
+def test_where_bfloat16_is_not_faster_a_simulation_trains_in_float32_and_says_so(images, tmp_path, monkeypatch, caplog):
+    timed_as(monkeypatch, float32_s=0.001, bfloat16_s=0.009)
+    plain = run(plan_for(images), tmp_path / "float32")
+    caplog.clear()
+    asked = run(plan_for(images, precision="bfloat16", engine="pool", workers=2), tmp_path / "asked")
+    [line] = [record.message for record in caplog.records if "precision_not_used" in record.message]
+    assert "float32_ms=1.00 bfloat16_ms=9.00" in line
+    assert asked["precision"] == "float32"
+    assert asked["encoder_sha256"] == plain["encoder_sha256"]
+
+
+@pytest.mark.parametrize("begun_in", ["float32", "bfloat16"])
+def test_a_resumed_simulation_keeps_the_precision_that_it_began_with(begun_in, images, tmp_path, monkeypatch):
+    """Another machine, or another moment, would time otherwise."""
+    times = {"float32": (1.0, 2.0), "bfloat16": (2.0, 1.0)}[begun_in]
+    timed_as(monkeypatch, float32_s=times[0], bfloat16_s=times[1])
+    plan, folder = plan_for(images, precision="bfloat16"), tmp_path / "sim"
+    with open_simulation(Prepared.of(plan), folder) as simulation:
+        while not simulation.closed():
+            simulation.step()
+    asked = timed_as(monkeypatch, float32_s=times[1], bfloat16_s=times[0])
+    found = planned(folder)
+    assert found.precision == "bfloat16", "what was asked for"
+    with open_simulation(Prepared.of(found, folder / PARTITION), folder) as simulation:
+        assert simulation.finish()["precision"] == begun_in
+    assert asked == []
 
 
 def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_needed(pool_of):
@@ -345,10 +384,10 @@ def test_an_update_from_a_worker_is_the_one_that_its_manifest_names(images, tmp_
     assert done.blob.ref == Outgoing.of(bytes(done.blob.data)).ref == done.said.blob
 
 
-def test_a_gpu_without_bfloat16_is_told_and_a_cpu_takes_its_time(monkeypatch):
+def test_a_gpu_without_bfloat16_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old one")
     with pytest.raises(DataError, match=r"'bfloat16': an old one has none; use 'float32'"):
         session.supported("bfloat16", torch.device("cuda"))
     assert session.supported("float32", torch.device("cuda")) == "float32"
-    assert session.supported("bfloat16", torch.device("cpu")) == "bfloat16"
+    assert session.supported("bfloat16", torch.device("cpu")) == "bfloat16", "a timed step tells whether it is faster"

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from edge_agent.agent.duties import Duties
-from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.errors import DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, Task
+from edge_agent.training import session
+from edge_agent.training.precision import StepTimes
 from edge_agent.wire.messages import Job
 
 TASK = Task(
@@ -24,8 +26,11 @@ def job(**changes):
 
 @pytest.fixture
 def make(tmp_path):
-    def make(tier="train", source="digits:optdigits?n=80", **data):
-        config = AgentConfig(id="dev", state=tmp_path / "state", data=DataConfig(source=source, **data))
+    def make(tier="train", source="digits:optdigits?n=80", training=None, **data):
+        training = TrainingConfig(**(training or {}))
+        config = AgentConfig(
+            id="dev", state=tmp_path / "state", data=DataConfig(source=source, **data), training=training
+        )
         return Duties(config, tier)
 
     return make
@@ -100,3 +105,27 @@ def test_facts_are_plain_values(make):
     facts = make().facts()
     assert set(facts) == {"rss_mb", "torch_loaded", "cores"}
     assert facts["cores"] >= 1
+
+
+@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
+def test_precision_of_a_run_is_timed_once_and_outlives_a_restart(make, monkeypatch, caplog, faster):
+    plain = make().do(job(run="run-0000"), received()).blob.digest
+    asked = []
+
+    def timed(*seconds):
+        monkeypatch.setattr(session, "time_steps", lambda *_: asked.append(1) or StepTimes(*seconds))
+
+    timed(*((0.001, 0.009) if faster == "float32" else (0.009, 0.001)))
+    mixed = {"training": {"precision": "bfloat16"}}
+    first = make(**mixed).do(job(), received()).blob.digest
+    assert (first == plain) == (faster == "float32")
+    lines = [record.message for record in caplog.records if "precision_not_used" in record.message]
+    assert len(lines) == (faster == "float32")
+    assert all("float32_ms=1.00 bfloat16_ms=9.00" in line for line in lines)
+    timed(*((0.009, 0.001) if faster == "float32" else (0.001, 0.009)))
+    again = make(**mixed)
+    assert again.do(job(), received()).blob.digest == first
+    assert len(asked) == 1
+    (again.config.state / "runs/run-0001/precision.json").write_text("torn", encoding="utf-8")
+    assert (make(**mixed).do(job(), received()).blob.digest == first) is False
+    assert len(asked) == 2
