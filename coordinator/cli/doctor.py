@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from edge_agent import capabilities
+from edge_agent.cli.doctor import Step, attempted, walk
+from edge_agent.config import BrokerConfig
+from edge_agent.errors import BrokerAway, HeadwaterError, UsageError
+from edge_agent.wire.mqtt import MqttTransport, user_of
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
+from ..config import CoordinatorConfig
+from ..serving import load_config
 from .options import Json, print_json, show, table
 
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file whose broker is tried: login, and the topics' rules.")
+]
 
-def doctor(as_json: Json = False) -> None:
-    """What this machine can do as a coordinator, and what keeps it from doing more.
+TIMEOUT_S = 5.0
 
-    Example: headwater doctor --json
+
+def doctor(config: Config = None, as_json: Json = False) -> None:
+    """What this machine can do as a coordinator, and whether a configuration's broker lets one in.
+
+    Example: headwater doctor --config coordinator.toml
     """
+    settings = load_config(config) if config is not None else None
     found = capabilities.find()
     mosquitto = find_mosquitto()
     facts = {
@@ -29,7 +52,60 @@ def doctor(as_json: Json = False) -> None:
         *found.advice(),
         *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"]),
     ]
+    steps = list(_walk(settings)) if settings is not None else []
     if as_json:
-        print_json({**facts, "advice": advice})
+        told = [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps]
+        print_json({**facts, "advice": advice, "broker": told})
+    else:
+        show(table("this machine", ("what", "found"), list(facts.items()), left=2), *(f"- {line}" for line in advice))
+        show(*(f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps))
+    failed = next((step for step in steps if not step.is_ok), None)
+    if failed is not None:  # what was found is the answer, not a wrong command line
+        raise typer.Exit(BrokerAway.exit_code if failed.exit_code == BrokerAway.exit_code else HeadwaterError.exit_code)
+
+
+def _walk(config: CoordinatorConfig) -> Iterator[Step]:
+    """The way to the broker and its topics, up to and with the first step that fails."""
+    if config.broker is None:
+        yield Step("embedded", is_ok=True, detail="'headwater serve' starts a broker of its own")
         return
-    show(table("this machine", ("what", "found"), list(facts.items()), left=2), *(f"- {line}" for line in advice))
+    tls = config.broker.tls
+    for step in walk(config.broker, tls.ca if tls else None, TIMEOUT_S):
+        yield step
+        if not step.is_ok:
+            return
+    topics = Topics(config.federation)
+    transport = MqttTransport(config.broker.model_copy(update={"wait": False}), f"{config.federation}-coordinator")
+    try:
+        step = attempted("login", lambda: _login(transport, topics, config.broker))
+        yield step
+        if step.is_ok:
+            yield attempted("topics", lambda: _hear_oneself(transport, topics, config.federation))
+    finally:
+        transport.close()
+
+
+def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None) -> str:
+    transport.subscribe(*topics.for_coordinator())
+    try:
+        transport.start()
+    except BrokerAway as error:
+        raise (UsageError(str(error)) if "refuses" in str(error) else error) from error
+    user = None if broker is None else user_of(broker, transport.client_id)
+    return "without a user" if user is None else f"as user '{user}'"
+
+
+def _hear_oneself(transport: MqttTransport, topics: Topics, federation: str) -> str:
+    """Say something that nobody acts on, where agents say that they are there, and hear it."""
+    topic, until = topics.presence(f"doctor-{secrets.token_hex(8)}"), time.monotonic() + TIMEOUT_S
+    while time.monotonic() < until:
+        event = transport.receive(0.1)
+        if isinstance(event, Subscribed):
+            transport.publish(topic, b"offline doctor")
+        elif isinstance(event, Message) and event.topic == topic:
+            return f"may listen and speak on those of federation '{federation}'"
+    raise UsageError(
+        f"the broker does not let this user listen and speak on the topics of federation '{federation}'; its rules "
+        f"lack that federation or user: 'headwater enroll coordinator --acl FILE --federation {federation}' adds them; "
+        "then reload the broker"
+    )

@@ -82,9 +82,9 @@ def _as_json(step: Step) -> dict[str, object]:
 
 def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: state folder, data, head."""
-    yield _attempt("state", lambda: _look_at_state(config))
-    yield _attempt("data", lambda: _look_at_data(config))
-    yield _attempt("head", lambda: _look_at_head(config))
+    yield attempted("state", lambda: _look_at_state(config))
+    yield attempted("data", lambda: _look_at_data(config))
+    yield attempted("head", lambda: _look_at_head(config))
 
 
 def _look_at_state(config: AgentConfig) -> str:
@@ -132,7 +132,7 @@ def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentC
         steps += [("login", visit.login), ("topics", visit.topics), ("coordinator", visit.coordinator)]
     try:
         for name, attempt in steps:
-            step = _attempt(name, attempt)
+            step = attempted(name, attempt)
             yield step
             if not step.is_ok:
                 return
@@ -141,7 +141,8 @@ def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentC
             visit.leave()
 
 
-def _attempt(name: str, attempt: Callable[[], str]) -> Step:
+def attempted(name: str, attempt: Callable[[], str]) -> Step:
+    """What came of one step: errors of ours and of the system make it one that failed."""
     try:
         return Step(name, is_ok=True, detail=attempt())
     except HeadwaterError as error:

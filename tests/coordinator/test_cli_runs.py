@@ -264,3 +264,12 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(
     assert all(f"headwater {words} " in last for words in ("run --resume run-0001", "serve", "cancel run-0001"))
     assert "the broker" in said or "broker_away" in said
     assert states(tmp_path / "state")[0][1] in {"requested", "running"}
+
+
+def test_a_run_ends_with_the_bundle_id_that_status_shows(capsys):
+    from coordinator.cli.run import tell
+
+    bundle = {"bundle_id": "0123456789ab" + "f" * 52, "path": "state/runs/run-0001/run-0001.hwb"}
+    tell({"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}, as_json=False)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"

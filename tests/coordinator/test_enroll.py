@@ -361,6 +361,36 @@ class TestDoctor:
         assert service.roster.members() == [], "nobody has joined by it"
 
 
+class TestDoctorOfTheCoordinator:
+    pytestmark = AS_ROOT
+
+    @pytest.mark.parametrize(
+        "changes, code, step, words",
+        [
+            ({}, 0, "topics", "federation 'home'"),
+            ({"federation": "two"}, 1, "topics", "--acl FILE --federation two"),
+            ({"password": "porch.password"}, 1, "login", "headwater enroll coordinator"),
+        ],
+        ids=["right", "federation", "password"],
+    )
+    def test_logs_in_and_hears_itself(self, broker_with_users, capsys, changes, code, step, words):
+        folder, port = broker_with_users
+        values = {"federation": "home", "password": "coordinator.password", **changes}
+        config = folder / "coordinator.toml"
+        config.write_text(
+            'federation = "{federation}"\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\nuser = "coordinator"\n'
+            'password_file = "{password}"\n[task]\nclass_names = ["0", "1"]\nencoder = "small_cnn"\n'
+            'input = {{ kind = "image", channels = 1, height = 8, width = 8 }}\n'.format(port=port, **values)
+        )
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            headwater(["doctor", "--json", "--config", str(config)])
+        assert ended.value.code == code
+        last = json.loads(capsys.readouterr().out)["broker"][-1]
+        assert (last["step"], last["ok"]) == (step, code == 0)
+        assert words in last["detail"]
+
+
 def test_doctor_looks_at_state_data_and_head_of_the_configuration(tmp_path, capsys):
     config = agent_toml(tmp_path, 1)
     text = config.read_text().replace('"digits:rendered?n=20"', '"images:nowhere"')
