@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import logging
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from onnxruntime import quantization
 
-from export.quantize import to_int8
+from export.parity import mean_cosine
+from export.quantize import MAX_WEIGHT, largest_weight, to_int8
 from export.runtime import run
 
 
@@ -33,6 +40,45 @@ def test_activations_are_unsigned_and_weights_are_signed(int8):
     weights = [node.input[0] for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in kinds]
     assert TensorProto.INT8 in {kinds[name] for name in weights}
     assert TensorProto.UINT8 not in {kinds[name] for name in weights}
+
+
+def test_two_products_of_any_activation_and_any_weight_fit_into_16_bits(int8):
+    """x86-64 without VNNI adds them there with saturation; 255 is the largest activation."""
+    weights = [onnx.numpy_helper.to_array(t) for t in onnx.load_from_string(int8).graph.initializer if t.data_type == 3]
+    largest = max(int(np.abs(one.astype(int)).max()) for one in weights)
+    assert largest == largest_weight(int8) == MAX_WEIGHT
+    assert 2 * 255 * largest <= np.iinfo(np.int16).max
+    assert 2 * 255 * (largest + 1) > np.iinfo(np.int16).max
+
+
+ON_ANOTHER_PROCESSOR = """
+import sys, numpy as np
+from export.runtime import run
+from pathlib import Path
+folder = Path(sys.argv[1])
+inputs = np.load(folder / "inputs.npy")
+for name in ("seven", "eight"):
+    np.save(folder / f"{name}.npy", run((folder / f"{name}.onnx").read_bytes(), inputs))
+"""
+
+
+def test_a_processor_without_vnni_computes_the_same_bits(int8, legacy, images, tmp_path, monkeypatch):
+    """Haswell, emulated: AVX2 and no VNNI. With 8-bit weights it saturates, which shows that the emulation does."""
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None or platform.machine() != "x86_64":
+        pytest.skip("no qemu-x86_64 here (package qemu-user), or not an x86-64 machine")
+    real = quantization.quantize_static
+    monkeypatch.setattr(quantization, "quantize_static", lambda *a, **k: real(*a, **{**k, "reduce_range": False}))
+    fresh = np.random.default_rng(8).normal(size=(30, 1, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "inputs.npy", fresh)
+    (tmp_path / "seven.onnx").write_bytes(int8)
+    (tmp_path / "eight.onnx").write_bytes(to_int8(legacy.model, images))
+    words = [emulator, "-cpu", "Haswell", sys.executable, "-c", ON_ANOTHER_PROCESSOR, str(tmp_path)]
+    subprocess.run(words, check=True, capture_output=True, timeout=300, cwd=Path(__file__).parents[2])
+    exact, there = run(legacy.model, fresh), {name: np.load(tmp_path / f"{name}.npy") for name in ("seven", "eight")}
+    np.testing.assert_array_equal(there["seven"], run(int8, fresh))
+    assert mean_cosine(there["seven"], exact) > 0.998
+    assert mean_cosine(there["eight"], exact) < 0.99
 
 
 def test_each_output_channel_has_its_own_scale(int8):
