@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import os
 import platform
@@ -27,6 +29,11 @@ _PACKAGES = {
     "torchvision": "torchvision",
 }
 """Distribution -> module. Vendors ship a module under another distribution's name, so both are looked for."""
+
+_CPU_KEYS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"} | {
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"
+}  # fmt: skip
+"""Lines of /proc/cpuinfo that tell processors apart, on x86 and on ARM."""
 
 _TRAIN_BYTES = 1 << 30
 """Least memory for training with torch: an agent with torch takes 375 MB before the first batch."""
@@ -90,6 +97,19 @@ def find() -> Capabilities:
         accelerators=_accelerators(),
         packages=packages(),
     )
+
+
+@functools.cache
+def processor() -> str:
+    """The processor as a name for files: architecture, and a digest of its model and instruction set extensions.
+
+    Two machines of one architecture may compute int8 with other instructions: x86-64 with and without VNNI, arm64 with
+    and without dot products.
+    """
+    lines = (line.partition(":") for line in (_text(Path("/proc/cpuinfo")) or "").splitlines())
+    described = {f"{name.strip()}:{value}" for name, _, value in lines if name.strip() in _CPU_KEYS}
+    content = "\n".join(sorted(described)) or platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
 def packages() -> dict[str, str]:

@@ -174,7 +174,7 @@ class HeadConfig(Frozen):
     name: str = Field("lr", description="a file name in edge_agent/heads")
     params: dict[str, Any] = Field(default_factory=dict)
     precision: Literal["auto", "fp32", "int8"] = Field(
-        "auto", description="auto: fp32, unless int8 is clearly faster here; timed once"
+        "auto", description="auto: fp32, unless int8 is faster here and a head on local data as accurate"
     )
     min_gain: float = Field(
         -0.02, ge=-1, le=1, description="a new pair replaces the old only if acc.personal changes by at least this"

@@ -2,28 +2,26 @@
 
 The device makes an .ort file of its own from the bundle's .onnx once, and maps it into memory: ResNet18 then loads in
 5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it ends, and bound to
-the ONNX file, the runtime's version and the machine.
+the ONNX file, the runtime's version and the processor with its extensions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
+from . import self_test
 from .bundle import Bundle, Precision
+from .capabilities import processor
 from .errors import BundleDamaged, DataError, MissingCapability
 from .store import read_json, sha256_file, write_json
 
@@ -32,15 +30,6 @@ _log = logging.getLogger(__name__)
 _WANTED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
 _LARGE_INPUT = 3 * 64 * 64
 """Inputs above this many values go one by one: at 224 x 224 a batch of 4 takes 21 MB more and is no faster."""
-
-FP32_TOLERANCE = 1e-4
-"""Largest difference from the golden features, as a share of the largest feature (or of 1)."""
-
-INT8_TOLERANCE = 0.05
-"""The same for int8: exact on ARM and on x86 with VNNI, but older x86 saturates sums of 8-bit products."""
-
-LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
-"""What int8 must save to be chosen: this share of the time, and these milliseconds for each batch."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -67,22 +56,23 @@ class Encoder:
     def open(
         cls,
         bundle: Bundle,
-        precision: Literal["auto", "fp32", "int8"] = "auto",
+        precision: Precision = "fp32",
         threads: int = 1,
         *,
         cache: bool = True,
     ) -> Encoder:
-        """The bundle's encoder, on the fastest provider there is.
+        """The bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
 
-        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle and loads the .onnx.
+        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx and
+        runs the self-test each time.
 
         Raises:
             MissingCapability: onnxruntime is not installed.
             StateError: the bundle has no variant of that precision.
-            BundleDamaged: ONNX Runtime refuses the file, or its output has another size than the manifest promises.
+            BundleDamaged: ONNX Runtime refuses the file, its output has another size than the manifest promises, or
+                this device computes something else than the exporter did.
         """
-        chosen = choose_precision(bundle, threads, cache=cache) if precision == "auto" else precision
-        onnx = bundle.encoder_path(chosen)
+        onnx = bundle.encoder_path(precision)
         runtime = onnxruntime()
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
         mapped = _mapped(onnx, bundle.manifest.files[onnx.name].sha256, runtime) if cache and len(wanted) == 1 else None
@@ -95,12 +85,14 @@ class Encoder:
             input_name=session.get_inputs()[0].name,
             input_shape=bundle.manifest.task.input_shape,
             feature_dim=bundle.manifest.feature_dim,
-            precision=chosen,
-            fingerprint=bundle.variant(chosen).fingerprint,
+            precision=precision,
+            fingerprint=bundle.variant(precision).fingerprint,
             providers=tuple(session.get_providers()),
             format=kind,
         )
-        _log.debug("encoder_loaded precision=%s format=%s providers=%s", chosen, kind, ",".join(found.providers))
+        _log.debug("encoder_loaded precision=%s format=%s providers=%s", precision, kind, ",".join(found.providers))
+        device = {**arithmetic(), "providers": list(found.providers)}
+        self_test.run(bundle, precision, found.features, device, record=cache)
         return found
 
     @property
@@ -127,29 +119,6 @@ class Encoder:
                 progress(begin + len(batch), len(inputs))
         return found
 
-    def self_test(self, golden: Mapping[str, np.ndarray]) -> float:
-        """Largest difference from the exporter's golden features, as a share of the largest of them (or of 1).
-
-        Raises:
-            BundleDamaged: the difference is above the tolerance of this precision; the numbers are named.
-        """
-        missing = [name for name in ("inputs", f"features_{self.precision}") if name not in golden]
-        if missing:
-            raise BundleDamaged(f"golden tensors lack {', '.join(missing)}; export the bundle again")
-        expected = golden[f"features_{self.precision}"]
-        found = self.features(golden["inputs"])
-        if found.shape != expected.shape:
-            raise BundleDamaged(f"golden features are {expected.shape}, this device computes {found.shape}")
-        scale = max(1.0, float(np.abs(expected).max(initial=0)))
-        difference = float(np.abs(found - expected).max(initial=0)) / scale
-        tolerance = FP32_TOLERANCE if self.precision == "fp32" else INT8_TOLERANCE
-        if not difference <= tolerance:
-            raise BundleDamaged(
-                f"self-test: {self.precision} features differ from the golden ones by {difference:.3g} of their scale "
-                f"{scale:.3g}, at most {tolerance:g} is accepted; this device cannot run the bundle as it was exported"
-            )
-        return difference
-
     def _run(self, batch: np.ndarray) -> np.ndarray:
         try:
             features = self.session.run(None, {self.input_name: batch})[0]
@@ -161,61 +130,12 @@ class Encoder:
         return np.asarray(features, np.float32)
 
 
-def choose_precision(
-    bundle: Bundle,
-    threads: int = 1,
-    *,
-    cache: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
-    available_bytes: int | None = None,
-) -> Precision:
-    """fp32, unless int8 is clearly faster here or fp32 hardly fits; found once, and kept beside the bundle.
+def arithmetic() -> dict[str, str]:
+    """What decides how, and how fast, an encoder computes here: processor with its extensions, and runtime.
 
-    Both are timed in turns, and medians are compared, so that a moment of other load cannot decide: int8 must save a
-    tenth of the time and half a millisecond for each batch. Where it gains less, exact features are worth more.
-    ``available_bytes`` is the memory to fit in, by default what is free now.
+    Whatever was measured, tested or optimized is good only where these are the same: a folder may move with its disk.
     """
-    if "int8" not in bundle.manifest.variants:
-        return "fp32"
-    note = bundle.folder / "precision.json"
-    machine = {"onnxruntime": onnxruntime().__version__, "machine": platform.machine(), "threads": threads}
-    known = read_json(note) if cache else None
-    if known is not None and known.get("measured_on") == machine and known.get("chosen") in get_args(Precision):
-        answer: Precision = known["chosen"]
-        return answer
-    if _hardly_fits(bundle, available_bytes):
-        chosen, why, milliseconds = "int8", "fp32 hardly fits into memory", dict[str, float]()
-    else:
-        milliseconds = _interleaved(bundle, threads, cache=cache, clock=clock)
-        chosen, why = _decide(milliseconds)
-    _log.info("precision_chosen precision=%s why=%s", chosen, why)
-    if cache:
-        with contextlib.suppress(OSError):  # a read-only bundle folder only means measuring again
-            write_json(note, {"chosen": chosen, "why": why, "measured_on": machine, "median_ms": milliseconds})
-    return "int8" if chosen == "int8" else "fp32"
-
-
-def _decide(milliseconds: Mapping[str, float]) -> tuple[str, str]:
-    """Precision, and why in words, from the rounded medians that are shown."""
-    fp32, int8 = milliseconds["fp32"], milliseconds["int8"]
-    is_faster = int8 <= (1 - LEAST_GAIN) * fp32 and fp32 - int8 >= LEAST_GAIN_MS
-    shown = f"a batch takes {fp32:.3f} ms in fp32 and {int8:.3f} ms in int8"
-    if is_faster:
-        return "int8", shown
-    return "fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms"
-
-
-def _hardly_fits(bundle: Bundle, available_bytes: int | None) -> bool:
-    """Whether the fp32 weights would take more than half of the memory that is free."""
-    free = _free_bytes() if available_bytes is None else available_bytes
-    size = bundle.manifest.files[bundle.variant("fp32").file].size_bytes
-    return free is not None and 2 * size > free
-
-
-def _free_bytes() -> int | None:
-    from .capabilities import find
-
-    return find().available_bytes
+    return {"processor": processor(), "onnxruntime": onnxruntime().__version__}
 
 
 def onnxruntime() -> ModuleType:
@@ -246,30 +166,9 @@ def write_ort(onnx: str, target: str) -> None:
     runtime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
 
 
-def _interleaved(
-    bundle: Bundle, threads: int, *, cache: bool, clock: Callable[[], float], budget_s: float = 2.0
-) -> dict[str, float]:
-    """Median milliseconds of one batch in each precision, timed in turns: 5 to 50 each, as fits into ``budget_s``."""
-    encoders = {name: Encoder.open(bundle, name, threads, cache=cache) for name in get_args(Precision)}
-    batches = {name: np.zeros((one.batch_size, *one.input_shape), np.float32) for name, one in encoders.items()}
-    for name, encoder in encoders.items():
-        encoder.features(batches[name])  # the first run allocates
-    runs: dict[str, list[float]] = {name: [] for name in encoders}
-    spent = 0.0
-    for turn in range(50):
-        if turn >= 5 and spent >= budget_s:
-            break
-        for name, encoder in encoders.items():
-            begin = clock()
-            encoder.features(batches[name])
-            runs[name].append(clock() - begin)
-            spent += runs[name][-1]
-    return {name: round(1000 * statistics.median(seconds), 3) for name, seconds in runs.items()}
-
-
 def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
     """The .ort twin of ``onnx``, made where it is missing or damaged; None where it cannot be made."""
-    stem = f"{onnx.name}.{sha256[:16]}.{runtime.__version__}.{platform.machine()}"
+    stem = f"{onnx.name}.{sha256[:16]}.{runtime.__version__}.{processor()}"
     target, note = onnx.with_name(f"{stem}.ort"), onnx.with_name(f"{stem}.json")
     known = read_json(note)
     if known is not None and target.is_file() and sha256_file(target) == known.get("sha256"):

@@ -141,7 +141,7 @@ def personalize(
 
 def evaluate_heads(
     bundle: Bundle,
-    samples: Samples,
+    samples: Given,
     names: Iterable[str] | None = None,
     *,
     encoder: Encoder,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 import edge_agent
-from edge_agent.bundle import HeadCard, Manifest, Parity, pack
+from edge_agent import self_test
+from edge_agent.bundle import HeadCard, Manifest, Parity, Precision, pack
 from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
 from edge_agent.task import State, Task, Tensors
@@ -23,10 +24,9 @@ from edge_agent.wire.tensors import encode
 
 from .encoder import Exported, Exporter, to_onnx
 from .parity import Gate, graph_gates, mean_cosine, parity_gate
-from .quantize import MIN_COSINE, to_int8
+from .quantize import MAX_WEIGHT, MIN_COSINE, largest_weight, to_int8
 from .runtime import run
 
-_GOLDEN_INPUTS = 8
 _FP32, _INT8, _GOLDEN, _HEAD = "encoder.onnx", "encoder.int8.onnx", "golden.safetensors", "global_head.safetensors"
 
 
@@ -168,6 +168,8 @@ def _quantize(work: _Work, task: Task, inputs: np.ndarray) -> None:
         work.int8_note = f"left out: the quantizer failed: {error}"
         return
     failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(int8, task) if not gate.passed]
+    if (largest := largest_weight(int8)) > MAX_WEIGHT:
+        failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")
     cosine = mean_cosine(run(int8, inputs), run(work.exported.model, inputs)) if not failed else 0.0
     passed = not failed and cosine >= MIN_COSINE
     detail = "; ".join(failed) or f"mean cosine to fp32 {cosine:.4f}, at least {MIN_COSINE} is asked for"
@@ -178,21 +180,22 @@ def _quantize(work: _Work, task: Task, inputs: np.ndarray) -> None:
 
 
 def _files(work: _Work, task: Task, global_head: Tensors | None) -> dict[str, bytes | Path]:
-    files: dict[str, bytes | Path] = {_FP32: work.exported.model, _GOLDEN: encode(_golden(work, task))}
+    head = {name: global_head[name].astype(np.float32) for name in ("weight", "bias")} if global_head else None
+    files: dict[str, bytes | Path] = {_FP32: work.exported.model, _GOLDEN: encode(_golden(work, task, head))}
     if work.int8 is not None:
         files[_INT8] = work.int8
-    if global_head is not None:
-        files[_HEAD] = encode({name: global_head[name].astype(np.float32) for name in ("weight", "bias")})
+    if head is not None:
+        files[_HEAD] = encode(head)
     return files
 
 
-def _golden(work: _Work, task: Task) -> Tensors:
-    """Inputs and features that a device compares with its own. The inputs are drawn: real ones would be somebody's."""
-    inputs = synthetic_inputs(task, _GOLDEN_INPUTS)
-    golden = {"inputs": inputs, "features_fp32": run(work.exported.model, inputs)}
+def _golden(work: _Work, task: Task, head: Tensors | None) -> Tensors:
+    """Raw inputs and what comes of them, which a device compares with what it computes."""
+    inputs = self_test.prepared(self_test.raw_inputs(task.input), task.input)
+    features: dict[Precision, np.ndarray] = {"fp32": run(work.exported.model, inputs)}
     if work.int8 is not None:
-        golden["features_int8"] = run(work.int8, inputs)
-    return golden
+        features["int8"] = run(work.int8, inputs)
+    return self_test.golden(task.input, task.class_names, features, head)
 
 
 def _manifest(

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import BundleDamaged, BundleError, StateError, cause
 from ..store import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
+from ..wire.tensors import first_non_finite
 from .archive import open_bundle, unpack
 from .manifest import CHECKSUM, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Precision, Variant, parse_manifest
 
@@ -64,14 +65,14 @@ class Bundle:
         return found
 
     def golden(self) -> Tensors:
-        """Golden inputs and the features that the exporter got for them."""
+        """Raw inputs, and what the exporter computed from them; see `self_test`."""
         return read_tensors(self.folder / self.manifest.golden)
 
     def global_head(self) -> Tensors | None:
         """The shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
 
         Raises:
-            BundleDamaged: the file holds other arrays, or of another size than the manifest promises.
+            BundleDamaged: the file holds other arrays, of another size than the manifest promises, NaN or infinity.
         """
         if self.manifest.global_head is None:
             return None
@@ -80,6 +81,8 @@ class Bundle:
         shapes = {name: array.shape for name, array in found.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:
             raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")
+        if (name := first_non_finite(found)) is not None:
+            raise BundleDamaged(f"global head: '{name}' holds NaN or infinity; export the bundle again")
         return found
 
 

@@ -89,7 +89,7 @@ class Manifest(Frozen):
     parity: Parity
     calibration_sha256: str | None = Field(None, description="hash of the int8 calibration inputs; None without int8")
     golden: str = Field(
-        "golden.safetensors", description="file with 'inputs' (n, ...) and 'features_fp32', 'features_int8'"
+        "golden.safetensors", description="file with raw inputs and what the exporter computed from them; see self_test"
     )
     global_head: str | None = Field(
         None, description="file with 'weight' (K, d) and 'bias' (K,) of the shared classifier"

@@ -35,18 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.head is not None:
         opening.existing(arguments.head, opening.SAVED_HEAD)
     bundle = opening.bundle(arguments)
-    samples = opening.samples(arguments, bundle)
+    parts = opening.parts(arguments, bundle)
     if arguments.head is not None:
-        return _score(arguments, bundle, samples)
-    return _compare(arguments, bundle, samples)
+        return _score(arguments, bundle, parts)
+    return _compare(arguments, bundle, parts)
 
 
-def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
+def _score(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from ..personalize import Scores, accuracy, extract, load_head, score_global, score_local
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     encoder = opening.encoder(arguments, bundle, saved.precision)
-    found = extract(samples, encoder, **_split_of(arguments))
+    found = extract(parts, encoder, **_options(arguments))
     scores = Scores(
         accuracy(saved.head.predict_proba, found.test_features, found.test.labels),
         score_global(bundle, found),
@@ -60,15 +60,15 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> i
     return show.result(arguments, content, lambda: [*show.pairs(rows), *notes])
 
 
-def _compare(arguments: argparse.Namespace, bundle: Bundle, samples: Samples) -> int:
+def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
     from ..personalize import evaluate_heads
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
         heads.get(name)  # a name that nobody has is a mistake of the command line, not of a head
-    encoder = opening.encoder(arguments, bundle)
-    results, failed = evaluate_heads(bundle, samples, names, encoder=encoder, **_split_of(arguments))
+    encoder = opening.best_encoder(arguments, bundle, parts[0])
+    results, failed = evaluate_heads(bundle, parts, names, encoder=encoder, **_options(arguments))
     content = {"heads": [result.metrics() for result in results], "failed": failed}
 
     return show.result(arguments, content, lambda: _comparison(results, failed))
@@ -88,7 +88,7 @@ def _comparison(results: list[Result], failed: dict[str, str]) -> list[str]:
     return lines + [f"{name}: {reason}" for name, reason in failed.items()]
 
 
-def _split_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "test_fraction": arguments.test_fraction,
         "seed": arguments.seed,

@@ -43,13 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     check_writable(opening.cache_of(arguments))
     bundle = opening.bundle(arguments)
+    parts = opening.parts(arguments, bundle)
     result = personalize(
         bundle,
-        opening.samples(arguments, bundle),
+        parts,
         arguments.head,
         params,
-        encoder=opening.encoder(arguments, bundle),
-        test_fraction=arguments.test_fraction,
+        encoder=opening.best_encoder(arguments, bundle, parts[0]),
         seed=arguments.seed,
         cache=opening.cache_of(arguments) / "features",
         progress=show.progress("features"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle import Bundle, Precision
     from ..data import Samples
     from ..encoder import Encoder
 
@@ -63,7 +63,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "fp32", "int8"),
         default="auto",
-        help="auto: fp32, unless int8 is clearly faster here (timed once) or fp32 hardly fits into memory",
+        help="auto: the saved head's, else fp32, unless int8 is faster here and a head on your data as accurate",
     )
 
 
@@ -144,9 +144,41 @@ def samples(arguments: argparse.Namespace, found: Bundle) -> Samples:
     return load(arguments.data, task.input, task.class_names)
 
 
-def encoder(arguments: argparse.Namespace, found: Bundle, precision: str | None = None) -> Encoder:
-    """The bundle's encoder; ``precision`` wins over ``--precision``."""
+def parts(arguments: argparse.Namespace, found: Bundle) -> tuple[Samples, Samples]:
+    """The samples that ``--data`` names: those to learn from, and those held out by ``--test-fraction``."""
+    from ..data import split
+
+    return split(samples(arguments, found), arguments.test_fraction, arguments.seed)
+
+
+def encoder(arguments: argparse.Namespace, found: Bundle, precision: Precision | None = None) -> Encoder:
+    """The bundle's encoder after its self-test; ``precision`` (a saved head's) wins over ``--precision``.
+
+    Without either it is fp32: there is nothing to tell by whether int8 is as accurate.
+    """
     from ..encoder import Encoder
 
-    threads = 1 if arguments.threads is None else arguments.threads
-    return Encoder.open(found, precision or arguments.precision, threads)  # type: ignore[arg-type]
+    wanted: Precision = "int8" if arguments.precision == "int8" else "fp32"
+    return Encoder.open(found, precision or wanted, threads(arguments))
+
+
+def best_encoder(arguments: argparse.Namespace, found: Bundle, train: Samples) -> Encoder:
+    """The bundle's encoder in the precision of ``--precision``, or the one that suits this device and its samples."""
+    from ..precision import open_encoder
+    from . import show
+
+    features = cache_of(arguments) / "features"
+    return open_encoder(
+        found,
+        arguments.precision,
+        train,
+        threads(arguments),
+        seed=arguments.seed,
+        features=features,
+        progress=show.progress("features"),
+    )
+
+
+def threads(arguments: argparse.Namespace) -> int:
+    """Encoder threads."""
+    return 1 if arguments.threads is None else int(arguments.threads)

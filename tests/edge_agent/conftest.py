@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_agent import bundle as bundles
-from edge_agent.task import ImageInput, Task
+from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.wire.tensors import encode
 
 TASK = Task(
@@ -56,6 +59,23 @@ def linear_onnx(weight: np.ndarray, shape: tuple[int, ...]) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
+def golden_inputs(task: Task, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Raw golden inputs, and what the encoder gets of them, worked out here; resizing is Pillow's."""
+    spec = task.input
+    names = np.frombuffer(hashlib.sha256(json.dumps(list(task.class_names)).encode()).digest(), np.uint8)
+    if isinstance(spec, WindowInput):
+        raw = rng.normal(size=(spec.length + 7 * spec.stride, spec.channels)).astype(np.float32)
+        windows = np.stack([raw[start : start + spec.length].T for start in range(0, 8 * spec.stride, spec.stride)])
+        return {"raw": raw, "class_names": names}, (windows - np.float32(spec.mean[0])) / np.float32(spec.std[0])
+    raw = rng.integers(0, 256, (8, spec.height, spec.width, spec.channels), dtype=np.uint8)
+    photo = rng.integers(0, 256, (spec.height * 3 // 2, spec.width * 4 // 3, spec.channels), dtype=np.uint8)
+    image = Image.fromarray(photo if spec.channels == 3 else photo[:, :, 0])
+    resized = np.asarray(image.resize((spec.width, spec.height), Image.Resampling.BILINEAR))
+    resized = resized.reshape(spec.height, spec.width, spec.channels).transpose(2, 0, 1)
+    inputs = ((raw.transpose(0, 3, 1, 2) / 255 - spec.mean[0]) / spec.std[0]).astype(np.float32)
+    return {"raw": raw, "photo": photo, "resized": np.ascontiguousarray(resized), "class_names": names}, inputs
+
+
 @pytest.fixture
 def make_bundle(tmp_path: Path) -> Callable[..., Made]:
     """A function that packs a bundle with a random linear encoder."""
@@ -69,22 +89,31 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
         int8: bool = False,
         global_head: bool = False,
         extra: Mapping[str, Any] | None = None,
+        spoilt: Mapping[str, np.ndarray] | None = None,
         golden_error: float = 0.0,
+        int8_golden_error: float = 0.0,
+        int8_steps: int = 64,
     ) -> Made:
         rng = np.random.default_rng(seed)
         size = int(np.prod(task.input_shape))
         weight = (rng.normal(size=(dim, size)) / np.sqrt(size)).astype(np.float32)
-        inputs = rng.normal(size=(3, *task.input_shape)).astype(np.float32)
-        features = np.maximum(inputs.reshape(3, -1) @ weight.T, 0) + np.float32(golden_error)
-        golden = {"inputs": inputs, "features_fp32": features}
+        golden, inputs = golden_inputs(task, rng)
+        features = np.maximum(inputs.reshape(8, -1) @ weight.T, 0) + np.float32(golden_error)
+        golden["features_fp32"] = features.astype(np.float32)
         files: dict[str, bytes] = {"encoder.onnx": linear_onnx(weight, task.input_shape)}
         variants = {"fp32": "encoder.onnx"}
         if int8:
-            coarse = np.round(weight * 64) / 64
+            coarse = np.round(weight * int8_steps) / int8_steps
             files["encoder.int8.onnx"] = linear_onnx(coarse, task.input_shape)
-            golden["features_int8"] = np.maximum(inputs.reshape(3, -1) @ coarse.T, 0)
+            rough = np.maximum(inputs.reshape(8, -1) @ coarse.T, 0) + np.float32(int8_golden_error)
+            golden["features_int8"] = rough.astype(np.float32)
             variants["int8"] = "encoder.int8.onnx"
-        files["golden.safetensors"] = encode(golden)
+        if global_head:
+            drawn = {"weight": rng.normal(size=(task.num_classes, dim)), "bias": rng.normal(size=task.num_classes)}
+            shared = {key: array.astype(np.float32) for key, array in drawn.items()}
+            golden["logits"] = golden["features_fp32"] @ shared["weight"].astype(np.float64).T + shared["bias"]
+            files["global_head.safetensors"] = encode(shared)
+        files["golden.safetensors"] = encode({**golden, **(spoilt or {})})
         fields: dict[str, Any] = {
             "name": "test",
             "created": "2026-01-01T00:00:00Z",
@@ -102,8 +131,6 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
             },
         }
         if global_head:
-            shared = {"weight": rng.normal(size=(task.num_classes, dim)), "bias": rng.normal(size=task.num_classes)}
-            files["global_head.safetensors"] = encode({key: array.astype(np.float32) for key, array in shared.items()})
             fields["global_head"] = "global_head.safetensors"
         manifest = bundles.pack(tmp_path / name, {**fields, **(extra or {})}, files)
         return Made(tmp_path / name, weight, manifest)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 
 import numpy as np
 import onnx
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.bundle import fingerprint, install, open_bundle
+from edge_agent.bundle import fingerprint, install, open_bundle, pack
 from edge_agent.encoder import Encoder
-from edge_agent.errors import ExportRejected
-from edge_agent.task import Task, WindowInput
+from edge_agent.errors import BundleDamaged, ExportRejected
+from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
 from export import bundle as export_bundle_module
@@ -73,10 +74,12 @@ def test_the_fingerprint_of_a_variant_is_that_of_its_file_and_the_input(report, 
 
 def test_golden_features_are_torch_features_of_inputs_that_belong_to_nobody(report, model, images):
     golden = decode(open_bundle(report.path).read("golden.safetensors"))
-    assert golden["inputs"].shape == (8, 1, 8, 8)
-    assert not any(np.array_equal(a, b) for a in golden["inputs"] for b in images)
+    raw = golden["raw"]
+    assert (raw.shape, raw.dtype) == ((8, 8, 8, 1), np.uint8)
+    inputs = ((raw.transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5).astype(np.float32)
+    assert not any(np.array_equal(a, b) for a in inputs for b in images)
     with torch.no_grad():
-        expected = model.eval().features(torch.from_numpy(golden["inputs"].copy())).numpy()
+        expected = model.eval().features(torch.from_numpy(inputs)).numpy()
     np.testing.assert_allclose(golden["features_fp32"], expected, atol=1e-5)
     rough = golden["features_int8"]
     cosines = (rough * expected).sum(1) / np.linalg.norm(rough, axis=1) / np.linalg.norm(expected, axis=1)
@@ -89,9 +92,52 @@ def test_a_device_installs_it_and_its_self_test_passes(report, tmp_path, model):
     with torch.no_grad():
         expected = model.eval().features(torch.from_numpy(inputs)).numpy()
     encoder = Encoder.open(bundle, "fp32", cache=False)
-    encoder.self_test(bundle.golden())
     np.testing.assert_allclose(encoder.features(inputs), expected, atol=1e-4)
-    Encoder.open(bundle, "int8", cache=False).self_test(bundle.golden())
+    Encoder.open(bundle, "int8", cache=False)
+
+
+def test_golden_answers_are_those_of_the_shared_classifier(report, state):
+    golden = decode(open_bundle(report.path).read("golden.safetensors"))
+    expected = golden["features_fp32"].astype(np.float64) @ state["head.weight"].T + state["head.bias"]
+    np.testing.assert_allclose(golden["logits"], expected, rtol=1e-12)
+
+
+def test_golden_class_names_are_bound_to_their_order(report, task):
+    golden = decode(open_bundle(report.path).read("golden.safetensors"))
+    assert bytes(golden["class_names"]) == hashlib.sha256(json.dumps(list(task.class_names)).encode()).digest()
+
+
+def inverted(path, out, count):
+    """The bundle with ``count`` int8 weights of the other sign, and every hash and fingerprint right."""
+    opened = open_bundle(path)
+    files = {name: opened.read(name) for name in opened.manifest.files}
+    graph = onnx.load_from_string(files["encoder.int8.onnx"])
+    tensors = [one for one in graph.graph.initializer if one.data_type == onnx.TensorProto.INT8 and len(one.dims) > 1]
+    values = [onnx.numpy_helper.to_array(one).copy() for one in tensors]
+    flat = np.concatenate([one.reshape(-1) for one in values])
+    flat[np.random.default_rng(0).choice(flat.size, count, replace=False)] *= -1
+    for tensor, part, old in zip(
+        tensors, np.split(flat, np.cumsum([one.size for one in values])[:-1]), values, strict=True
+    ):
+        tensor.CopyFrom(onnx.numpy_helper.from_array(part.reshape(old.shape), tensor.name))
+    files["encoder.int8.onnx"] = graph.SerializeToString()
+    fields = opened.manifest.model_dump(mode="json", exclude={"files", "schema_version"})
+    fields["variants"] = {precision: variant["file"] for precision, variant in fields["variants"].items()}
+    pack(out, fields, files)
+    return out
+
+
+@pytest.mark.parametrize("count", [100, 500])
+def test_inverted_int8_weights_fail_the_self_test_of_int8_alone(tmp_path, count):
+    """In an encoder of 155,000 weights; fp32 goes on serving."""
+    task = Task(input=ImageInput(), class_names=tuple("0123456789"), encoder="small_cnn")
+    torch.manual_seed(0)
+    report = export(encoder_and_head(task), task, synthetic_inputs(task, 32), tmp_path / "b.hwb", int8=True)
+    Encoder.open(install(report.path, tmp_path / "good"), "int8")
+    bad = install(inverted(report.path, tmp_path / "bad.hwb", count), tmp_path / "bad")
+    with pytest.raises(BundleDamaged, match="int8 features differ"):
+        Encoder.open(bad, "int8")
+    Encoder.open(bad, "fp32")
 
 
 def test_head_cards_say_how_true_each_head_is(report):
@@ -224,7 +270,9 @@ def test_windows_are_exported_like_images(tmp_path):
     torch.manual_seed(0)
     report = export(encoder_and_head(task), task, synthetic_inputs(task, 20), tmp_path / "b.hwb", int8=True)
     assert report.int8_note == ""
-    assert decode(open_bundle(report.path).read("golden.safetensors"))["inputs"].shape == (8, 3, 16)
+    stride = task.input.stride
+    assert decode(open_bundle(report.path).read("golden.safetensors"))["raw"].shape == (16 + 7 * stride, 3)
+    Encoder.open(install(report.path, tmp_path / "installed"), "int8")
 
 
 def test_a_state_becomes_a_model_again(state, task, model, images):

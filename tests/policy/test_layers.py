@@ -12,7 +12,7 @@ FLOORS = [
     ("L0", r"edge_agent|edge_agent\.(errors|config|task|registry|store|capabilities|(bundle|wire)(\..+)?)"),
     ("L0", r"edge_agent\.methods(\.base)?"),
     ("L3", r"edge_agent\.(training|models)(\..+)?|edge_agent\.methods\..+"),
-    ("L1", r"edge_agent\.(encoder|(heads|data)(\..+)?)"),
+    ("L1", r"edge_agent\.(encoder|self_test|(heads|data)(\..+)?)"),
     ("L2", r"edge_agent\..+"),
     ("export", r"export(\..+)?"),
     ("coordinator", r"coordinator(\..+)?"),

@@ -129,6 +129,18 @@ def test_a_bundle_that_computes_something_else_here_keeps_the_old_pair(config, m
     assert f"rolled_back tried={new.manifest.bundle_id[:12]}" in caplog.text
 
 
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_a_device_that_fails_the_self_test_of_int8_alone_installs_with_fp32(config, make_bundle, precision, caplog):
+    new = make_bundle(int8=True, int8_golden_error=1.0)
+    wanted = config.model_copy(update={"head": HeadConfig(name="prototype", precision=precision)})
+    report = install_bundle(wanted, order(new), new.path)
+    assert (report.precision, report.fingerprint) == ("fp32", new.manifest.variants["fp32"].fingerprint)
+    assert report.rolled_back == ""
+    assert running(config) == new.manifest.bundle_id
+    if precision == "int8":
+        assert f"int8_not_used bundle={new.manifest.bundle_id[:12]} reason=self-test: int8" in caplog.text
+
+
 def test_a_first_bundle_that_computes_something_else_here_is_a_fault(config, make_bundle):
     """There is nothing to go back to."""
     new = make_bundle("new.hwb", seed=5, golden_error=0.5)
