@@ -166,7 +166,8 @@ def compared(
 ) -> dict[str, int]:
     """Right answers of logistic regression refitted on each encoder's features, and how many were asked (``of``).
 
-    The samples are divided four times, a quarter held out each time; recordings once, into an earlier and a later half.
+    The samples are divided four times, a quarter held out each time; recordings into an earlier and a later half, each
+    of which answers once.
     """
     rows = Samples(
         np.arange(len(samples), dtype=np.float32)[:, None],
@@ -178,7 +179,8 @@ def compared(
     if samples.groups is None:
         divisions = [split(rows, 0.25, seed + turn) for turn in range(4)]
     else:
-        divisions = [split(rows, 0.5, seed)]
+        earlier, later = split(rows, 0.5, seed)
+        divisions = [(earlier, later), (later, earlier)]
     right = dict.fromkeys(encoders, 0)
     for name, encoder in encoders.items():
         features = features_of(samples, encoder, cache, progress)

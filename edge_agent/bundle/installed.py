@@ -31,7 +31,7 @@ class Bundle:
 
     @property
     def id(self) -> str:
-        """SHA-256 (hex) of the manifest: the bundle's id everywhere."""
+        """The bundle's id everywhere, SHA-256 (hex); see `manifest`."""
         return self.manifest.bundle_id
 
     @property
@@ -106,7 +106,7 @@ def open_folder(folder: Path) -> Bundle:
 def install(path: Path, root: Path, keep: int = 2, check: Callable[[Bundle], object] | None = None) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
-    The folder is named after the bundle id: two exports of one encoder can stand side by side.
+    The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
 
     Raises:

@@ -1,7 +1,8 @@
 """What a bundle is and promises: the manifest, the bundle's id, and the fingerprints that bind heads to an encoder.
 
-The **bundle id** is the SHA-256 of the manifest, which names every file with its hash: it identifies the bundle as a
-whole and is the one that coordinator, agents, logs and reports show. The **fingerprint** belongs to one variant of the
+The **bundle id** is the SHA-256 of the manifest without its name and time, so of all that a device computes with: the
+manifest names every file with its hash. It is the id that coordinator, agents, logs and reports show, and exporting one
+encoder again gives it again. The **fingerprint** belongs to one variant of the
 encoder (fp32 or int8): features, heads and figures of one variant are of no use with another.
 """
 
@@ -100,8 +101,8 @@ class Manifest(Frozen):
 
     @property
     def bundle_id(self) -> str:
-        """SHA-256 (hex) of the manifest: the id of the whole bundle."""
-        return hashlib.sha256(dump_manifest(self)).hexdigest()
+        """SHA-256 (hex) of the manifest without ``name`` and ``created``: the id of the bundle, of whatever name."""
+        return hashlib.sha256(dump_manifest(self.model_copy(update={"name": "", "created": ""}))).hexdigest()
 
     @property
     def total_bytes(self) -> int:

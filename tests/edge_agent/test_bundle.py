@@ -213,13 +213,24 @@ def test_installing_makes_a_bundle_current_and_rollback_the_one_before(make_bund
 
 def test_two_exports_of_one_encoder_stand_side_by_side(make_bundle, tmp_path):
     root = tmp_path / "bundles"
-    one, two = make_bundle("1.hwb"), make_bundle("2.hwb", extra={"name": "again"})
+    one, two = make_bundle("1.hwb"), make_bundle("2.hwb", global_head=True)
     assert one.manifest.variants == two.manifest.variants
     assert one.manifest.bundle_id != two.manifest.bundle_id
     bundles.install(one.path, root)
     bundles.install(two.path, root)
-    assert bundles.current(root).manifest.name == "again"
-    assert bundles.rollback(root).manifest.name == "test"
+    assert bundles.current(root).manifest == two.manifest
+    assert bundles.rollback(root).manifest == one.manifest
+
+
+def test_the_same_content_of_another_name_and_time_is_the_same_bundle(make_bundle, tmp_path):
+    """A run's encoder exported again by hand is what devices run already; another file or setting makes another one."""
+    one = make_bundle("1.hwb")
+    again = make_bundle("2.hwb", extra={"name": "again", "created": "2027-01-01T00:00:00Z"})
+    other = make_bundle("3.hwb", extra={"method_params": {"lr": 0.5}})
+    assert again.path.read_bytes() != one.path.read_bytes()
+    assert again.manifest.bundle_id == one.manifest.bundle_id != other.manifest.bundle_id
+    folders = {bundles.install(made.path, tmp_path / "bundles").folder for made in (one, again)}
+    assert len(folders) == 1
 
 
 def test_installing_again_repairs_a_damaged_folder(make_bundle, tmp_path):
