@@ -74,7 +74,7 @@ def export(
         return
     source = calibration or settings.calibration
     folder_of = None if calibration else settings.folder  # as typed here, or in the file
-    inputs = synthetic_inputs(task)
+    inputs = synthetic_inputs(task, seed=request.seed)  # those that the run itself is exported with
     if source:
         inputs = data.load(source, task.input, task.class_names, folder=folder_of).inputs[:128]
     busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
