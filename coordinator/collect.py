@@ -125,8 +125,17 @@ class _Upload:
 class Collector:
     """All uploads of the open round. One coordinator has one."""
 
-    def __init__(self, blobs: BlobStore, journal: Journal, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        journal: Journal,
+        send: Send,
+        clock: Callable[[], float],
+        is_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_stalled``: whether the run under way cannot open its round for now."""
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
+        self._is_stalled = is_stalled
         self._uploads: dict[str, _Upload] = {}
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
@@ -152,7 +161,12 @@ class Collector:
         self._uploads.clear()
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
-        """An agent has an update; it is granted, receipted (again), or refused with the reason."""
+        """An agent has an update; it is granted, receipted (again), or refused with the reason.
+
+        While the run is stalled and its round not open, nothing is said: the agent keeps its update and offers it anew.
+        """
+        if self.open_round is None and self._is_stalled():
+            return
         try:
             already = self._already_accepted(agent, message)
             if not already:

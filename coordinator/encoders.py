@@ -87,7 +87,7 @@ class Encoders:
             yield Waiting("the encoder is being exported and checked", (), until)
         report, error = outcome[0]
         if report is None:
-            raise error if isinstance(error, HeadwaterError) else ExportRejected(f"export broke: {error!r}")
+            raise error if isinstance(error, HeadwaterError | OSError) else ExportRejected(f"export broke: {error!r}")
         parity = report.manifest.parity
         size = path.stat().st_size
         return Released(path, report.manifest.bundle_id, size, float(parity.max_abs), parity.int8_cosine)

@@ -124,6 +124,10 @@ class RunLoop:
         if not is_at_work:
             self.invite(agent)
 
+    def pause(self) -> None:
+        """Another loop takes the place of this one; agents go on with what they were asked."""
+        self._withdraw()
+
     def abandon(self) -> None:
         """The run has failed: take back what was asked."""
         collection = self.fleet.collector.open_round

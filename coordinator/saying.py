@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from edge_agent.store import write_atomic
 from .fleet import Waiting
 from .hosted.joined import Joined
 from .journal import utc_now
+from .refusals import Refusals
 from .words import listed
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
+PAGE_BYTES, SPARE_BYTES = 4096, 1024
+"""A status file has some bytes to spare, so that the next one, which tells of a full disk, fits in its place."""
 PAUSE_S = 0.2
 """Least time between two status files: a round of a thousand updates changes what is waited for a thousand times."""
 
@@ -35,6 +39,7 @@ class Voice:
         self._path, self._clock = path, clock
         self._said: Waiting | None = None
         self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
+        self._troubles = Refusals(clock)
 
     def say(self, waiting: Waiting, status: Callable[[], dict[str, Any]]) -> None:
         """Log what is waited for when it changes, and keep the status file fresh."""
@@ -59,16 +64,37 @@ class Voice:
 
     def _write(self, status: Callable[[], dict[str, Any]]) -> None:
         self._has_news, self._written_at = False, self._clock()
+        content = json.dumps(status()).encode()
         try:
-            write_atomic(self._path, json.dumps(status()).encode(), durable=False)
+            write_atomic(
+                self._path, content.ljust(-(-(len(content) + SPARE_BYTES) // PAGE_BYTES) * PAGE_BYTES), durable=False
+            )
         except OSError as error:
-            log.warning("status_not_written path=%s reason=%s", self._path, cause(error))
+            is_there = _overwritten(self._path, content)
+            if self._troubles.note(cause(error)) is not None:
+                how = "over the old one" if is_there else "not at all"
+                log.warning("status_written %s path=%s reason=%s", how, self._path, cause(error))
+
+
+def _overwritten(path: Path, content: bytes) -> bool:
+    """Whether ``content`` could be written over the file, which takes no room on a disk that has none."""
+    try:
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if len(content) <= size:
+                file.write(content.ljust(size))
+            return len(content) <= size
+    except OSError:
+        return False
 
 
 def status_of(c: Coordinator) -> dict[str, Any]:
     """What goes on, as JSON."""
     loop, waits = c.loop, c.waits
-    run = None if loop is None else loop.status()
+    run, stall = None if loop is None else loop.status(), c.storage.stall
+    if stall is not None:
+        run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
     hosted = {client.id for client in c.config.hosted}
     notes = c.transport.notes() if isinstance(c.transport, Joined) else {}
     return {
@@ -86,6 +112,7 @@ def status_of(c: Coordinator) -> dict[str, Any]:
             *(_agent(c, m, hosted, (*_left_out(run, m.id), *notes.get(m.id, ()))) for m in c.roster.members()),
             *(_unheard(name, notes.get(name, ())) for name in sorted(hosted) if c.roster.get(name) is None),
         ],
+        "storage": c.storage.trouble or None,
         "broker_away": c.is_without_broker,
         "refused_messages": c.refused.total,
         "refused_updates": c.collector.refused.total,

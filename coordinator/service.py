@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from edge_agent import __version__, methods
-from edge_agent.errors import HeadwaterError, MessageError, ProtocolMismatch
+from edge_agent import __version__
+from edge_agent.errors import HeadwaterError, MessageError, ProtocolMismatch, StateError
+from edge_agent.methods import Method
+from edge_agent.task import Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.topics import Topics
@@ -28,21 +30,21 @@ from .config import CoordinatorConfig
 from .distribute import Distributor
 from .doubles import Doubles
 from .encoders import Encoders
-from .ending import end_run, requested_cancels
 from .finish import Finisher
-from .fleet import Fleet, Steps, Waiting
+from .fleet import Fleet, Waiting
 from .journal import utc_now
 from .refusals import Refusals
 from .releases import Releases
 from .request import Request
 from .roster import Roster
 from .rounds import RunLoop
+from .running import LOOK_FOR_REQUESTS_S, Runs
 from .saying import Voice, status_of
+from .stall import Storage, of_storage
 from .store import StateFolder
 
 log = logging.getLogger(__name__)
 
-LOOK_FOR_REQUESTS_S = 0.2
 TICK_S = 0.5
 """Longest time between two looks at leases and acknowledgements while a run is under way."""
 CHUNKS_AT_ONCE = 16
@@ -51,6 +53,8 @@ CHUNKS_AT_ONCE = 16
 
 class Coordinator:
     """Serves one federation. `start`, then `step` again and again (or `serve`), then `close`."""
+
+    make_runs: type[Runs] = Runs
 
     def __init__(
         self,
@@ -73,18 +77,17 @@ class Coordinator:
         self.roster = Roster(clock, config.round.lease_s)
         self.doubles = Doubles(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish_chunk, clock)
-        self.collector = Collector(state.blobs, state.journal, self.send, clock)
-        self.loop: RunLoop | None = None
-        self.waiting = Waiting("a run is requested ('headwater run')")
+        self.storage = Storage(clock)
+        is_stalled = lambda: self.storage.stall is not None  # noqa: E731 - one line says it
+        self.collector = Collector(state.blobs, state.journal, self.send, clock, is_stalled)
+        self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
         self.refused = Refusals(clock)
         self.releases = Releases(state, self.distributor, self.send)
         self.epoch = 0
         self._voice = Voice(state.path / "status.json", self.stopwatch)
         self._boot, self._seq = boot or secrets.token_hex(8), 0
-        self._steps: Steps | None = None
         self._chunks = self._finished_uploads = 0
         self._away: Waiting | None = None
-        self._looked_at, self._cancels_seen = float("-inf"), 0
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -128,8 +131,11 @@ class Coordinator:
         elif isinstance(event, Disconnected):
             self._away = self._without_broker(event.reason)
             self.roster.disconnected()
-        self.worker.collect()
-        self.aside.collect()
+        try:
+            self.worker.collect()
+            self.aside.collect()
+        except (StateError, OSError) as error:
+            self.storage.note(error, "what was computed")
         self._advance()
         return event is not None
 
@@ -140,6 +146,16 @@ class Coordinator:
             return False
         self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE
         return self._chunks != 0
+
+    @property
+    def loop(self) -> RunLoop | None:
+        """The run under way."""
+        return self.runs.loop
+
+    @property
+    def waiting(self) -> Waiting:
+        """What the run under way needs, or that a run is waited for."""
+        return self.runs.waiting
 
     @property
     def is_without_broker(self) -> bool:
@@ -180,44 +196,17 @@ class Coordinator:
             self.distributor.forget(agent)
         self.collector.tick()
         self.distributor.pump()
-        self._look_into_journal()
-        if self._steps is not None:
-            self._go_on()
+        self.runs.advance()
         self._voice.say(self.waits, self.status)
 
-    def _look_into_journal(self) -> None:
-        """What commands beside us have asked for: runs to be cancelled, and the next one to do."""
-        if self.clock() - self._looked_at < LOOK_FOR_REQUESTS_S:
-            return
-        self._looked_at = self.clock()
-        cancels, self._cancels_seen = requested_cancels(self.state, self._cancels_seen)
-        for run, reason in cancels.items():
-            self._cancel(run, reason)
-        if self._steps is None:
-            for run in self.state.journal.unfinished()[:1]:
-                self._begin(run)
-
-    def _cancel(self, run: str, reason: str) -> None:
-        log.warning("run_cancelled run=%s reason=%s", run, reason)
-        if self.loop is not None and self.loop.run == run:
-            self.loop.abandon()
-            self._end()
-        end_run(self.state, run, "run_cancelled", reason)
-
-    def _begin(self, run: str) -> None:
-        record = self.state.journal.replay(run)
-        try:
-            request = Request.from_body(record.request)
-            method = methods.create(request.method, request.params)
-        except (HeadwaterError, KeyError, ValueError) as error:
-            self._fail(run, error)
-            return
+    def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
         encoders = Encoders(self.worker)
-        finish = Finisher(encoders)
-        self.loop = RunLoop(run, request, method, self._fleet(), encoders=encoders, finish=finish, aside=self.aside)
-        self._steps = self.loop.steps()
+        loop = RunLoop(
+            run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders), aside=self.aside
+        )
         for agent in self.roster.present("head"):
-            self._tell_task(agent)
+            self._tell_task(agent, request.task)
+        return loop
 
     def _fleet(self) -> Fleet:
         return Fleet(
@@ -231,35 +220,6 @@ class Coordinator:
             clock=self.clock,
             stopwatch=self.stopwatch,
         )
-
-    def _go_on(self) -> None:
-        loop, steps = self.loop, self._steps
-        if loop is None or steps is None:
-            return
-        try:
-            self.waiting = next(steps)
-        except StopIteration:
-            self._end()
-        except (HeadwaterError, OSError) as error:
-            self._fail(loop.run, error)
-        except Exception as error:  # a method of somebody else may raise anything; it costs its run
-            log.exception("run_broke run=%s", loop.run)
-            self._fail(loop.run, error)
-
-    def _fail(self, run: str, error: BaseException) -> None:
-        reason = reason_of(error)
-        log.error("run_failed run=%s reason=%s", run, reason)
-        if self.loop is not None:
-            self.loop.abandon()
-        end_run(self.state, run, "run_failed", reason)
-        self._end()
-
-    def _end(self) -> None:
-        if self.loop is not None:
-            self.aside.ended(self.loop.run)
-        self.loop = self._steps = None
-        self.waiting = Waiting("a run is requested ('headwater run')")
-        self._looked_at = float("-inf")
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
@@ -276,10 +236,11 @@ class Coordinator:
         except ProtocolMismatch as error:
             self._ignore(agent, error)
             self.send(agent, wire.Refused(error=type(error).__name__, message=_for_peer(error)))
-        except HeadwaterError as error:
-            self._ignore(agent, error)
         except Exception as error:  # a full disk, or a mistake of ours: no single message may end the service
-            log.exception("message_broke from=%s", agent)
+            if (trouble := of_storage(error)) is not None:
+                self.storage.note(trouble, f"a message of {agent}")
+            elif not isinstance(error, HeadwaterError):
+                log.exception("message_broke from=%s", agent)
             self._ignore(agent, error)
 
     def _on_words(self, agent: str, kind: str, payload: bytes) -> None:
@@ -359,13 +320,13 @@ class Coordinator:
         if self.loop is not None:
             self.loop.invite(agent)
         if message.tier == "head":
-            self._tell_task(agent)
+            self._tell_task(agent, self.config.task if self.loop is None else self.loop.request.task)
             self.releases.offer(agent, message.bundle_id)
 
-    def _tell_task(self, agent: str) -> None:
+    def _tell_task(self, agent: str, task: Task) -> None:
         """Let an agent that would see the task only with a bundle look at its data and head now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
-            self.send(agent, wire.TaskNotice(task=self.config.task if self.loop is None else self.loop.request.task))
+            self.send(agent, wire.TaskNotice(task=task))
 
     def _lose(self, agent: str) -> None:
         self.roster.gone(agent)

@@ -220,14 +220,12 @@ class StateFolder:
         Raises:
             StateError: another process works here, or the journal is damaged, cut short or gone.
         """
-        with folder_lock(self.path, owner):
-            self._refuse_fresh_start()
-            with self.journal:
-                self.journal.verify()
-                self.blobs.sweep()
-                for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
-                    sweep(folder, older_than_s=_BEGAN_S)
-                yield self
+        with folder_lock(self.path, owner), contextlib.closing(self.journal.open(is_begun=self._has_content())):
+            self.journal.verify()
+            self.blobs.sweep()
+            for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
+                sweep(folder, older_than_s=_BEGAN_S)
+            yield self
 
     @contextlib.contextmanager
     def look(self, *, create: bool = False) -> Iterator[StateFolder]:
@@ -236,8 +234,7 @@ class StateFolder:
         Raises:
             StateError: there is no journal (and ``create`` does not allow to make one), or it is damaged.
         """
-        self._refuse_fresh_start()
-        with contextlib.closing(self.journal.open(create=create)):
+        with contextlib.closing(self.journal.open(create=create, is_begun=self._has_content())):
             yield self
 
     def run(self, run: str) -> RunFolder:
@@ -255,15 +252,22 @@ class StateFolder:
         folders = [RunFolder(path) for path in (self.path / "runs").glob("*") if path.is_dir()]
         return sorted(folders, key=lambda folder: (folder.touched_ns(), folder.run))
 
-    def _refuse_fresh_start(self) -> None:
-        """A lost journal beside blobs is damage: starting at round 0 again would pass for normal work."""
-        if self.journal.path.exists():
-            return
-        if any(self.blobs.folder.glob("*")) or any((self.path / "runs").glob("*")):
+    def _has_content(self) -> bool:
+        """Whether there is something that a journal has to tell of: an empty one would be damage, not a beginning.
+
+        Starting at round 0 again beside blobs would pass for normal work.
+
+        Raises:
+            StateError: there is, and no journal.
+        """
+        if not any(self.blobs.folder.glob("*")) and not any((self.path / "runs").glob("*")):
+            return False
+        if not self.journal.path.exists():
             raise StateError(
                 f"{self.path}: there are blobs or runs but no journal.db; put it back from a backup, "
                 "or choose a new state folder (a fresh start is never made silently)"
             )
+        return True
 
 
 def sweep(folder: Path, older_than_s: float | None = None) -> None:

@@ -31,7 +31,10 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
             runs.append({**_run(record, ahead), **own_figures(folder.journal, run)})
             ahead = ahead if record.is_over else run
     said = read_status(path)
-    found = {"serving": is_serving(path), "state": str(path), "runs": runs, **said}
+    serving = is_serving(path)
+    if serving and (stalled := (said.get("run") or {}).get("stalled")):
+        runs = [one | _stalled(stalled) if one["id"] == said["run"]["id"] else one for one in runs]
+    found = {"serving": serving, "state": str(path), "runs": runs, **said}
     if as_json:
         print_json(found)
     else:
@@ -47,6 +50,11 @@ def _run(record: RunRecord, ahead: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _stalled(stalled: dict[str, Any]) -> dict[str, Any]:
+    """What a run that is held up by its files shows instead of what the journal knows."""
+    return {"status": "stalled", "reason": stalled.get("reason")}
+
+
 def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
     age = ""
     if "at" in found:
@@ -58,6 +66,8 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
         whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
+    if found["serving"] and (trouble := found.get("storage")):
+        yield f"storage: {trouble}"
     yield from _refused(found)
     yield ""
     yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"

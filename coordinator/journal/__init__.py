@@ -73,8 +73,10 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, *, create: bool = True) -> Journal:
+    def open(self, *, create: bool = True, is_begun: bool = False) -> Journal:
         """This journal, ready; an empty one is made where there is no file and ``create`` allows it.
+
+        ``is_begun``: there must be entries already, so that an empty file is a damaged one.
 
         Raises:
             StateError: the file is damaged, of a newer version, or missing without ``create``.
@@ -84,7 +86,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._engine = _engine(self.path)
         try:
-            self._check_or_make_schema()
+            self._check_or_make_schema(is_begun=is_begun)
         except BaseException:
             self.close()
             raise
@@ -216,10 +218,12 @@ class Journal:
         connection.exec_driver_sql(str(_INSERT), tuple(row[name] for name in _INSERT.positiontup or ()))
         return Entry(**{**row, "body": json.loads(row["body"])})
 
-    def _check_or_make_schema(self) -> None:
+    def _check_or_make_schema(self, *, is_begun: bool) -> None:
         with self._transaction(writes=True) as connection:
             version = connection.execute(sa.text("PRAGMA user_version")).scalar_one()
             if version == 0 and not sa.inspect(connection).get_table_names():
+                if is_begun:
+                    raise StateError(f"{self.path}: the journal is empty, all of its entries are lost. {WHAT_TO_DO}")
                 _METADATA.create_all(connection)
                 connection.execute(sa.text(f"PRAGMA user_version = {SCHEMA}"))
             elif version != SCHEMA:
@@ -236,7 +240,11 @@ class Journal:
             raise self._broken(expected_id, f"it is missing, the next one is {row.id}")
         if row.previous_hash != previous:
             raise self._broken(row.id, "it does not follow from the entry before it")
-        if row.hash != hash_of(row._asdict()):
+        try:
+            found = hash_of(row._asdict())
+        except (TypeError, ValueError):  # a flipped bit has made bytes of what was text
+            found = ""
+        if row.hash != found:
             raise self._broken(row.id, "its content is not what was written")
         return str(row.hash)
 

@@ -17,14 +17,39 @@ from edge_agent.wire.transport import Message
 
 from ..collect import reason_of
 from ..fleet import Fleet
+from ..running import Runs
 from ..service import Coordinator
 from .clients import GO_ON
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+class StrictRuns(Runs):
+    """Runs that end nothing: the same step is tried again by whoever goes on with the run."""
+
+    def fail(self, run: str, error: BaseException) -> None:
+        """Nothing is noted in the journal.
+
+        Raises:
+            RunFailed: the run cannot go on.
+        """
+        if isinstance(error, RunFailed):
+            raise error
+        raise RunFailed(f"{run} cannot go on: {reason_of(error)}") from error
+
+    def stall(self, run: str, error: BaseException) -> None:  # noqa: ARG002 - one run is all there is
+        """Files cannot be read or written: whoever runs the simulation is told."""
+        raise error
+
+    def trouble(self, error: StateError | OSError) -> None:
+        """As `stall`."""
+        raise error
+
+
 class StrictCoordinator(Coordinator):
     """A coordinator that raises what others would count, log, or end a run for."""
+
+    make_runs = StrictRuns
 
     def _on_message(self, event: Message) -> None:
         agent, kind = self.topics.sender(event.topic)
@@ -32,12 +57,6 @@ class StrictCoordinator(Coordinator):
 
     def _fleet(self) -> Fleet:
         return replace(super()._fleet(), leaves_out=False)
-
-    def _fail(self, run: str, error: BaseException) -> None:
-        """Nothing is noted in the journal: the same step is tried again by whoever goes on with the run."""
-        if isinstance(error, RunFailed | StateError | OSError):
-            raise error
-        raise RunFailed(f"{run} cannot go on: {reason_of(error)}") from error
 
 
 @contextlib.contextmanager

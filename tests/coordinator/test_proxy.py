@@ -251,7 +251,7 @@ def test_what_is_asked_for_a_run_that_ends_is_dropped_and_hinders_no_other(tmp_p
             fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
             fed.wait(1)
         else:
-            fed.coordinator._fail(fed.run, RunFailed("no"))
+            fed.coordinator.runs.fail(fed.run, RunFailed("no"))
         assert fed.record.status == ends
         assert (fed.waiting(), fed.desk.dropped) == ([], [1])
         over = fed.state.journal.last_id()

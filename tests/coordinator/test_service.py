@@ -101,28 +101,6 @@ def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
         assert agent.deliver(fed.final).accepted
 
 
-def test_a_full_disk_at_the_checkpoint_fails_the_run_with_the_reason(tmp_path, monkeypatch):
-    from coordinator import store
-
-    real = store.write_atomic
-
-    def full(path, *data, **options):
-        if path.parent.name == "blobs":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, *data, **options)
-
-    with Federation(tmp_path) as fed:
-        monkeypatch.setattr(store, "write_atomic", full)
-        fed.request(rounds=1)
-        fed.finish()
-        assert fed.record.status == "failed"
-        assert "No space left" in fed.record.outcome["reason"]
-        monkeypatch.setattr(store, "write_atomic", real)
-        fed.request(rounds=1)
-        fed.finish()
-        assert fed.record.status == "finished"
-
-
 def test_a_status_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
     from coordinator import saying
 

@@ -242,3 +242,33 @@ def test_the_run_written_to_last_is_the_last(tmp_path):
         for path in (folder.metrics_path, folder.folder):
             os.utime(path, (second, second))
     assert [folder.run for folder in state.runs()] == ["run-0001", "run-0002"]
+
+
+@pytest.mark.parametrize("content", ["nothing", "no tables"])
+@pytest.mark.parametrize("beside", ["blobs", "runs"])
+def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_path, content, beside):
+    """Cut to 0 bytes, or copied without its write-ahead log, which holds everything while a coordinator runs."""
+    import sqlite3
+
+    with StateFolder(tmp_path).open("me") as state:
+        if beside == "blobs":
+            state.blobs.put(b"abc")
+        else:
+            state.run("run-0001").append_metrics({"round": 1})
+        state.journal.request_run({"seed": 1})
+    for path in tmp_path.glob("journal.db*"):
+        path.unlink()
+    (tmp_path / "journal.db").touch()
+    if content == "no tables":
+        connection = sqlite3.connect(tmp_path / "journal.db")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.close()
+    for use in (lambda: StateFolder(tmp_path).open("me"), lambda: StateFolder(tmp_path).look(create=True)):
+        with pytest.raises(StateError, match="the journal is empty, all of its entries are lost"), use():
+            pass
+
+
+def test_an_empty_journal_in_an_empty_folder_is_a_beginning(tmp_path):
+    (tmp_path / "journal.db").touch()
+    with StateFolder(tmp_path).open("me") as state:
+        assert state.journal.request_run({}) == "run-0001"
