@@ -1,4 +1,4 @@
-"""Single pieces of a device's work, each in a child process that never sees torch: an encoder, a session, a head.
+"""Single pieces of a device's work, each in a child process that never sees torch: an encoder, a head.
 
 The child prints what it timed and then waits, so that its parent can read from the kernel what it takes.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,19 +16,12 @@ from typing import Any
 import numpy as np
 
 RUNS = 30
-SESSION_ENTRIES = {
-    "session.load_model_format": "ORT",
-    "session.use_memory_mapped_ort_model": "1",
-    "session.use_ort_model_bytes_directly": "1",
-    "session.use_ort_model_bytes_for_initializers": "1",
-}
 
 
 def main() -> None:
     """Measure one piece, print a JSON object, and stay until standard input ends."""
     pieces: dict[str, Callable[..., dict[str, float]]] = {
         "encoder": encoder,
-        "session": session,
         "fit": fit,
         "scikit-learn": scikit_learn,
     }
@@ -51,7 +43,9 @@ def least_seconds(work: Callable[[], Any], runs: int = RUNS, clock: Callable[[],
 
 
 def encoder(folder: str, precision: str) -> dict[str, float]:
-    """Seconds to load a bundle's encoder as the agent does, and of one input."""
+    """Seconds to load a bundle's encoder as the agent does, and of one input; all code of an agent is loaded."""
+    importlib.import_module("edge_agent.agent.running")
+    importlib.import_module("edge_agent.agent.install")
     from edge_agent import bundle as bundles
     from edge_agent.encoder import Encoder
 
@@ -60,20 +54,6 @@ def encoder(folder: str, precision: str) -> dict[str, float]:
     load_s = time.perf_counter() - begin
     image = _image(opened.input_shape)
     return {"load_s": load_s, "seconds": least_seconds(lambda: opened.features(image))}
-
-
-def session(file: str, height: str) -> dict[str, float]:
-    """Seconds of one input with numpy and ONNX Runtime alone, on an .ort file that the agent has made."""
-    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-    # By name: our own door to it brings the agent's modules along, which are not to be measured here.
-    onnxruntime = importlib.import_module("onnxruntime")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    for name, value in SESSION_ENTRIES.items():
-        options.add_session_config_entry(name, value)
-    running = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    inputs = {running.get_inputs()[0].name: _image((3, int(height), int(height)))}
-    return {"seconds": least_seconds(lambda: running.run(None, inputs))}
 
 
 def fit(name: str, file: str, test: str) -> dict[str, float]:
@@ -123,7 +103,8 @@ def _peak_mb() -> float:
 
 
 def _image(shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((1, *shape), np.float32)
+    # numpy.random would be 3 MB that an agent does without.
+    return np.linspace(-2, 2, int(np.prod(shape)), dtype=np.float32).reshape(1, *shape)
 
 
 if __name__ == "__main__":

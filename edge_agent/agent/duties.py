@@ -66,7 +66,7 @@ class Duties:
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         self._remove_ended(job.run)
         session, files = self._session_for(job), self.kept_files(job.run)
-        from ..training.allocation import keep_freed_memory
+        from ..allocation import keep_freed_memory
         from ..training.session import Kept
 
         keep_freed_memory()
@@ -92,7 +92,7 @@ class Duties:
     def rest(self) -> None:
         """Nothing is trained until the next job: its memory goes back to the system."""
         if "torch" in sys.modules:
-            from ..training.allocation import give_freed_memory_back
+            from ..allocation import give_freed_memory_back
 
             give_freed_memory_back()
 

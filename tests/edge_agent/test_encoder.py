@@ -163,3 +163,32 @@ def test_resident_memory_after_running_stays_small(installed):
         pytest.skip("no /proc on this system")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 90 * 1024
+
+
+HELD = """
+import sys
+from pathlib import Path
+import numpy as np
+from edge_agent import bundle as bundles
+from edge_agent.encoder import Encoder
+
+def own_bytes():
+    fields = Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()
+    return int(fields[0]) * 1024
+
+encoder = Encoder.open(bundles.install(Path(sys.argv[1]), Path(sys.argv[2])), "fp32")
+encoder.features(np.ones((1, 3, 8, 8), np.float32))
+before = own_bytes()
+for _ in range(3):
+    encoder.features(np.ones((32, 3, 8, 8), np.float32))
+print(own_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_what_a_run_needs_goes_back_to_the_system_when_it_is_over(make_bundle, tmp_path):
+    """Features of 32 inputs are 5 MB in each layer: an arena keeps 10 MB; the answer itself is freed by its owner."""
+    made = make_bundle(dim=40_000)
+    command = [sys.executable, "-c", HELD, str(made.path), str(tmp_path / "bundles")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 7_000_000

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 FLOORS = [
-    ("L0", r"edge_agent|edge_agent\.(errors|config|task|registry|store|capabilities|(bundle|wire)(\..+)?)"),
+    ("L0", r"edge_agent|edge_agent\.(allocation|errors|config|task|registry|store|capabilities|(bundle|wire)(\..+)?)"),
     ("L0", r"edge_agent\.methods(\.base)?"),
     ("L3", r"edge_agent\.(training|models)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|self_test|(heads|data)(\..+)?)"),

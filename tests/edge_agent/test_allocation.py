@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from edge_agent.training import allocation
+from edge_agent import allocation
 
 WORK = """
 import resource
 import numpy as np
-from edge_agent.training.allocation import give_freed_memory_back, keep_freed_memory
+from edge_agent.allocation import give_freed_memory_back, keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:

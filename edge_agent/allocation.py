@@ -1,4 +1,4 @@
-"""Memory that training has freed stays with the process while it trains: the next step needs as much again.
+"""What happens to memory that was freed: training keeps it for the next step, and a device gives it back when idle.
 
 glibc returns big blocks to the system as they are freed and asks for them again at the next step, and the system
 zeroes each page anew: a tenth to a fifth of the CPU time of a small network's step (measured). Other allocators are
@@ -28,7 +28,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Return what is kept to the system, where it can be: training is over for now."""
+    """Return what was freed and is kept to the system, where it can be: the work is over for now."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
