@@ -20,7 +20,7 @@ from edge_agent.store import sync_folder
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Frame, Incoming, chunk_count
 from edge_agent.wire.flow import WINDOW_BYTES, Receiving
-from edge_agent.wire.messages import MAX_CREDITS, Ack, Control, Grant, Receipt, UpdateManifest
+from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Receipt, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from .journal import Accepted, Journal
@@ -35,7 +35,7 @@ GRANT_APART_S = 1.0
 MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
 """Smaller chunks than this are taken up to this number of them: else a peer could make us keep lists of millions."""
 
-Send = Callable[[str, Control], None]
+Send = Callable[[str, Command], None]
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Collector:
             self._refuse(agent, message, str(refusal))
             return
         if already:
-            self._send(agent, Receipt(digest=message.blob.digest, accepted=True))
+            self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
         else:
             self._grant(agent, message)
 
@@ -270,12 +270,12 @@ class Collector:
             return
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.incoming.chunks.missing()
-        self._send(agent, Grant(digest=message.blob.digest, credits=credit, missing=missing))
+        self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        receiving = upload.receiving
-        ack = Ack(digest=upload.manifest.blob.digest, received=receiving.seen, missing=receiving.gaps())
-        self._send(agent, ack)
+        receiving, manifest = upload.receiving, upload.manifest
+        missing = receiving.gaps()
+        self._send(agent, Ack(run=manifest.run, digest=manifest.blob.digest, received=receiving.seen, missing=missing))
 
     def _judge(self, agent: str, upload: _Upload) -> None:
         message, collection = upload.manifest, self.open_round
@@ -322,7 +322,7 @@ class Collector:
             "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
         )
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
-        self._send(agent, Receipt(digest=digest, accepted=True))
+        self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
     def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
         times = self.refused.note(f"{agent}: {reason}")
@@ -333,7 +333,8 @@ class Collector:
             self._note_late(agent, message, reason)
         elif agent in collection.outstanding:
             self._note_refusal(collection, agent, reason)
-        self._send(agent, Receipt(digest=message.blob.digest, accepted=False, reason=reason[:1000]))
+        digest = message.blob.digest
+        self._send(agent, Receipt(run=message.run, digest=digest, accepted=False, reason=reason[:1000]))
 
     def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Count an update of a round that is over: once, and only of those who were asked in it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_agent.errors import DuplicateId
-from edge_agent.wire.messages import Control, Hello, Refused, Who
+from edge_agent.wire.messages import Command, Hello, Refused, Who
 
 from .journal import utc_now
 from .roster import Member, Roster
@@ -37,7 +37,7 @@ class _Claim:
 class Doubles:
     """Who may have an id. Ask `admits` for every hello."""
 
-    def __init__(self, roster: Roster, send: Callable[[str, Control], None], clock: Callable[[], float]) -> None:
+    def __init__(self, roster: Roster, send: Callable[[str, Command], None], clock: Callable[[], float]) -> None:
         self._roster, self._send, self._clock = roster, send, clock
         self._claims: dict[str, _Claim] = {}
         self._refused: dict[str, str] = {}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from edge_agent.wire.messages import Control
+from edge_agent.wire.messages import Command
 from edge_agent.wire.transport import Transport
 
 from .collect import Collector
@@ -39,7 +39,7 @@ class Fleet:
     roster: Roster
     distributor: Distributor
     collector: Collector
-    send: Callable[[str, Control], None]
+    send: Callable[[str, Command], None]
     transport: Transport
     clock: Callable[[], float] = time.monotonic
     stopwatch: Callable[[], float] = time.monotonic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Control, Install, Who
+from edge_agent.wire.messages import Command, Install, Who
 
 from .distribute import Distributor
 from .journal import Entry, Journal
@@ -20,7 +20,7 @@ def release_number(journal: Journal) -> int:
 class Releases:
     """Offers the release to agents that lack it."""
 
-    def __init__(self, state: StateFolder, distributor: Distributor, send: Callable[[str, Control], None]) -> None:
+    def __init__(self, state: StateFolder, distributor: Distributor, send: Callable[[str, Command], None]) -> None:
         self._state, self._distributor, self._send = state, distributor, send
 
     def current(self) -> Entry | None:

@@ -46,6 +46,9 @@ class Member:
     condition: ConditionName = "ok"
     stalled_at: float = 0.0
 
+    connection: int = 0
+    """Number of its connection to the broker; the last will of an earlier one says nothing of it."""
+
     @property
     def is_present(self) -> bool:
         """Whether it counts as there."""
@@ -72,6 +75,7 @@ class Roster:
             message.samples,
             message.bundle_id,
             dict(message.facts),
+            connection=message.connection,
         )
         before = self._members.get(agent)
         if before is not None:

@@ -100,7 +100,9 @@ def status_of(c: Coordinator) -> dict[str, Any]:
     return {
         "federation": c.config.federation,
         "broker": c.broker_url,
+        "federation_id": c.federation_id,
         "epoch": c.epoch,
+        "other_coordinator": c.peers.note or None,
         "at": utc_now().isoformat(timespec="milliseconds"),
         "run": run,
         "waiting": {

@@ -6,7 +6,6 @@ in a worker thread so that agents are heard meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -15,13 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent import __version__
-from edge_agent.errors import HeadwaterError, MessageError, ProtocolMismatch, StateError
+from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
 from edge_agent.methods import Method
-from edge_agent.task import Task
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.envelope import SPOKEN
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import Connected, Disconnected, Message, Transport
+from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 from edge_agent.work import InlineWorker, Worker
 
 from .aside import Aside
@@ -32,7 +30,10 @@ from .doubles import Doubles
 from .encoders import Encoders
 from .finish import Finisher
 from .fleet import Fleet, Waiting
-from .journal import utc_now
+from .identity import RunIds, begin
+from .inbox import Inbox
+from .orders import Orders
+from .peers import PROBE_S, Peers
 from .refusals import Refusals
 from .releases import Releases
 from .request import Request
@@ -68,40 +69,62 @@ class Coordinator:
         aside: Aside | None = None,
         boot: str | None = None,
         broker_url: str = "",
+        probe_s: float = PROBE_S,
+        run_ids: RunIds | None = None,
     ) -> None:
+        """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
+
+        ``run_ids``: what runs are called in messages; by default by ids that no other state folder has.
+        """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
         self.worker, self.aside = worker or InlineWorker(), aside or Aside()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
+        self._boot = boot or secrets.token_hex(8)
+        self.orders = Orders(self.topics, self._publish, run_ids or RunIds(state.journal), self._boot)
+        self.peers = Peers(config.federation, self._boot, self.orders.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.doubles = Doubles(self.roster, self.send, clock)
-        self.distributor = Distributor(self.topics, self._publish_chunk, clock)
+        self.distributor = Distributor(self.topics, self._publish, clock)
         self.storage = Storage(clock)
         is_stalled = lambda: self.storage.stall is not None  # noqa: E731 - one line says it
         self.collector = Collector(state.blobs, state.journal, self.send, clock, is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
         self.refused = Refusals(clock)
         self.releases = Releases(state, self.distributor, self.send)
-        self.epoch = 0
+        self.inbox = Inbox(
+            self.roster,
+            self.doubles,
+            self.orders,
+            self.distributor,
+            self.collector,
+            self.releases,
+            task=config.task,
+            loop=lambda: self.loop,
+            is_alone=self.peers.is_alone,
+        )
         self._voice = Voice(state.path / "status.json", self.stopwatch)
-        self._boot, self._seq = boot or secrets.token_hex(8), 0
         self._chunks = self._finished_uploads = 0
         self._away: Waiting | None = None
 
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Note the start, listen, and announce ourselves once connected."""
-        self.state.journal.append("coordinator_started", body={"version": __version__, "boot": self._boot})
-        self.epoch = len(self.state.journal.entries(kinds=("coordinator_started",)))
+        """Note the start and listen; serving begins when no other coordinator is there."""
+        self.orders.federation, self.orders.epoch = begin(self.state.journal, version=__version__, boot=self._boot)
+        self.peers.start(self.federation_id, self.epoch)
         self.aside.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until told to stop."""
+        """`step` until told to stop.
+
+        Raises:
+            DuplicateCoordinator: another coordinator serves the federation.
+        """
         while not stop.is_set():
             self.step(self.idle_s())
 
@@ -118,16 +141,27 @@ class Coordinator:
         self._voice.catch_up(self.status, pause_s)
 
     def step(self, timeout_s: float) -> bool:
-        """Handle at most one event and whatever is due; True when there was an event."""
+        """Handle at most one event and whatever is due; True when there was an event.
+
+        Raises:
+            DuplicateCoordinator: another coordinator serves the federation, and this one may not.
+        """
         event = self.transport.receive(timeout_s)
-        if isinstance(event, Message):
-            self._on_message(event)
+        if isinstance(event, Message) and event.topic == self.topics.coordinators:
+            self._on_coordinator(event)
+        elif isinstance(event, Message):
+            if self.is_serving:  # agents say it again
+                self._on_message(event)
             if self._is_mid_upload(event):
                 return True
         elif isinstance(event, Connected):
             self._away = None
             self.roster.connected()
-            self._announce()
+            log.info("connected federation=%s id=%s epoch=%d", self.config.federation, self.federation_id, self.epoch)
+            if self.is_serving:
+                self.orders.announce()
+        elif isinstance(event, Subscribed):
+            self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
             self._away = self._without_broker(event.reason)
             self.roster.disconnected()
@@ -158,14 +192,29 @@ class Coordinator:
         return self.runs.waiting
 
     @property
+    def federation_id(self) -> str:
+        """Of the state folder; empty before the start."""
+        return self.orders.federation
+
+    @property
+    def epoch(self) -> int:
+        """How often a coordinator has started on the state folder; 0 before the start."""
+        return self.orders.epoch
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is known that no other coordinator serves; before that, nothing is said to agents."""
+        return self.peers.is_serving
+
+    @property
     def is_without_broker(self) -> bool:
         """Whether the broker was not to be reached when it was last tried."""
         return self._away is not None
 
     @property
     def waits(self) -> Waiting:
-        """What is waited for now: the broker where it is away, else what the run needs, else a run."""
-        return self._away or self.waiting
+        """What is waited for now: the broker, another coordinator's answer, what the run needs, or a run."""
+        return self._away or (self.waiting if self.is_serving else self.peers.waiting())
 
     def _without_broker(self, reason: str) -> Waiting:
         what = f"the broker at {self.broker_url} cannot be reached ({reason}); trying again until it can"
@@ -174,6 +223,8 @@ class Coordinator:
     def idle_s(self) -> float:
         """How long `step` may wait for an event before something else is due."""
         due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
+        if not self.is_serving and (until := self.peers.waiting().until) is not None:
+            due.append(until - self.clock())
         pump = self.distributor.pump()
         if pump is not None:
             due.append(pump)
@@ -181,16 +232,19 @@ class Coordinator:
             due.append(self.waiting.until - self.clock())
         return max(0.0, min(due))
 
-    def send(self, agent: str, message: wire.Control) -> None:
-        """One control message to one agent."""
-        self._seq += 1
-        stamped = message.model_copy(update={"boot": self._boot, "seq": self._seq})
-        self.transport.publish(self.topics.down(agent), wire.encode(stamped))
+    def send(self, agent: str, message: wire.Command) -> None:
+        """One control message to one agent; a run in it is named as the journal names it."""
+        self.orders.send(agent, message)
 
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Timers, then the run under way as far as it can go."""
+        if self.peers.tick():
+            self.orders.announce()
+        if not self.is_serving:
+            self._voice.say(self.waits, self.status)
+            return
         for agent in self.roster.expire():
             log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
             self.distributor.forget(agent)
@@ -205,7 +259,7 @@ class Coordinator:
             run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders), aside=self.aside
         )
         for agent in self.roster.present("head"):
-            self._tell_task(agent, request.task)
+            self.inbox.tell_task(agent, request.task)
         return loop
 
     def _fleet(self) -> Fleet:
@@ -232,7 +286,7 @@ class Coordinator:
             self._ignore("topic", error)
             return
         try:
-            self._on_words(agent, kind, event.payload)
+            self.inbox.take(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
             self.send(agent, wire.Refused(error=type(error).__name__, message=_for_peer(error)))
@@ -243,104 +297,21 @@ class Coordinator:
                 log.exception("message_broke from=%s", agent)
             self._ignore(agent, error)
 
-    def _on_words(self, agent: str, kind: str, payload: bytes) -> None:
-        if kind == "ub":
-            self.collector.chunk(agent, decode_frame(payload))
-        elif kind == "s":
-            self._on_presence(agent, payload)
-        else:
-            self._on_control(agent, wire.parse_from_agent(payload))
-
-    def _on_presence(self, agent: str, payload: bytes) -> None:
-        member = self.roster.get(agent)
-        state, _, boot = payload.decode("ascii", "replace").partition(" ")
-        if state == "offline" and member is not None and boot == member.boot:
-            log.info("agent_offline agent=%s", agent)
-            self._lose(agent)
-
-    def _on_control(self, agent: str, message: wire.Control) -> None:
-        if isinstance(message, wire.Hello):
-            self._on_hello(agent, message)
-            return
-        if self.doubles.is_claiming(agent, message.boot):
-            return
-        is_known = self.roster.heard(agent, message.boot)
-        if not is_known and not isinstance(message, wire.Bye):
-            self.send(agent, wire.Who())
-        if isinstance(message, wire.Bye):
-            if is_known:  # else it is of another start of that id
-                self._lose(agent)
-        elif isinstance(message, wire.UpdateManifest):
-            self.collector.manifest(agent, message)
-        elif isinstance(message, wire.Have | wire.Want | wire.Progress):
-            self._on_download(agent, message)
-        else:
-            self._on_run_message(agent, message)
-
-    def _on_download(self, agent: str, message: wire.Have | wire.Want | wire.Progress) -> None:
-        if isinstance(message, wire.Have):
-            self.distributor.have(agent, message.digest)
-        elif isinstance(message, wire.Progress):
-            self.distributor.progress(agent, message.digest, message.seen)
-        elif not self.distributor.want(agent, message.digest, message.ranges):
-            self.releases.offer_again(agent, message.digest)
-
-    def _on_run_message(self, agent: str, message: wire.Control) -> None:
-        loop = self.loop
-        if isinstance(message, wire.Fault):
-            self.roster.failed(agent, message)
-            if loop is not None and loop.run == message.run:
-                loop.on_fault(agent, message)
-        elif isinstance(message, wire.Report):
-            self._on_report(agent, message)
-        elif isinstance(message, wire.Heartbeat):
-            if not self.roster.is_as(agent, message.condition):
-                self.send(agent, wire.Who())  # what it has to say was said to another start of ours
-            if loop is not None:
-                loop.on_heartbeat(agent, message)
-
-    def _on_report(self, agent: str, message: wire.Report) -> None:
-        """What an agent of the roster got. Anybody else's word comes again after their hello if it was asked for."""
-        if self.roster.reported(agent, message) and self.loop is not None and self.loop.run == message.run:
-            self.loop.answers.report(agent, message)
-
-    def _on_hello(self, agent: str, message: wire.Hello) -> None:
-        if not self.doubles.admits(agent, message):
-            return
-        before = self.roster.get(agent)
-        self.collector.greet(agent)
-        self.roster.hello(agent, message)
-        if before is None or before.boot != message.boot or not before.is_present:
-            self.distributor.forget(agent)
-            event = "agent_joined" if before is None else "agent_back"
-            log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
-        now = utc_now().isoformat(timespec="seconds")
-        welcome = wire.Welcome(epoch=self.epoch, software=__version__, lease_s=self.roster.lease_s, time=now)
-        self.send(agent, welcome)
-        if self.loop is not None:
-            self.loop.invite(agent)
-        if message.tier == "head":
-            self._tell_task(agent, self.config.task if self.loop is None else self.loop.request.task)
-            self.releases.offer(agent, message.bundle_id)
-
-    def _tell_task(self, agent: str, task: Task) -> None:
-        """Let an agent that would see the task only with a bundle look at its data and head now."""
-        with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
-            self.send(agent, wire.TaskNotice(task=task))
-
-    def _lose(self, agent: str) -> None:
-        self.roster.gone(agent)
-        self.distributor.forget(agent)
+    def _on_coordinator(self, event: Message) -> None:
+        """Another coordinator of this federation, or our own message."""
+        try:
+            if event.retained:
+                raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+            self.peers.heard(wire.parse_between_coordinators(event.payload))
+        except DuplicateCoordinator:
+            raise
+        except HeadwaterError as error:
+            self._ignore("coordinators", error)
 
     # --- saying ----------------------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        log.info("connected federation=%s epoch=%d", self.config.federation, self.epoch)
-        message = wire.Announce(epoch=self.epoch, software=__version__, boot=self._boot)
-        self.transport.publish(self.topics.announce, wire.encode(message))
-
-    def _publish_chunk(self, topic: str, frame: bytes) -> None:
-        self.transport.publish(topic, frame)
+    def _publish(self, topic: str, payload: bytes) -> None:
+        self.transport.publish(topic, payload)
 
     def _ignore(self, who: str, error: Exception) -> None:
         """Count a message that was not believed, and say so now and then."""
@@ -355,4 +326,4 @@ class Coordinator:
 
 def _for_peer(error: ProtocolMismatch) -> str:
     """The mismatch as the other side should read it: what this side speaks, and who upgrades."""
-    return f"coordinator {__version__} speaks protocol {wire.OLDEST_PROTOCOL}..{wire.PROTOCOL}: {error}"
+    return f"coordinator {__version__} {SPOKEN}: {error}"

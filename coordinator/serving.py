@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +23,14 @@ from .hosted import Hosts, Joined
 from .hosted.checking import overlaps
 from .hosted.desk import Desk
 from .hosted.own import OwnWork
+from .peers import PROBE_S
 from .service import Coordinator
 from .store import StateFolder
 
 log = logging.getLogger(__name__)
+
+START_LIMIT_S = 10.0
+"""How long a start waits to know whether it may serve before it goes on to say what it waits for."""
 
 DEFAULT_CONFIG = Path("coordinator.toml")
 
@@ -36,6 +41,7 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
 
     Raises:
         StateError: another process works in the state folder, or it is damaged.
+        DuplicateCoordinator: another coordinator serves the federation.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """
     with contextlib.ExitStack() as stack:
@@ -44,12 +50,27 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
         worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
         own = OwnWork(config.proxy, Desk(state.path / "hosted" / "computing.log"), ThreadWorker(mqtt.wake))
-        service = Coordinator(config, state, transport, worker=worker, aside=own, broker_url=broker.url)
+        probe_s = 0.0 if config.broker is None else PROBE_S  # nobody serves at a broker that has just been started
+        service = Coordinator(
+            config, state, transport, worker=worker, aside=own, broker_url=broker.url, probe_s=probe_s
+        )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)
         stack.callback(service.close)
         service.start()
+        _wait_to_serve(service)
         yield service
+
+
+def _wait_to_serve(service: Coordinator) -> None:
+    """Until nobody else is known to serve the federation; a broker that is away is waited for by whoever serves.
+
+    Raises:
+        DuplicateCoordinator: another coordinator serves it.
+    """
+    until = time.monotonic() + START_LIMIT_S
+    while not service.is_serving and not service.is_without_broker and time.monotonic() < until:
+        service.step(service.idle_s())
 
 
 def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:

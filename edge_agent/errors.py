@@ -6,7 +6,8 @@ HeadwaterError                  exit 1   something failed
 │   ├── UnknownName             exit 2   no such method, head, encoder or data source (nearest name suggested)
 │   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
 │   ├── WeightsError            exit 2   a file of weights is missing, unreadable, or of another network
-│   └── DuplicateId             exit 2   another agent with the same id is alive
+│   ├── DuplicateId             exit 2   another agent with the same id is alive
+│   └── DuplicateCoordinator    exit 2   another coordinator serves the same federation
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used
 │   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
@@ -79,6 +80,10 @@ class WeightsError(UsageError):
 
 class DuplicateId(UsageError):
     """Another agent with the same id is alive; one of the two needs another."""
+
+
+class DuplicateCoordinator(UsageError):
+    """Another coordinator serves the federation; one of the two stops."""
 
 
 class ProtocolMismatch(HeadwaterError):

@@ -54,7 +54,10 @@ def federate(folder: Path) -> dict[str, Any]:
     request = Request(method="fedper", params=params, rounds=ROUNDS, seed=0, task=TASK)
     with StateFolder(config.state).open("example") as state:
         run = state.journal.request_run(request.body())
-        parts = [Coordinator(config, state, broker.transport()), *(agent(broker, folder, n) for n in range(2))]
+        parts = [
+            Coordinator(config, state, broker.transport(), probe_s=0),
+            *(agent(broker, folder, n) for n in range(2)),
+        ]
         for part in parts:
             part.start()
         while state.journal.unfinished():

@@ -121,7 +121,9 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
         with module(name, ["run", "--config", path], folder, module="edge_agent", environment=compiled) as agent:
             _hear(host, agent, wire.Hello)
             ready = usage(agent.process.pid)
-            welcome = wire.Welcome(epoch=1, software=__version__, lease_s=LIMIT_S, boot="bench", seq=1)
+            welcome = wire.Welcome(
+                software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=wire.new_id(), epoch=1
+            )
             host.publish(Topics(FEDERATION).down(name), wire.encode(welcome))
             status = folder / name / "status.json"
             wait_for(lambda: _is_welcomed(status), [agent], what="the agent to be welcomed", limit_s=LIMIT_S)

@@ -45,7 +45,7 @@ class Hub:
         self.holders: set[str] = set()
         self.manifests: dict[str, wire.UpdateManifest] = {}
         self.reports: set[str] = set()
-        self._seq = 0
+        self._seq, self._federation = 0, wire.new_id()
 
     def start(self, count: int) -> None:
         """Listen until so many agents have said hello."""
@@ -104,15 +104,17 @@ class Hub:
             if isinstance(event, Message):
                 self._on_message(event)
             elif isinstance(event, Connected):
-                announce = wire.Announce(epoch=1, software="bench", boot="hub")
-                self.transport.publish(self.topics.announce, wire.encode(announce))
+                self.transport.publish(self.topics.announce, self._stamped(wire.Announce(software="bench")))
             self.collector.tick()
 
     def send(self, agent: str, message: wire.Control) -> None:
         """One control message to one agent."""
+        self.transport.publish(self.topics.down(agent), self._stamped(message))
+
+    def _stamped(self, message: wire.Control) -> bytes:
         self._seq += 1
-        stamped = message.model_copy(update={"boot": "hub", "seq": self._seq})
-        self.transport.publish(self.topics.down(agent), wire.encode(stamped))
+        stamp = {"boot": "hub", "seq": self._seq, "federation": self._federation, "epoch": 1}
+        return wire.encode(message.model_copy(update=stamp))
 
     def _ask(self, number: int, blob: Outgoing, purpose: str, params: dict[str, int]) -> None:
         task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"))
@@ -133,7 +135,7 @@ class Hub:
     def _on_control(self, agent: str, message: wire.Control) -> None:
         if isinstance(message, wire.Hello):
             self.agents.add(agent)
-            self.send(agent, wire.Welcome(epoch=1, software="bench", lease_s=LIMIT_S))
+            self.send(agent, wire.Welcome(software="bench", lease_s=LIMIT_S))
         elif isinstance(message, wire.Want):
             self.distributor.want(agent, message.digest, message.ranges)
         elif isinstance(message, wire.Progress):

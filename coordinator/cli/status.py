@@ -68,6 +68,8 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
         yield f"waits: {waiting['for']}{whom}{left}"
     if found["serving"] and (trouble := found.get("storage")):
         yield f"storage: {trouble}"
+    if found["serving"] and found.get("other_coordinator"):
+        yield f"another coordinator: {found['other_coordinator']}"
     yield from _refused(found)
     yield ""
     yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"

@@ -20,6 +20,7 @@ from sqlalchemy.dialects import sqlite
 
 from edge_agent.errors import StateError, UnknownName
 from edge_agent.store import is_synced
+from edge_agent.wire.messages import new_id
 
 from .entry import KINDS, WHAT_TO_DO, Entry, Kind, draft, hash_of
 from .replay import FINAL, Accepted, OpenRound, RunRecord, RunStatus, step
@@ -119,11 +120,14 @@ class Journal:
             return self._write(connection, row)
 
     def request_run(self, body: Mapping[str, Any]) -> str:
-        """The id of a run that has just been asked for; a coordinator on this folder will find it."""
+        """The name of a run that has just been asked for; a coordinator on this folder will find it.
+
+        The entry's ``id`` is the name and a random part: no other run has it, also none of another state folder.
+        """
         with self._transaction(writes=True) as connection:
             requested = sa.select(sa.func.count()).where(_ENTRIES.c.kind == "run_requested")
             run = f"run-{connection.execute(requested).scalar_one() + 1:04d}"
-            self._write(connection, draft("run_requested", run=run, body=dict(body)))
+            self._write(connection, draft("run_requested", run=run, body={**body, "id": f"{run}-{new_id()}"}))
             return run
 
     def entries(

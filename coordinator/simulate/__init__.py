@@ -19,6 +19,7 @@ from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
 
+from ..identity import RunNames
 from ..saying import STATUS_EVERY_S
 from ..store import StateFolder
 from ..words import listed
@@ -54,7 +55,13 @@ class Simulation:
         self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
         self.clock, broker = StandingClock(), MemoryBroker()
         self.coordinator = StrictCoordinator(
-            prepared.config(state.path), state, broker.transport(), clock=self.clock, stopwatch=time.perf_counter
+            prepared.config(state.path),
+            state,
+            broker.transport(),
+            clock=self.clock,
+            stopwatch=time.perf_counter,
+            probe_s=0.0,
+            run_ids=RunNames(state.journal),
         )
         plan = prepared.plan
         self.crowd = Crowd(

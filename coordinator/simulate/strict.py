@@ -53,7 +53,7 @@ class StrictCoordinator(Coordinator):
 
     def _on_message(self, event: Message) -> None:
         agent, kind = self.topics.sender(event.topic)
-        self._on_words(agent, kind, event.payload)
+        self.inbox.take(agent, kind, event.payload)
 
     def _fleet(self) -> Fleet:
         return replace(super()._fleet(), leaves_out=False)

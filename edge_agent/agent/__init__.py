@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import secrets
 import threading
 import time
@@ -21,32 +22,33 @@ from ..task import Task
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
 from ..wire.chunks import decode_frame
+from ..wire.envelope import SPOKEN
 from ..wire.topics import Topics
-from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will
+from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..work import InlineWorker, Worker
 from .condition import Condition, disk_error
 from .disk import Disk
 from .downloads import Downloads
 from .duties import Duties
 from .jobs import Jobs
+from .membership import Membership
+from .mismatch import FINAL_S, Mismatch
+from .silence import HELLO_AGAIN_S, Silence
+from .status import status_of
 from .uploads import Uploads
 
 __all__ = ["Agent", "will_of"]
 
 log = logging.getLogger(__name__)
 
-HELLO_AGAIN_S = 2.0
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
-ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
-"""Time without an answer to hello after which the agent says so, and after which it says so again."""
-_FINAL = {error.__name__: error for error in (ProtocolMismatch, DuplicateId)}
-"""Refusals that no later try can change."""
 
 
-def will_of(config: AgentConfig, boot: str) -> Will:
-    """What the broker says of this agent when it vanishes."""
-    return Will(Topics(config.federation).presence(config.id), f"offline {boot}".encode())
+def will_of(config: AgentConfig, boot: str) -> WillOf:
+    """What the broker says of this agent when a connection of it breaks; it names the connection, not the agent."""
+    topic = Topics(config.federation).presence(config.id)
+    return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
 
 
 class Agent:
@@ -61,7 +63,9 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         worker: Worker | None = None,
         boot: str | None = None,
+        rng: random.Random | None = None,
     ) -> None:
+        """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol."""
         self.config, self.transport, self.duties, self.clock = config, transport, duties, clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
@@ -73,14 +77,13 @@ class Agent:
         self.condition = Condition()
         self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
         self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
-        self.epoch = -1
+        self.membership = Membership(config.state / "federation.json", clock)
         self.welcomed = False
         self.refused: HeadwaterError | None = None
-        self._seq = 0
+        self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
+        self._seq = self._connection = 0
         self._beat_at = self._hello_at = float("-inf")
-        self._alone_since: float | None = None
-        self._alone_said_at = 0.0
-        self._away = ""
+        self._silence = Silence(self._mismatch, clock)
         self._told_condition = self.condition.name
         self._checked: Task | None = None
 
@@ -97,7 +100,7 @@ class Agent:
         """`step` until told to stop.
 
         Raises:
-            ProtocolMismatch: the coordinator speaks another protocol and says so.
+            ProtocolMismatch: the coordinator has spoken another protocol for minutes.
             DuplicateId: another agent with this id is alive.
         """
         while not stop.is_set():
@@ -108,7 +111,7 @@ class Agent:
         """Return quietly unless the coordinator will never take this agent.
 
         Raises:
-            ProtocolMismatch: the coordinator speaks another protocol.
+            ProtocolMismatch: the coordinator has spoken another protocol for minutes.
             DuplicateId: another agent with this id is alive.
         """
         if self.refused is not None:
@@ -128,12 +131,15 @@ class Agent:
             self._on_message(event)
         elif isinstance(event, Connected):
             log.info("connected broker=%s", self.config.broker.url)
+            self._connection = event.connection
             self._hello_at = self.clock()  # said as soon as an answer can be heard
             self._begin_alone()
         elif isinstance(event, Subscribed):
             self._on_subscribed(event.filters)
         elif isinstance(event, Disconnected):
-            self.welcomed, self._alone_since, self._away = False, None, event.reason
+            self.welcomed = False
+            self._silence.broker_away(event.reason)
+            self.membership.answered()
         self.worker.collect()
         self._tick()
         return event is not None
@@ -149,10 +155,16 @@ class Agent:
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
+        if self._mismatch.is_due():
+            self._hello()
+        if (other := self.membership.to_follow()) is not None:
+            self._follow(*other)
+            self._begin_alone()
+            self._hello()
         if not self.welcomed:
-            if now - self._hello_at >= HELLO_AGAIN_S:
+            if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
-            self._say_alone(now)
+            self._silence.tell(self.config)
         elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._told_condition:
             self._beat()
 
@@ -162,41 +174,13 @@ class Agent:
 
     def _begin_alone(self) -> None:
         self.welcomed = False
-        self._alone_since = self._alone_said_at = self.clock()
-
-    def _say_alone(self, now: float) -> None:
-        """Log that nobody answers: after a while, and then from time to time."""
-        since = self._alone_since
-        pause = ALONE_S if since == self._alone_said_at else ALONE_AGAIN_S
-        if since is not None and now - self._alone_said_at >= pause:
-            self._alone_said_at = now
-            log.warning("unanswered seconds=%.0f %s", now - since, self._waits_for())
-
-    def _waits_for(self) -> str | None:
-        """For whom and until when, in words; None once welcomed."""
-        if self.welcomed:
-            return None
-        config = self.config
-        if self._alone_since is None:
-            why = f" ({self._away})" if self._away else ""
-            return f"waits for the broker {config.broker.url}{why}; tries until it is stopped"
-        if config.broker.user not in {None, config.id}:
-            return (
-                f"no coordinator answers: this agent's id is '{config.id}', its MQTT user '{config.broker.user}', and "
-                "a broker with users lets an agent speak and listen under its own id alone; change id or broker.user. "
-                "'edge-agent doctor --config FILE' tries the broker's rules"
-            )
-        return (
-            f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
-            f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
-            "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
-        )
+        self._silence.begin()
 
     def _hello(self, answers: str = "") -> None:
         if self.refused is not None:
             return
         self._hello_at = self.clock()
-        presence = f"online {self.boot}".encode()
+        presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
         hello = wire.Hello(
             software=__version__,
@@ -205,6 +189,8 @@ class Agent:
             bundle_id=self.duties.bundle_id,
             condition=self.condition.name,
             answers=answers,
+            connection=self._connection,
+            epoch=self.membership.epoch,
             facts=self.duties.facts(),
         )
         self._send(hello)
@@ -234,7 +220,7 @@ class Agent:
             elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
                 self._on_chunk(event.payload)
         except ProtocolMismatch as error:
-            self._mismatch(error)
+            self._on_mismatch(str(error))
         except HeadwaterError as error:
             log.warning("message_refused topic=%s reason=%s", event.topic, error)
         except OSError as error:
@@ -263,19 +249,25 @@ class Agent:
             if finished:
                 self.disk.safely(self.jobs.go_on)
 
-    def _on_control(self, message: wire.Control) -> None:
-        if isinstance(message, wire.Announce):
+    def _on_control(self, message: wire.Command) -> None:
+        if isinstance(message, wire.Refused):
+            self._on_refused(message)
+        elif not message.federation:
+            raise MessageError(f"{type(message).__name__} names no federation; expected the id of one")
+        elif not self.membership.allows(message):
+            self._not_obeyed(message)
+        elif isinstance(message, wire.Announce):
             self._on_announce(message)
         elif isinstance(message, wire.Welcome):
             self._on_welcome(message)
         elif isinstance(message, wire.Who):
             self._hello(message.question)
-        elif isinstance(message, wire.Refused):
-            self._on_refused(message)
-        else:
+        elif self.membership.is_current(message):
             self._on_work(message)
+        else:
+            self._ask_who_is_there()
 
-    def _on_work(self, message: wire.Control) -> None:
+    def _on_work(self, message: wire.Command) -> None:
         if self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
             log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
         elif isinstance(message, wire.TaskNotice):
@@ -293,8 +285,6 @@ class Agent:
             self.uploads.ack(message)
         elif isinstance(message, wire.Receipt):
             self.jobs.on_receipt(message)
-        else:
-            log.warning("coordinator_fault message=%s", message)
 
     def _on_task(self, task: Task) -> None:
         """Look whether data and head of this device fit, unless that is known."""
@@ -313,44 +303,80 @@ class Agent:
         self.worker.submit("check", lambda: self.duties.check(task), done)
 
     def _on_announce(self, message: wire.Announce) -> None:
-        if message.epoch < self.epoch:
-            log.warning("announcement_refused epoch=%d newer=%d", message.epoch, self.epoch)
-        elif message.epoch > self.epoch >= 0:  # whatever has just been said was said to its predecessor
+        if message.epoch > self.membership.epoch > 0:  # whatever has just been said was said to its predecessor
             self._begin_alone()
             self._hello()
         elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
             self._hello()
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        if message.epoch < self.epoch:
-            raise MessageError(f"welcome of epoch {message.epoch}, a coordinator of epoch {self.epoch} has been heard")
-        is_news = not self.welcomed or message.epoch > self.epoch
-        self.welcomed, self.epoch = True, message.epoch
+        is_news = not self.welcomed or not self.membership.is_current(message)
+        self._follow(message.federation, message.epoch)
+        self.welcomed = True
+        self.membership.answered()
+        self._mismatch.clear()
         self._beat_at = self.clock()
         if is_news:
-            log.info("welcomed coordinator=%s epoch=%d", message.software, message.epoch)
+            federation = message.federation[:12]
+            log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
         if (problem := self.condition.problem) is not None:  # it may be another coordinator than the one that heard
             self._send(problem.to_coordinator())
 
+    # --- whose orders count ----------------------------------------------------------------------------------------
+
+    def _not_obeyed(self, message: wire.Command) -> None:
+        """Do not do what is asked; a hello tells its sender whom we follow, and finds out who is there."""
+        self.membership.ignored(message)
+        self._ask_who_is_there()
+
+    def _ask_who_is_there(self) -> None:
+        if self.welcomed:
+            self._begin_alone()
+        if self.clock() - self._hello_at >= HELLO_APART_S:
+            self._hello()
+
+    def _follow(self, federation: str, epoch: int) -> None:
+        """Take orders of that federation and epoch from now on; what belongs to another federation is dropped."""
+        left = self.membership.federation
+        if federation != left:
+            dropped = self.jobs.forget_all()
+            if left or dropped:
+                what = (left[:12] or "unknown", federation[:12], dropped or "nothing")
+                log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
+        self.membership.accept(federation, epoch)
+
     def _on_refused(self, message: wire.Refused) -> None:
+        if message.federation and not self.membership.allows(message):
+            self._not_obeyed(message)
+            return
         if message.whom not in {"", self.boot}:
             log.warning("duplicate_id another agent with the id '%s' was refused; give it another id", self.config.id)
             return
+        if message.error == ProtocolMismatch.__name__:
+            self._on_mismatch(message.message)
+            return
         log.error("refused error=%s message=%s", message.error, message.message)
-        if message.error in _FINAL:
-            self.refused = _FINAL[message.error](message.message)
+        if message.error == DuplicateId.__name__:
+            self.refused = DuplicateId(message.message)
 
-    def _mismatch(self, error: ProtocolMismatch) -> None:
-        spoken = f"agent {__version__} speaks protocol {wire.OLDEST_PROTOCOL}..{wire.PROTOCOL}"
-        self.refused = ProtocolMismatch(f"{spoken}: {error}")
-        log.error("protocol_mismatch reason=%s", self.refused)
+    def _on_mismatch(self, reason: str) -> None:
+        """Somebody speaks another protocol: ask again, and end only when that is all that comes for minutes."""
+        spoken = f"agent {__version__} {SPOKEN}"
+        if self._mismatch.note(reason):
+            log.error(
+                "protocol_mismatch reason=%s: %s; says hello again in %.0f s", spoken, reason, self._mismatch.next_s()
+            )
+        if self._mismatch.is_final():
+            self.refused = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
+            log.error("protocol_mismatch_final reason=%s", self.refused)
 
     # --- sending ---------------------------------------------------------------------------------------------------
 
     def _stamped(self, message: wire.Control) -> wire.Control:
         self._seq += 1
-        return message.model_copy(update={"boot": self.boot, "seq": self._seq})
+        stamp = {"boot": self.boot, "seq": self._seq, "federation": self.membership.federation}
+        return message.model_copy(update=stamp)
 
     def _send(self, message: wire.Control) -> None:
         self.transport.publish(self.topics.up(self.config.id), wire.encode(self._stamped(message)))
@@ -366,17 +392,5 @@ class Agent:
 
     def write_status(self) -> None:
         """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
-        job, problem = self.jobs.job, self.condition.problem
-        status = {
-            "id": self.config.id,
-            "tier": self.duties.tier,
-            "welcomed": self.welcomed,
-            "waits_for": self._waits_for(),
-            "job": None if job is None else {"run": job.run, "round": job.round, "rounds": job.rounds},
-            "working": self.jobs.is_working,
-            "bundle_id": self.duties.bundle_id,
-            "rolled_back": self.duties.rolled_back or None,
-            "condition": self.condition.name,
-            "fault": None if problem is None else problem.as_json(),
-        }
+        status = status_of(self, None if self.welcomed else self._silence.waits_for(self.config))
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,16 @@ class Duties:
     def kept_files(self, run: str) -> KeptFiles:
         """What this device keeps of a run."""
         return KeptFiles(self.config.state / "runs" / run)
+
+    def forget_runs(self) -> int:
+        """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
+        self._session = None
+        with contextlib.suppress(StateError, OSError):  # told when a release comes
+            self.releases.count_anew()
+        folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(folders)
 
     def join(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
         """A round without training the encoder, which lies in the bundle at ``encoder``: the update, in the outbox.

@@ -63,7 +63,7 @@ class Jobs:
             return
         if self.job is None or _key(self.job) != _key(job):
             where = f"round={job.round}/{job.rounds} purpose={job.purpose} method={job.method}"
-            log.info("job run=%s %s", job.run, where)
+            log.info("job run=%s %s", wire.run_name(job.run), where)
         self.job = job
         if self._working_on != _key(job):
             self._fetch()
@@ -89,7 +89,7 @@ class Jobs:
 
     def on_cancel(self, message: wire.Cancel) -> None:
         """The round is over for us."""
-        log.info("cancelled run=%s round=%d reason=%s", message.run, message.round, message.reason)
+        log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
         self._drop(message.run, message.round)
         self._uploads.drop(message.run, message.round)
         self._fetch()
@@ -143,6 +143,23 @@ class Jobs:
         if not self.is_working:
             self._downloads.keep_only(())
             self._cache.make_room(self._cache.limit_bytes)  # what was downloaded before can be downloaded again
+
+    def forget_all(self) -> str:
+        """Drop all that was asked so far and all that came of it, for it was for another federation.
+
+        Returns what was dropped, for people; empty when there was nothing. What the worker still does is not sent.
+        """
+        had_job = self.job is not None
+        self.job = self._install = self._installed = None
+        self._heard.clear()
+        self._fetch()
+        update, runs = self._uploads.drop_all(), self._duties.forget_runs()
+        dropped = ["the job"] if had_job else []
+        if update is not None:
+            dropped.append(f"update {wire.run_name(update.run)} round {update.round}")
+        if runs:
+            dropped.append(f"client state of {runs} runs")
+        return ", ".join(dropped)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +228,7 @@ class Jobs:
                 self._condition.clear("work", "data")
                 self._deliver(result, wanted=wanted)
             elif wanted and not self._downloads.has_all(job.refs):  # damaged on our disk, not wrong: get it again
-                log.warning("blob_damaged run=%s round=%d reason=%s", job.run, job.round, error)
+                log.warning("blob_damaged run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
                 self._fetch()
                 return
             else:

@@ -83,6 +83,17 @@ class ReleaseRecord:
             f"{source.bundle_id[:12]}{of}; it takes a newer release"
         )
 
+    def count_anew(self) -> None:
+        """Another federation counts its own releases: every one of them is newer than what was rolled back by hand."""
+        found = self._read()
+        rolled_back = found.rolled_back
+        if rolled_back is not None:
+            source = rolled_back.source.model_copy(update={"release": 0})
+            rolled_back = rolled_back.model_copy(update={"source": source})
+        taken = found.taken.model_copy(update={"release": 0})
+        if (now := _Record(taken=taken, rolled_back=rolled_back)) != found:
+            self._write(now)
+
     def _read(self) -> _Record:
         raw = read_json(self._path)
         try:

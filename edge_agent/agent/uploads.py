@@ -126,7 +126,7 @@ class Uploads:
         Raises:
             ChunkError: ranges outside the blob.
         """
-        if not self._is_ours(message.digest):
+        if not self._is_ours(message):
             return
         try:
             blob = Outgoing.open(self._outbox.path_of(message.digest), message.digest)
@@ -145,7 +145,7 @@ class Uploads:
         Raises:
             ChunkError: ranges outside the blob.
         """
-        if self._sending is None or not self._is_ours(message.digest):
+        if self._sending is None or not self._is_ours(message):
             return
         self._heard_at = now = self._clock()
         self._sending.saw("coordinator", message.received, now)
@@ -156,7 +156,7 @@ class Uploads:
     def receipt(self, message: Receipt) -> UpdateManifest | None:
         """The coordinator has it, or will never take it: forget it. Returns what has been forgotten."""
         done = self._manifest
-        if done is None or done.blob.digest != message.digest:
+        if done is None or not self._is_ours(message):
             return None
         self._forget()
         return done
@@ -166,13 +166,21 @@ class Uploads:
         if self.holds(run, round_number):
             self._forget()
 
+    def drop_all(self) -> UpdateManifest | None:
+        """Forget what waits, whatever it is for; returns it."""
+        dropped = self._manifest
+        self._forget()
+        return dropped
+
     def tick(self) -> None:
         """Announce again after silence."""
         if self._manifest is not None and self._clock() - self._heard_at >= OFFER_AGAIN_S:
             self.offer_again()
 
-    def _is_ours(self, digest: str) -> bool:
-        return self._manifest is not None and self._manifest.blob.digest == digest
+    def _is_ours(self, message: Grant | Ack | Receipt) -> bool:
+        """Whether it is about the update that waits: two runs may well have made the same tensors."""
+        waits = self._manifest
+        return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
     def _forget(self) -> None:
         if self._manifest is not None:

@@ -20,7 +20,19 @@ from ..errors import StateError
 from ..store import folder_lock, read_json
 from . import show
 
-_SAID = ("tier", "welcomed", "waits_for", "job", "working", "bundle_id", "rolled_back", "condition", "fault")
+_SAID = (
+    "tier",
+    "welcomed",
+    "federation_id",
+    "other_coordinator",
+    "waits_for",
+    "job",
+    "working",
+    "bundle_id",
+    "rolled_back",
+    "condition",
+    "fault",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

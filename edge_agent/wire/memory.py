@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import MessageError
 from .topics import matches
-from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
+from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 DEFAULT_MAX_PAYLOAD_BYTES = 122_880
 
@@ -63,7 +63,7 @@ class MemoryBroker:
         self._lock = threading.RLock()
 
     def transport(
-        self, will: Will | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
+        self, will: WillOf | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
     ) -> MemoryTransport:
         """A transport for one more client."""
         return MemoryTransport(self, will, max_payload_bytes)
@@ -79,7 +79,8 @@ class MemoryBroker:
             if client in self._clients:
                 self._clients.remove(client)
                 if not politely and client.will is not None:
-                    self.route(client.will.topic, client.will.payload, retain=client.will.retain)
+                    will = client.will(client.connection)
+                    self.route(will.topic, will.payload, retain=will.retain)
 
     def route(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
         """Deliver to every client that asked for it."""
@@ -111,19 +112,21 @@ class MemoryTransport:
     """One client of a `MemoryBroker`; a `wire.transport.Transport`."""
 
     broker: MemoryBroker
-    will: Will | None = None
+    will: WillOf | None = None
     max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
     traffic: Traffic = field(default_factory=Traffic)
     _filters: list[str] = field(default_factory=list)
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     _held_back: list[Message] = field(default_factory=list)
     _connected: bool = False
+    connection: int = 0
 
     def start(self) -> None:
         """Connect at once."""
         self._connected = True
+        self.connection += 1
         self.broker.attach(self)
-        self._events.put(Connected())
+        self._events.put(Connected(self.connection))
         if self._filters:
             self._confirm(tuple(self._filters))
 

@@ -1,38 +1,42 @@
 """Control messages: small JSON objects, checked before anything is believed.
 
 Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
-repeated or replayed message is recognised. Errors cross the wire as `Fault`, never as a traceback.
+repeated message is recognised, and the id of the federation that its sender belongs to, so that nobody works for two.
+What a coordinator says carries its epoch as well. Errors cross the wire as `Fault`, never as a traceback.
+
+A federation id is random and made with the coordinator's state folder. A run id is the run's name there, for people,
+and a random part: ``run-0001-`` and 32 hexadecimal digits. So two runs never have one id, whoever asked for them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import zlib
-from typing import Annotated, Any, Literal, get_args
+import secrets
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
 
 from ..config import NAME_PATTERN, mistakes_of
-from ..errors import MessageError, ProtocolMismatch, cause
+from ..errors import MessageError
 from ..task import Frozen, Task
+from .envelope import MAX_MESSAGE_BYTES, PROTOCOL, check_version, json_object, sealed, unsealed
 from .text import ConditionName, Text
 
-PROTOCOL = 1
-OLDEST_PROTOCOL = 1
-"""Versions from this one up to `PROTOCOL` are understood."""
-
 SHA256 = r"^[0-9a-f]{64}$"
-MAX_MESSAGE_BYTES = 48 * 1024
 MAX_RANGES = 64
 MAX_CREDITS = 4096
-_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
+MAX_EPOCH = 1 << 53
 MAX_ROUND = 2_000_000
 MAX_SAMPLES = 1_000_000_000
 
 Digest = Annotated[str, Field(pattern=SHA256)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
+"""Empty: of a sender that belongs to no federation yet."""
+Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
+_RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
@@ -45,7 +49,17 @@ class Control(Frozen):
     v: int = PROTOCOL
     boot: str = Field("", max_length=32, description="the sender's start; a new one after each restart")
     seq: int = Field(0, ge=0, description="counts up within one boot")
+    federation: FederationId = Field("", description="that of the coordinator, or that the agent follows")
     type: str
+
+
+class Command(Control):
+    """What every message of a coordinator carries beside that; an agent takes orders of one federation and epoch."""
+
+    epoch: Epoch = Field(0, description="counts the starts of this coordinator")
+
+
+Kind = TypeVar("Kind", bound=Control)
 
 
 class BlobRef(Frozen):
@@ -69,6 +83,8 @@ class Hello(Control):
     bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs, empty: none")
     condition: ConditionName = "ok"
     answers: str = Field("", max_length=32, description="the question of the `Who` that this answers")
+    connection: int = Field(0, ge=0, le=MAX_EPOCH, description="counts up within one boot; the last will has it, too")
+    epoch: Epoch = Field(0, description="the highest one that this agent has accepted of the federation")
     facts: dict[Text, Text | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
 
@@ -159,32 +175,30 @@ class Bye(Control):
 # --- coordinator -> agent --------------------------------------------------------------------------------------------
 
 
-class Announce(Control):
-    """A coordinator is here; agents answer with `Hello`. A lower epoch than one already seen is ignored."""
+class Announce(Command):
+    """A coordinator is here; agents answer with `Hello`, also those that follow another federation or epoch."""
 
     type: Literal["announce"] = "announce"
-    epoch: int = Field(ge=0)
     software: Text = Field(max_length=40)
 
 
-class Who(Control):
+class Who(Command):
     """Say hello: a sign of life came from an agent that is not on the roster, or two seem to have one id."""
 
     type: Literal["who"] = "who"
     question: str = Field("", max_length=32, description="repeated in the answer, which is newer than the question")
 
 
-class Welcome(Control):
-    """The agent is on the roster."""
+class Welcome(Command):
+    """The agent is on the roster of this federation."""
 
     type: Literal["welcome"] = "welcome"
-    epoch: int = Field(ge=0)
     software: Text = Field(max_length=40)
     lease_s: float = Field(gt=0)
     time: Text = Field("", max_length=40, description="coordinator's clock, for logs only")
 
 
-class Refused(Control):
+class Refused(Command):
     """The agent cannot take part; the reason says what to do."""
 
     type: Literal["refused"] = "refused"
@@ -196,7 +210,7 @@ class Refused(Control):
 Purpose = Literal["train", "finish", "pool", "join"]
 
 
-class Job(Control):
+class Job(Command):
     """Work for one round.
 
     ``train``: train and send an update. ``finish``, after the last round: personalize and report, send no update.
@@ -225,7 +239,7 @@ class Job(Control):
         return self.blobs if self.bundle is None else (*self.blobs, self.bundle)
 
 
-class Cancel(Control):
+class Cancel(Command):
     """The round is over for this agent; whatever it still does for it is in vain."""
 
     type: Literal["cancel"] = "cancel"
@@ -234,34 +248,37 @@ class Cancel(Control):
     reason: Text = Field(max_length=500)
 
 
-class Grant(Control):
+class Grant(Command):
     """Send the update: ``missing`` chunks, at most ``credits`` of them unacknowledged."""
 
     type: Literal["grant"] = "grant"
+    run: RunId
     digest: Digest
     credits: int = Field(ge=1, le=MAX_CREDITS)
     missing: Ranges
 
 
-class Ack(Control):
+class Ack(Command):
     """Chunks that have arrived, counted, and the gaps below the highest of them."""
 
     type: Literal["ack"] = "ack"
+    run: RunId
     digest: Digest
     received: int = Field(ge=0)
     missing: Ranges = ()
 
 
-class Receipt(Control):
+class Receipt(Command):
     """The update is on disk (or was refused): the agent may forget it."""
 
     type: Literal["receipt"] = "receipt"
+    run: RunId
     digest: Digest
     accepted: bool
     reason: Text = Field("", max_length=1000)
 
 
-class Install(Control):
+class Install(Command):
     """A bundle for this device: fetch, verify, test, refit, compare, switch, report."""
 
     type: Literal["install"] = "install"
@@ -271,7 +288,7 @@ class Install(Control):
     blob: BlobRef
 
 
-class TaskNotice(Control):
+class TaskNotice(Command):
     """What the run under way, or else the next one, is about: the agent looks whether its data and head fit.
 
     It answers with a `Fault` where they do not. For agents that would find out only when a bundle comes.
@@ -281,27 +298,38 @@ class TaskNotice(Control):
     task: Task
 
 
+# --- coordinator -> coordinator --------------------------------------------------------------------------------------
+
+
+class Present(Command):
+    """A coordinator of this federation's name says that it is there, so that no two of them serve at a time."""
+
+    type: Literal["present"] = "present"
+    host: Text = Field("", max_length=255)
+    process: int = Field(0, ge=0)
+    serving_s: float | None = Field(None, ge=0, description="for how long it has served; None: it has yet to begin")
+    answers: str = Field("", max_length=32, description="the boot of the coordinator whose message this answers")
+
+
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
-FromCoordinator = (
-    Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | TaskNotice | Fault
-)
+FromCoordinator = Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | TaskNotice
 
 
-class _Parser:
+class _Parser(Generic[Kind]):
     """Bytes to one of a set of messages."""
 
-    def __init__(self, *kinds: type[Control]) -> None:
+    def __init__(self, *kinds: type[Kind]) -> None:
         self.kinds = {kind.model_fields["type"].default: kind for kind in kinds}
 
-    def __call__(self, payload: bytes) -> Control:
+    def __call__(self, payload: bytes) -> Kind:
         """The message in ``payload``.
 
         Raises:
             MessageError: not one of the expected messages, or a field out of bounds.
             ProtocolMismatch: it speaks another protocol version.
         """
-        payload = _unsealed(payload)
-        raw = _json_object(payload)
+        payload = unsealed(payload)
+        raw = json_object(payload)
         check_version(raw.get("v"))
         kind = self.kinds.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
         if kind is None:
@@ -312,8 +340,9 @@ class _Parser:
             raise MessageError(f"{kind.__name__}: {'; '.join(mistakes_of(error, kind)[:5])}") from error
 
 
-parse_from_agent = _Parser(*get_args(FromAgent))
-parse_from_coordinator = _Parser(*get_args(FromCoordinator))
+parse_from_agent: _Parser[Control] = _Parser(*get_args(FromAgent))
+parse_from_coordinator: _Parser[Command] = _Parser(*get_args(FromCoordinator))
+parse_between_coordinators = _Parser(Present)
 
 
 def encode(message: Control) -> bytes:
@@ -328,73 +357,29 @@ def encode(message: Control) -> bytes:
         payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
         raise MessageError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
-    payload = payload[:-1] + b',"crc":"%08x"}' % zlib.crc32(payload)
+    payload = sealed(payload)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     return payload
 
 
+def new_id() -> str:
+    """A federation id, or the random part of a run id: 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def run_name(run_id: str) -> str:
+    """The name that people know a run by: its id without the random part."""
+    return _RANDOM_PART.sub("", run_id)
+
+
 def named_job(payload: bytes) -> tuple[str, int] | None:
     """Run and round of a whole and undamaged `Job` that this side has no words for; None for anything else."""
     try:
-        raw = _json_object(_unsealed(payload))
+        raw = json_object(unsealed(payload))
     except MessageError:
         return None
     run, number = raw.get("run"), raw.get("round")
     if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
         return None
     return (run, number) if len(run) <= 64 and 0 <= number <= MAX_ROUND else None
-
-
-def _unsealed(payload: bytes) -> bytes:
-    """The message without its checksum, which must be right where there is one (whoever writes by hand may omit it).
-
-    TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
-    """
-    found = _SEAL.search(payload)
-    if found is None:
-        return payload
-    body = payload[: found.start()] + b"}"
-    if zlib.crc32(body) != int(found[1], 16):
-        raise MessageError("checksum is wrong, the message was changed on the way")
-    return body
-
-
-def check_version(version: object) -> None:
-    """Return quietly for a protocol version that we understand.
-
-    Raises:
-        ProtocolMismatch: names both versions and the side to upgrade.
-        MessageError: no version at all.
-    """
-    if type(version) is not int:
-        raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
-    shown = str(version)[:40]
-    if version > PROTOCOL:
-        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side up to {PROTOCOL}; upgrade this side")
-    if version < OLDEST_PROTOCOL:
-        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
-
-
-def _json_object(payload: bytes) -> dict[str, Any]:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
-    try:
-        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is no JSON either.
-        raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"not JSON: {cause(error)[:120]}") from error
-    if not isinstance(raw, dict):
-        raise MessageError(f"JSON {type(raw).__name__}, expected an object")
-    return raw
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found

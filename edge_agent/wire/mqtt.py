@@ -1,7 +1,7 @@
 """MQTT transport on paho: own network thread, callbacks that only enqueue, a new session after each break.
 
 MQTT 3.1.1 with clean sessions, QoS 0 and 1: the intersection of all brokers. Each connection is a new paho client with
-a new epoch in its id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
+a new number in its id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from ..config import BrokerConfig, credential
 from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, cause
 from .topics import matches
-from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, Will, Woken
+from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class MqttTransport:
     """A `wire.transport.Transport` over one broker."""
 
     def __init__(
-        self, config: BrokerConfig, client_id: str, *, will: Will | None = None, rng: random.Random | None = None
+        self, config: BrokerConfig, client_id: str, *, will: WillOf | None = None, rng: random.Random | None = None
     ) -> None:
         self.config, self.client_id, self.will = config, client_id, will
         self.max_payload_bytes = config.max_packet_bytes
@@ -84,7 +84,8 @@ class MqttTransport:
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._first_failure = self._refusal = ""
         self._thread: threading.Thread | None = None
-        self._epoch = self._rng.randrange(1 << 24)
+        self._first = self._rng.randrange(1 << 24)
+        self._connection = 0
 
     def start(self) -> None:
         """Begin connecting in a thread of its own.
@@ -196,18 +197,19 @@ class MqttTransport:
         return paho.error_string(code)
 
     def _new_client(self) -> paho.Client:
-        self._epoch += 1
+        self._connection += 1
         self._refusal = ""
         self._pending_filters.clear()
         client = paho.Client(
             CallbackAPIVersion.VERSION2,
-            client_id=f"{self.client_id}-{self._epoch:x}",
+            client_id=f"{self.client_id}-{self._first + self._connection:x}",
             clean_session=True,
             reconnect_on_failure=False,
         )
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
-            client.will_set(self.will.topic, self.will.payload, qos=1, retain=self.will.retain)
+            will = self.will(self._connection)
+            client.will_set(will.topic, will.payload, qos=1, retain=will.retain)
         _prepare(client, self.config, self.client_id)
         client.on_connect = self._on_connect
         client.on_message = self._on_message
@@ -226,7 +228,7 @@ class MqttTransport:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._up.set()
         self._tried.set()
-        self._inbox.events.put(Connected())
+        self._inbox.events.put(Connected(self._connection))
         self._ask_for(tuple(self._filters))
 
     def _ask_for(self, filters: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@
 | ``s/{agent}`` | agent, or its will | presence |
 | ``h/{agent}`` | agent -> coordinator | heartbeat |
 | ``ann`` | coordinator -> all | a coordinator is here (again) |
+| ``co`` | coordinator -> coordinators | who serves this federation: there must be one |
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Topics:
         """Topic of the coordinator's announcements."""
         return f"{self.root}/ann"
 
+    @property
+    def coordinators(self) -> str:
+        """Topic on which coordinators of the same federation find each other."""
+        return f"{self.root}/co"
+
     def up(self, agent: str) -> str:
         """Control from an agent."""
         return f"{self.root}/a/{agent}/up"
@@ -73,7 +79,8 @@ class Topics:
 
     def for_coordinator(self) -> tuple[str, ...]:
         """Filters that a coordinator subscribes to."""
-        return (f"{self.root}/a/+/up", f"{self.root}/a/+/ub", f"{self.root}/s/+", f"{self.root}/h/+")
+        from_agents = (f"{self.root}/a/+/up", f"{self.root}/a/+/ub", f"{self.root}/s/+", f"{self.root}/h/+")
+        return (*from_agents, self.coordinators)
 
     def for_agent(self, agent: str) -> tuple[str, ...]:
         """Filters that an agent always subscribes to."""

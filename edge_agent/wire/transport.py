@@ -7,6 +7,7 @@ confirmed by the other side in its own words. That is what lets any MQTT broker 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Connected:
-    """A new session; subscriptions made earlier are in force again."""
+    """A new session; subscriptions made earlier are in force again. ``connection`` counts the sessions up."""
+
+    connection: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Will:
     topic: str
     payload: bytes
     retain: bool = False
+
+
+WillOf = Callable[[int], Will]
+"""The will of each connection, which has its number: a broker may publish that of an old one when a new one stands."""
 
 
 @dataclass

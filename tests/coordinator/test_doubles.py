@@ -112,8 +112,7 @@ def test_a_broken_broker_makes_no_doubles(fed):
 
 
 def test_a_question_is_answered_with_its_own_words(fed):
-    asked = wire.Who(question="q7", boot="c9", seq=1)
-    fed.broker.route(fed.topics.down("porch"), wire.encode(asked))
+    fed.broker.route(fed.topics.down("porch"), fed.order(wire.Who(question="q7")))
     fed.settle()
     assert fed.messages(fed.topics.up("porch"), wire.Hello)[-1].answers == "q7"
 

@@ -133,7 +133,7 @@ def test_a_million_tiny_chunks_are_refused_before_anything_is_kept_for_them(fed)
     """A manifest of a large blob in 64-byte chunks costs its sender a word, and us nothing."""
     fed.mallory.heard()
     blob = wire.BlobRef(digest="ab" * 32, size_bytes=64 << 20, chunk_bytes=64)
-    fed.mallory.say(wire.UpdateManifest(run=fed.run, round=1, blob=blob, samples=1))
+    fed.mallory.say(wire.UpdateManifest(run=fed.run_id, round=1, blob=blob, samples=1))
     fed.settle()
     (receipt,) = fed.mallory.heard(wire.Receipt)
     assert receipt.reason.startswith("1048576 chunks of 64 bytes; expected chunks of 1024 bytes or more")
@@ -172,7 +172,7 @@ def test_a_damaged_chunk_costs_itself_and_the_upload_can_go_on(fed, spoil):
 def test_a_whole_blob_with_another_hash_is_asked_for_again(fed):
     """Chunks with right checksums whose sum is not what was announced: lies about the digest gain nothing."""
     good, lie = Outgoing.of(encode(fed.final)), Outgoing.of(bytes(len(encode(fed.final))))
-    manifest = wire.UpdateManifest(run=fed.run, round=1, blob=good.ref, samples=10)
+    manifest = wire.UpdateManifest(run=fed.run_id, round=1, blob=good.ref, samples=10)
     fed.mallory.say(manifest)
     fed.settle()
     fed.mallory.heard()
@@ -242,7 +242,7 @@ def test_an_agent_that_never_said_hello_is_refused_too(fed):
 
 def test_metrics_that_are_no_numbers_are_refused_and_do_not_hold_the_round(fed):
     blob = Outgoing.of(encode(fed.final))
-    manifest = wire.UpdateManifest(run=fed.run, round=1, blob=blob.ref, samples=10)
+    manifest = wire.UpdateManifest(run=fed.run_id, round=1, blob=blob.ref, samples=10)
     raw = {**json.loads(wire.encode(manifest)), "boot": "x", "metrics": {"loss": float("nan")}}
     raw.pop("crc", None)
     fed.mallory.raw(json.dumps(raw).encode())

@@ -9,7 +9,6 @@ import pytest
 from federation_disturbances import Stranger, assert_honest_result, besieged, refusals
 from federation_harness import Federation
 
-from edge_agent.errors import ProtocolMismatch
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 
@@ -119,22 +118,19 @@ def test_an_agent_of_another_protocol_is_told_so_and_the_coordinator_says_it_too
 
 
 @pytest.mark.parametrize("version, upgrade", [(0, "upgrade the peer"), (99, "upgrade this side")])
-def test_an_agent_that_hears_another_protocol_stops_and_says_which_side_to_upgrade(fed, version, upgrade):
-    raw = {**json.loads(wire.encode(wire.Welcome(epoch=1, software="x", lease_s=1))), "v": version}
+def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed, version, upgrade, caplog):
+    raw = {**json.loads(fed.order(wire.Welcome(software="x", lease_s=1))), "v": version}
     raw.pop("crc", None)
     fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
+    fed.mallory.raw(b'{"v":2}', fed.topics.announce)
     fed.settle()
-    with pytest.raises(ProtocolMismatch, match=rf"speaks protocol 1\.\.1: peer speaks protocol {version}.*{upgrade}"):
-        fed.agents["a0"].raise_if_refused()
-    fed.agents["a1"].raise_if_refused()
-
-
-def test_an_agent_that_is_refused_stops_with_the_coordinators_words(fed):
-    message = wire.Refused(error="ProtocolMismatch", message="coordinator 9.9 speaks protocol 7..8: upgrade the agent")
-    fed.mallory.raw(wire.encode(message), fed.topics.down("a0"))
-    fed.settle()
-    with pytest.raises(ProtocolMismatch, match="upgrade the agent"):
-        fed.agents["a0"].raise_if_refused()
+    assert "speaks protocol 1..1: peer speaks protocol" in caplog.text
+    assert upgrade in caplog.text
+    fed.wait(4)
+    for agent in fed.agents.values():
+        agent.raise_if_refused()
+        assert agent.welcomed
+    assert_honest_result(fed)
 
 
 def poison(fed, message, agent="a0"):
@@ -180,7 +176,7 @@ def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path,
         fed.wait(1)
         mallory = Stranger(fed, "mallory")
         ref = Outgoing.of(bytes(400)).ref
-        words = {"bye": wire.Bye(), "update": wire.UpdateManifest(run=fed.run, round=1, blob=ref, samples=0)}
+        words = {"bye": wire.Bye(), "update": wire.UpdateManifest(run=fed.run_id, round=1, blob=ref, samples=0)}
         fed.kill_coordinator()
         mallory.transport.publish(fed.topics.up("a0"), wire.encode(words[message]), retain=True)
         fed.start_coordinator()
@@ -190,22 +186,25 @@ def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path,
 
 
 def test_a_lower_epoch_is_not_listened_to(fed):
-    agent = fed.agents["a0"]
-    epoch = agent.epoch
+    """Neither an announcement nor an order; whoever is really there answers the hello that follows."""
+    agent, job = fed.agents["a0"], fed.agents["a0"].jobs.job
+    epoch = agent.membership.epoch
     assert epoch >= 1
-    before = len(fed.messages(fed.topics.up("a0"), wire.Hello))
     fed.clock.now += 1
-    fed.mallory.raw(wire.encode(wire.Announce(epoch=0, software="old", boot="old")), fed.topics.announce)
-    fed.mallory.raw(wire.encode(wire.Welcome(epoch=0, software="old", lease_s=1, boot="old")), fed.topics.down("a0"))
+    fed.mallory.raw(fed.order(wire.Announce(software="old"), epoch=0), fed.topics.announce)
+    fed.mallory.raw(fed.order(wire.Welcome(software="old", lease_s=1), epoch=0), fed.topics.down("a0"))
+    fed.mallory.raw(fed.order(job.model_copy(update={"seed": 99}), epoch=0), fed.topics.down("a0"))
+    fed.mallory.raw(fed.order(wire.Cancel(run=job.run, round=1, reason="x"), epoch=0), fed.topics.down("a0"))
     fed.settle()
-    assert agent.epoch == epoch
-    assert len(fed.messages(fed.topics.up("a0"), wire.Hello)) == before
+    assert agent.membership.epoch == epoch
+    assert (agent.jobs.job.run, agent.jobs.job.seed) == (job.run, job.seed)
+    assert agent.welcomed
     assert_honest_result(fed)
 
 
 @pytest.mark.parametrize("field", ["rss_mb", "metrics"])
 def test_a_report_with_infinity_does_not_fail_the_run(fed, field):
-    report = json.loads(wire.encode(wire.Report(run=fed.run, samples=10)))
+    report = json.loads(wire.encode(wire.Report(run=fed.run_id, samples=10)))
     report.pop("crc", None)
     report[field] = float("inf") if field == "rss_mb" else {"x": float("inf")}
     fed.mallory.raw(json.dumps(report).encode())
@@ -215,14 +214,14 @@ def test_a_report_with_infinity_does_not_fail_the_run(fed, field):
 
 
 def test_reports_of_strangers_are_not_in_the_summary(fed):
-    Stranger(fed, "eve").say(wire.Report(run=fed.run, samples=10**9, acc_personal=1.0))
+    Stranger(fed, "eve").say(wire.Report(run=fed.run_id, samples=10**9, acc_personal=1.0))
     fed.settle()
     assert_honest_result(fed)
     assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
 
 
 def test_a_fault_of_one_agent_says_nothing_about_another(fed):
-    fed.mallory.raw(wire.encode(wire.Fault(error="X", message="a0 is broken", run=fed.run, round=1)))
+    fed.mallory.raw(wire.encode(wire.Fault(error="X", message="a0 is broken", run=fed.run_id, round=1)))
     fed.settle()
     assert_honest_result(fed)
     assert refusals(fed) == ["X: a0 is broken"]

@@ -79,7 +79,7 @@ def test_uploads_hold_exactly_the_names_that_the_method_declares(first_of, metho
 def personal_arrays(fed):
     """Everything that the devices keep for themselves, after each round, as raw bytes of at least 12 bytes."""
     for name in ("a0", "a1", "a2"):
-        files = KeptFiles(fed.folder / name / "runs" / fed.run)
+        files = KeptFiles(fed.folder / name / "runs" / fed.run_id)
         for number in (1, 2, 9_999_999):
             personal, memory = files.before(number + 1)
             for array in (*personal.values(), *memory.values()):

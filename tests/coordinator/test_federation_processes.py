@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -245,3 +246,31 @@ def test_without_a_broker_an_agent_gives_up_with_75_where_it_is_not_to_wait(tmp_
     assert "connection refused" in err
     assert "is it running" in err
     assert "Traceback" not in err
+
+
+def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
+    """The agents live on. Before, the run of the new folder ended with the encoder of the old one, bit for bit."""
+    with Site(tmp_path, DIGITS) as site:
+        first = site.finish(site.request(2))
+        site.kill("serve")
+        shutil.rmtree(tmp_path / "state")
+        site.serve()
+        site.until((tmp_path / "state" / "journal.db").exists, "the coordinator starts")
+        runs = [site.request(2, lr=1e-12), site.request(2)]
+        assert runs[0] == "run-0001"
+        slow, same = (site.finish(run) for run in runs)
+        assert slow != first
+        assert same == first
+
+        other = (tmp_path / "coordinator.toml").read_text().replace('state = "state"', 'state = "other"')
+        (tmp_path / "other.toml").write_text(other)
+        site.start("other", "coordinator", "serve", "--config", "other.toml")
+        site.until(lambda: site.processes["other"].poll() is not None, "the second coordinator ends")
+        assert site.processes["other"].returncode == 2
+        serving, process = site.processes["serve"].pid, site.processes["other"].pid
+        words = (tmp_path / "other.log").read_text()
+        assert "another coordinator of federation 'home' has been serving for" in words
+        assert f"process {serving}, start" in words
+        status = json.loads((tmp_path / "state" / "status.json").read_text())
+        assert f"process {process}, start" in status["other_coordinator"]
+        assert site.finish(site.request(1, lr=0.05))

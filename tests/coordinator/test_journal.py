@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -42,7 +43,7 @@ def test_entries_come_back_as_written_and_in_order(journal):
     journal.append("update_accepted", run=run, round=1, agent="porch", digest="ab" * 32, body={"samples": 7})
     first, second, third = journal.entries()
     assert (first.id, first.kind, first.body, first.run) == (1, "coordinator_started", {"version": "0.1.0"}, None)
-    assert (second.kind, second.run, second.body) == ("run_requested", "run-0001", {"method": "fedavg"})
+    assert (second.kind, second.run, second.body["method"]) == ("run_requested", "run-0001", "fedavg")
     assert (third.round, third.agent, third.digest, third.body) == (1, "porch", "ab" * 32, {"samples": 7})
     assert third.at == "2026-03-01T12:00:00.000+00:00"
     assert journal.last_id() == 3
@@ -209,7 +210,9 @@ def test_closed_journal_says_so(tmp_path):
 
 def test_replay_follows_a_run_through_its_life(journal):
     run = journal.request_run({"method": "fedper", "rounds": 2})
-    assert journal.replay(run) == RunRecord(run, {"method": "fedper", "rounds": 2})
+    asked = journal.replay(run).request
+    assert re.fullmatch(r"run-0001-[0-9a-f]{32}", asked["id"])
+    assert journal.replay(run) == RunRecord(run, {"method": "fedper", "rounds": 2, "id": asked["id"]})
     journal.append("run_started", run=run, digest="00" * 32)
     assert (journal.replay(run).status, journal.replay(run).checkpoint) == ("running", "00" * 32)
     journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b", "c"], "attempt": 1, "deadline_s": 60})

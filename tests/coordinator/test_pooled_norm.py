@@ -68,7 +68,7 @@ def sent_by(fed, agent):
 
 
 def kept_of(fed, agent):
-    return KeptFiles(fed.folder / agent / "runs" / fed.run).before(3)[0]
+    return KeptFiles(fed.folder / agent / "runs" / fed.run_id).before(3)[0]
 
 
 def pooled_of(fed):

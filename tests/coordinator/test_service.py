@@ -47,12 +47,12 @@ def test_runs_are_done_one_after_the_other_in_the_order_in_which_they_were_asked
 def test_each_start_has_a_higher_epoch(tmp_path):
     with Federation(tmp_path, agents=1) as fed:
         fed.settle()
-        epochs = [fed.agents["a0"].epoch]
+        epochs = [fed.agents["a0"].membership.epoch]
         for _ in range(3):
             fed.kill_coordinator()
             fed.start_coordinator()
             fed.settle()
-            epochs.append(fed.agents["a0"].epoch)
+            epochs.append(fed.agents["a0"].membership.epoch)
         assert epochs == sorted(set(epochs))
 
 

@@ -57,7 +57,7 @@ class Stranger:
         """Announce an update; returns the blob, of which nothing is sent."""
         data = tensors if isinstance(tensors, bytes) else encode(tensors)
         blob = Outgoing.of(data, chunk_bytes)
-        run = run if run is not None else self.federation.run
+        run = run if run is not None else self.federation.run_id
         self.say(wire.UpdateManifest(run=run, round=round, blob=blob.ref, samples=samples, metrics=metrics or {}))
         return blob
 
@@ -103,7 +103,7 @@ def lose(transport: MemoryTransport, is_lost: Callable[[wire.Control], bool], ti
 
     def publish(topic: str, payload: bytes, **options: Any) -> None:
         message = None
-        for parse in (wire.parse_from_agent, wire.parse_from_coordinator):
+        for parse in (wire.parse_from_agent, wire.parse_from_coordinator, wire.parse_between_coordinators):
             with contextlib.suppress(HeadwaterError):
                 message = message or parse(payload)
         if message is not None and len(lost) < times and is_lost(message):

@@ -74,9 +74,12 @@ class FakeDuties:
     def rest(self) -> None:
         self.rests += 1
 
+    def forget_runs(self) -> int:
+        return 0
+
     def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
         self.before(job)
-        self.done.append((job.run, job.round, job.purpose))
+        self.done.append((wire.run_name(job.run), job.round, job.purpose))
         if job.purpose == "finish":
             return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
         move = np.float32(step_of(self.config.id) * job.round)

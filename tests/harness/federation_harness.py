@@ -80,9 +80,10 @@ class Federation:
         round: dict[str, Any] | None = None,  # noqa: A002 - the name of the section
         export: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
+        probe_s: float = 0.0,
     ) -> None:
         self.folder, self.task, self.make_duties, self.heartbeat_s = folder, task, duties, heartbeat_s
-        self.clock = Clock()
+        self.clock, self.probe_s = Clock(), probe_s
         self.broker = MemoryBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
@@ -103,6 +104,7 @@ class Federation:
         self._opened: contextlib.ExitStack | None = None
         self._first = names
         self.run = ""
+        self._run_ids: dict[str, str] = {}
         self._looked_at, self._over = -1, False
 
     def __enter__(self) -> Federation:
@@ -124,7 +126,9 @@ class Federation:
         self._opened.enter_context(self.state.open("test"))
         self.boots += 1
         boot = f"c{self.boots}"
-        self.coordinator = Coordinator(self.config, self.state, self.broker.transport(), clock=self.clock, boot=boot)
+        self.coordinator = Coordinator(
+            self.config, self.state, self.broker.transport(), clock=self.clock, boot=boot, probe_s=self.probe_s
+        )
         prepare(self.coordinator)
         self.coordinator.start()
         return self.coordinator
@@ -142,7 +146,21 @@ class Federation:
     ) -> str:
         wanted = Request(method, params or {}, rounds, seed, self.task)
         self.run, self._looked_at = self.state.journal.request_run(wanted.body()), -1
+        self._run_ids[self.run] = self.record.request["id"]
         return self.run
+
+    @property
+    def run_id(self) -> str:
+        """What agents know the run by; also once the journal is closed, if it was asked for before."""
+        if self.run not in self._run_ids:
+            self._run_ids[self.run] = self.record.request["id"]
+        return self._run_ids[self.run]
+
+    def order(self, message: wire.Command, **stamp: Any) -> bytes:
+        """A message as the coordinator that serves now would send it."""
+        assert self.coordinator is not None
+        who = {"federation": self.coordinator.federation_id, "epoch": self.coordinator.epoch}
+        return wire.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
 
     # --- agents ----------------------------------------------------------------------------------------------------
 

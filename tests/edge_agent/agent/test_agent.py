@@ -12,8 +12,8 @@ from federation_disturbances import Stranger, lose
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, vanish
 
-from edge_agent.agent import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.agent.duties import Duties
+from edge_agent.agent.silence import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
@@ -104,7 +104,7 @@ def test_a_job_that_can_never_fit_into_the_cache_is_refused_with_what_it_needs(t
         (job, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
         (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
         needed = sum(blob.size_bytes for blob in job.blobs)
-        assert (fault.error, fault.run, fault.round) == ("UsageError", fed.run, 1)
+        assert (fault.error, fault.run, fault.round) == ("UsageError", fed.run_id, 1)
         assert f"1 blobs of {needed} bytes together, this agent keeps at most cache_bytes = 100000" in fault.message
         assert f"raise cache_bytes in its configuration to {needed} or more" in fault.message
         assert fed.agents["a0"].jobs.job is None
@@ -140,7 +140,7 @@ def test_heartbeats_come_at_their_pace_and_say_what_is_worked_on(fed):
     fed.request(rounds=1)
     fed.wait(35)
     beats = fed.messages(fed.topics.heartbeat("a0"), wire.Heartbeat)
-    assert [(beat.run, beat.round) for beat in beats] == [(fed.run, 1), (fed.run, 1)]
+    assert [(beat.run, beat.round) for beat in beats] == [(fed.run_id, 1), (fed.run_id, 1)]
 
 
 def test_a_job_that_comes_twice_is_done_once(fed):
@@ -240,7 +240,7 @@ def test_an_update_of_a_run_that_is_no_longer_wanted_is_not_offered(fed):
     Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
     fed.wait(5)
     offers = {message.run for message in fed.messages(fed.topics.up("a0"), wire.UpdateManifest)}
-    assert fed.run not in offers
+    assert fed.run_id not in offers
 
 
 def test_a_full_disk_is_told_as_a_fault_and_the_agent_goes_on(fed):
@@ -372,7 +372,7 @@ def test_head_tier_refuses_a_training_job_with_the_reason(fed):
     fed.add("h0", tier="head")
     fed.settle()
     job = wire.Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
-    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("h0"))
+    Stranger(fed, "x").raw(fed.order(job), fed.topics.down("h0"))
     fed.settle()
     (fault,) = (one for one in fed.messages(fed.topics.up("h0"), wire.Fault) if one.error == "MissingCapability")
     assert "does not train encoders" in fault.message

@@ -52,6 +52,9 @@ def made(make_bundle):
 
 def release(fed, bundle) -> str:
     digest = fed.state.blobs.put(bundle.path.read_bytes())
+    if not fed.state.journal.runs():
+        fed.state.journal.request_run({})
+        fed.state.journal.append("run_cancelled", run="run-0001")
     body = {"bundle_id": bundle.manifest.bundle_id}
     fed.state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
     return bundle.manifest.bundle_id
@@ -173,3 +176,14 @@ def test_rollback_without_an_earlier_bundle_is_refused(tmp_path, capsys):
     assert main(["rollback", "--state", str(tmp_path)]) == 1
     assert "no earlier bundle" in capsys.readouterr().err
     assert main(["rollback", "--state", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_first_release_of_another_federation_is_newer_than_what_was_rolled_back(tmp_path):
+    """A new state folder counts its releases from 1: without this, it would be declined until the numbers match."""
+    record = ReleaseRecord(tmp_path)
+    record.took(offer(B, 7))
+    record.put_by_hand(A, instead_of=B)
+    assert "release 7" in record.why_declined(offer(C, 1))
+    record.count_anew()
+    assert record.why_declined(offer(C, 1)) == ""
+    assert record.why_declined(offer(B, 1)) != "", "the bundle that was rolled back from stays away"

@@ -124,7 +124,7 @@ BIG = 5 * CHUNK_BYTES // 4 + 10
 
 
 def grant(manifest, *ranges, at_most=16):
-    return Grant(digest=manifest.blob.digest, credits=at_most, missing=ranges)
+    return Grant(run=manifest.run, digest=manifest.blob.digest, credits=at_most, missing=ranges)
 
 
 def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
@@ -149,9 +149,9 @@ def test_credits_bound_what_is_under_way(bench):
     bench.uploads.offer(manifest)
     bench.uploads.grant(grant(manifest, (0, 6), at_most=2))
     assert bench.sent() == [0, 1]
-    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=1))
+    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=1))
     assert bench.sent() == [2]
-    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=3))
+    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=3))
     assert bench.sent() == [3, 4]
 
 
@@ -160,7 +160,7 @@ def test_a_gap_is_sent_again(bench):
     bench.uploads.offer(manifest)
     bench.uploads.grant(grant(manifest, (0, 6)))
     bench.sent()
-    bench.uploads.ack(Ack(digest=manifest.blob.digest, received=5, missing=((2, 3),)))
+    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=5, missing=((2, 3),)))
     assert bench.sent() == [2]
 
 
@@ -168,9 +168,9 @@ def test_words_about_another_blob_change_nothing(bench):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)
     other = "0" * 64
-    bench.uploads.grant(Grant(digest=other, credits=4, missing=((0, 1),)))
-    bench.uploads.ack(Ack(digest=other, received=3))
-    assert bench.uploads.receipt(Receipt(digest=other, accepted=True)) is None
+    bench.uploads.grant(Grant(run="run-0001", digest=other, credits=4, missing=((0, 1),)))
+    bench.uploads.ack(Ack(run="run-0001", digest=other, received=3))
+    assert bench.uploads.receipt(Receipt(run="run-0001", digest=other, accepted=True)) is None
     assert bench.sent() == []
     assert bench.uploads.holds("run-0001", 1)
 
@@ -189,7 +189,7 @@ def test_ranges_outside_the_blob_are_refused(bench, ranges):
 def test_a_receipt_of_either_kind_ends_it(bench, accepted):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)
-    assert bench.uploads.receipt(Receipt(digest=manifest.blob.digest, accepted=accepted)) == manifest
+    assert bench.uploads.receipt(Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted)) == manifest
     assert not bench.uploads.holds("run-0001", 1)
     assert bench.outbox.get() is None
 
@@ -199,7 +199,7 @@ def test_a_late_receipt_does_not_touch_what_was_written_since(bench):
     older = put(bench.outbox, 1.0)
     bench.uploads.offer(older)
     newer = put(bench.outbox, 2.0, number=2)
-    bench.uploads.receipt(Receipt(digest=older.blob.digest, accepted=False, reason="late"))
+    bench.uploads.receipt(Receipt(run=older.run, digest=older.blob.digest, accepted=False, reason="late"))
     bench.uploads.offer(newer)
     bench.uploads.grant(grant(newer, (0, 1)))
     assert bench.sent() == [0]

@@ -249,14 +249,26 @@ def test_wake_makes_a_waiting_reader_return(connect):
 
 def test_the_will_of_a_client_that_vanishes_is_told(connect, network, root):
     ears = connect("ears", f"{root}/s/+")
-    device = connect("device", will=Will(f"{root}/s/device", b"offline 1"))
+    device = connect("device", will=lambda _: Will(f"{root}/s/device", b"offline 1"))
     network.vanish(device)
     assert wait_for(ears, Message) == Message(f"{root}/s/device", b"offline 1")
 
 
+def test_each_connection_has_a_number_which_its_will_has_too(connect, network, root):
+    """A broker publishes the will of a broken connection late, when the next one may stand for long."""
+    ears = connect("ears", f"{root}/s")
+    device = connect("device", will=lambda connection: Will(f"{root}/s", f"offline {connection}".encode()))
+    network.cut(device)
+    wait_for(device, Disconnected)
+    second = wait_for(device, Connected).connection
+    network.vanish(device)
+    earlier = heard_until(ears, f"offline {second}".encode())
+    assert all(int(payload.split()[1]) < second for _, payload in earlier)
+
+
 def test_a_client_that_says_goodbye_has_no_will_and_its_last_words_arrive(connect, root):
     ears, mouth = connect("ears", f"{root}/#"), connect("mouth")
-    device = connect("device", will=Will(f"{root}/s", b"offline"))
+    device = connect("device", will=lambda _: Will(f"{root}/s", b"offline"))
     device.publish(f"{root}/up", b"bye")
     device.close()
     assert wait_for(ears, Message) == Message(f"{root}/up", b"bye")
@@ -266,7 +278,7 @@ def test_a_client_that_says_goodbye_has_no_will_and_its_last_words_arrive(connec
 
 def test_a_retained_will_is_there_for_those_who_come_later(connect, network, root):
     ears = connect("ears", f"{root}/s")
-    device = connect("device", will=Will(f"{root}/s", b"offline", retain=True))
+    device = connect("device", will=lambda _: Will(f"{root}/s", b"offline", retain=True))
     network.vanish(device)
     wait_for(ears, Message)
     late = connect("late")
