@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway, UsageError
 
+from ..child import wait_before_restart
+
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
@@ -131,7 +133,7 @@ class SupervisedBroker(ABC):
             pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else pause_s
             self.restarts += 1
             log.warning("broker died code=%s lived_s=%.1f restart=%d in_s=%.1f", code, lived_s, self.restarts, pause_s)
-            self._stopping.wait(pause_s)
+            wait_before_restart(self._stopping, code, pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _run_once(self) -> int:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import ConfigError, UsageError
+from edge_agent.store import check_writable
 
 from .options import Config, Json, Verbose, console, print_json, set_up_logging, show, state_path, table, text
 
@@ -76,6 +77,8 @@ def analyze(
     )
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
+    if out is not None:
+        check_writable(out)
     result = _analyzed(_place(what, data or [], config, state), settings)
     page = None if out is None else _written(result, out)
     if as_json:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.errors import UsageError
+from edge_agent.store import check_writable
 
 from ..serving import load_config
 
@@ -43,6 +46,21 @@ class _Stderr(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Inside, SIGTERM interrupts as Ctrl-C does, once: what is put away then is not disturbed by another one."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def state_path(config: Path | None, state: Path | None) -> Path:
     """The state folder: the one that was given, else that of the configuration.
 
@@ -66,10 +84,11 @@ def ready_for(path: Path) -> None:
     """Make a place for a file that is about to be written; a folder that was not there is made, and said.
 
     Raises:
-        UsageError: ``path`` is a folder.
+        UsageError: ``path`` is a folder, or no file can be written there.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file in it")
+    check_writable(path.parent)
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         console.print(f"made the folder {path.parent}", soft_wrap=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
-from edge_agent.store import write_atomic, write_json
+from edge_agent.store import check_writable, write_atomic, write_json
 
 from ..request import Weights
 from ..words import counted
-from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, table
+from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
 from .simulate import run_plan
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def reproduce(
     wanted["weights"] = None if weights is None else Weights.of(weights.expanduser()).path
     changes = {field: value for field, value in wanted.items() if value not in (None, ())}
     folder = out or Path(f"reproduce-{Path(name).stem}")
+    if not only_show:
+        check_writable(folder)
     asked = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))
     cells = asked.cells()
     if not only_show:
@@ -128,7 +130,7 @@ def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None
         if again:
             cell.forgive()
         try:
-            with with_advice(asked.table):
+            with with_advice(asked.table), sigterm_as_ctrl_c():
                 run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder])
         except (RunFailed, TrainingFailed, UsageError) as error:
             reason = str(error).removesuffix(GO_ON)

@@ -13,11 +13,22 @@ from rich.table import Table
 
 from edge_agent.config import parse, read_toml
 from edge_agent.errors import UsageError
-from edge_agent.store import write_atomic, write_json
+from edge_agent.store import check_writable, write_atomic, write_json
 
 from ..store import StateFolder
 from ..words import counted, encoder_named
-from .options import INTERRUPTED, Json, Verbose, console, parameters, print_json, set_up_logging, show, table
+from .options import (
+    INTERRUPTED,
+    Json,
+    Verbose,
+    console,
+    parameters,
+    print_json,
+    set_up_logging,
+    show,
+    sigterm_as_ctrl_c,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..simulate import Plan
@@ -152,9 +163,8 @@ def simulate(
     """Run a method on many clients on this one machine: the coordinator's own rounds, the devices' own method files.
 
     On a CPU the same seed gives the same bits on every engine but stacked, with any number of workers. Sources are
-    those of devices.
-    Accuracies of a round are of what its clients received, before they trained. Ctrl-C leaves a run that --resume
-    goes on with.
+    those of devices. Accuracies of a round are of what its clients received, before they trained.
+    Ctrl-C, or SIGTERM, leaves a run that --resume goes on with (exit code 130).
 
     Example: headwater simulate -m fedper -d digits --partition domains --set local_epochs=1 --rounds 5 --out sim
     """
@@ -304,6 +314,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     folder = out or Path(f"simulation-{plan.method}-{Path(plan.partition).stem}-seed{plan.seed}")
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; go on with it by --resume, or choose another folder with --out")
+    check_writable(folder)
     return plan, folder
 
 
@@ -346,7 +357,8 @@ def _is_same(name: str, asked: Any, given: Any) -> bool:
 
 def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
     try:
-        return run_plan(plan, folder, resume=resume)
+        with sigterm_as_ctrl_c():
+            return run_plan(plan, folder, resume=resume)
     except KeyboardInterrupt:
         console.print(_how_to_go_on(folder), soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 from edge_agent.errors import HeadwaterError, cause
 
+from ..child import heed_no_signals
 from .line import Line
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -21,7 +21,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 def main() -> None:
     """Answer one question after another."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner decides
+    heed_no_signals()
     words = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a method of somebody prints is no answer
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")

@@ -21,7 +21,7 @@ from edge_agent.wire.memory import DEFAULT_MAX_PAYLOAD_BYTES
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Event, Message, Traffic
 
-from ..child import command
+from ..child import command, wait_before_restart
 from ..config import CoordinatorConfig
 from ..words import listed
 from .ending import cause_of_death, exit_code
@@ -126,6 +126,7 @@ class HostedProcess:
         self._at_work: Work | None = None
         self._deaths = Counter[Work]()
         self._trouble = "its process is starting"
+        self._code = 0
         self._outgoing = _Outgoing()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping, self._starting = threading.Event(), threading.Lock()
@@ -164,7 +165,7 @@ class HostedProcess:
     def _run(self) -> None:
         short_lives = 0
         while not self._stopping.is_set():
-            began = time.monotonic()
+            began, self._code = time.monotonic(), 0
             why = self._lived()
             if self._stopping.is_set():
                 return
@@ -176,7 +177,7 @@ class HostedProcess:
                 self._bury(why)
             except Exception:
                 log.exception("hosted_process_not_buried number=%d", self.number)
-            self._stopping.wait(pause_s)
+            wait_before_restart(self._stopping, self._code, pause_s)
 
     def _lived(self) -> str:
         """What one process died of, or why it could not be started; this thread outlives whatever happens."""
@@ -219,7 +220,7 @@ class HostedProcess:
             log.exception("hosted_process_lost number=%d", self.number)
             why = f"{type(error).__name__}: {cause(error)}; "
             process.kill()
-        code = exit_code(process)
+        code = self._code = exit_code(process)
         outgoing.close()
         if writer.ident is not None:
             writer.join()

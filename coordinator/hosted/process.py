@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterable
@@ -23,13 +22,14 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 from edge_agent.work import ThreadWorker
 
+from ..child import heed_no_signals
 from .crew import Crew
 from .line import AT_WORK, Line
 
 
 def main() -> None:
     """Take part until the owner hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner decides
+    heed_no_signals()
     words = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a method of somebody prints is no message
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")

@@ -43,7 +43,7 @@ def plan_for(images, **changes):
 
 
 def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_the_run_was_stopped(tmp_path, images):
-    """Two jobs in one process, then Ctrl-C for all workers, which they ignore, and kill -9 for one of them at work."""
+    """Two jobs in one process; then SIGINT and SIGTERM for all workers, ignored, and kill -9 for one of them."""
     plan = plan_for(images)
     whole, updates = run_and_updates(plan, tmp_path / "whole")
     folder = tmp_path / "pool"
@@ -55,6 +55,7 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         pool = simulation.engine
         for worker in pool.pids:
             os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGTERM)
         simulation.talk()
         simulation.crowd._hand_out()
         while not pool._busy:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ from edge_agent.data.partition import Division
 from edge_agent.store import without_syncs
 from edge_agent.wire.messages import Job
 
+from ...child import heed_no_signals
 from ..duties import Shared, answer
 from .areas import Area
 from .base import received
@@ -29,7 +29,7 @@ from .line import Line
 
 def main() -> None:
     """Say "ready", then answer one job after another until the owner hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner decides
+    heed_no_signals()
     threading.Thread(target=_end_with_owner, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     line = Line(socket.socket(fileno=int(sys.argv[1])))
