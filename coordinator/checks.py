@@ -18,8 +18,12 @@ from .hosted.checking import check_hosted, check_settings, check_warmable
 log = logging.getLogger(__name__)
 
 
-def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "") -> Method:
+def checked_method(
+    config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "", *, paper: bool = False
+) -> Method:
     """The method that a run would use, after a look at everything else that it would need.
+
+    ``paper``: parameters that are not given have the paper's values.
 
     Raises:
         UsageError: the one mistake there is: an unknown method or encoder (the nearest name is suggested), parameters
@@ -29,7 +33,7 @@ def checked_method(config: CoordinatorConfig, name: str, params: dict[str, Any],
     """
     made: list[Method] = []
     looks: tuple[Callable[[], object], ...] = (
-        lambda: made.append(methods.create(name, params)),
+        lambda: made.append(methods.create(name, params, paper=paper)),
         lambda: models.check(config.task),
         lambda: data.check(config.export.calibration, config.export.folder) if config.export.calibration else None,
         lambda: check_hosted(config),

@@ -13,6 +13,7 @@ from .encoders import Encoders, Released
 from .fleet import Steps
 from .hosted.figures import own_figures
 from .journal import utc_now
+from .result_warnings import lines, warnings_of
 from .rounds import RunLoop
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ class Finisher:
             fleet.state.journal.append("release_reported", run=loop.run, agent=record["id"], body=record)
         sha = loop.encoder_sha256()
         request = loop.request
+        losses = [record["loss"] for record in folder.metrics() if record.get("kind") == "round"]
+        warnings = warnings_of(agents, losses, request.task.num_classes)
+        for line in lines(warnings):
+            log.warning("result_warning run=%s: %s", loop.run, line)
         folder.write_summary(
             {
                 "run_id": loop.run,
@@ -64,6 +69,7 @@ class Finisher:
                 "encoder_sha256": sha,
                 "agents": agents,
                 "left_out": loop.selection.exclusions.body(),
+                "warnings": warnings,
                 "faults": dict(sorted(loop.answers.faults.items())),
                 "bundle": released.body() if released else None,
                 "bundle_why_not": None if released else why_not,
@@ -90,6 +96,7 @@ def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:
         "fingerprint": report.fingerprint or None,
         "runs": report.bundle_id,
         "rolled_back": report.rolled_back or None,
+        "support": report.support,
         "one_class": report.one_class,
         "rss_mb": round(report.rss_mb, 1),
         "torch_loaded": report.torch_loaded,

@@ -267,6 +267,11 @@ def raw_accuracy(train: Samples, test: Samples, num_classes: int, seed: int = 0)
     return accuracy(alone.predict_proba, flattened(test.inputs), test.labels)
 
 
+def of_one_class(train: Samples, test: Samples) -> bool:
+    """Whether training and held-out samples together are of a single class: then accuracies say nothing."""
+    return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
+
+
 def flattened(inputs: np.ndarray) -> np.ndarray:
     """Inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more."""
     while int(np.prod(inputs.shape[1:])) > _RAW_DIMENSIONS and max(inputs.shape[2:], default=1) > 1:

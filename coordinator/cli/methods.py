@@ -77,10 +77,13 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def parameters(name: str) -> list[dict[str, Any]]:
-    """The method's parameters with defaults and meaning, in the order of its file."""
+    """The method's parameters in the order of its file: default, the paper's value, and meaning."""
+    params = registry.get(name).Params
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in params.model_fields.items()}
+    published = defaults | registry.paper_values(params)
     return [
-        {"name": key, "default": field.get_default(call_default_factory=True), "meaning": field.description or ""}
-        for key, field in registry.get(name).Params.model_fields.items()
+        {"name": key, "default": defaults[key], "paper": published[key], "meaning": field.description or ""}
+        for key, field in params.model_fields.items()
     ]
 
 
@@ -133,5 +136,9 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     for head in one["heads"]:
         yield f"head {head}: {': '.join(one['exactness'][head])}"
     yield ""
-    rows = [(p["name"], str(p["default"]), p["meaning"]) for p in one["params"]]
-    yield table("parameters (--param name=value)", ("name", "default", "meaning"), rows, left=3)
+    rows = [
+        (p["name"], str(p["default"]), "" if p["paper"] == p["default"] else str(p["paper"]), p["meaning"])
+        for p in one["params"]
+    ]
+    names = ("name", "default", "--paper", "meaning")
+    yield table("parameters (--param name=value); --paper: the published value where ours differs", names, rows, left=4)

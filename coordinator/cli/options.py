@@ -26,6 +26,12 @@ Config = Annotated[
 ]
 State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one that the file names.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
+Paper = Annotated[
+    bool,
+    typer.Option(
+        "--paper", help="The paper's values of parameters whose defaults are ours; 'headwater methods NAME' shows both."
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
 
 console = Console(stderr=True, highlight=False, markup=False, emoji=False)

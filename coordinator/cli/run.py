@@ -19,6 +19,7 @@ from ..hosted.figures import told
 from ..journal import RunRecord
 from ..report.figures import notes_of
 from ..request import Request, Weights
+from ..result_warnings import lines
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
 from ..words import counted, listed
@@ -27,6 +28,7 @@ from .options import (
     INTERRUPTED,
     Config,
     Json,
+    Paper,
     State,
     Verbose,
     console,
@@ -68,6 +70,7 @@ def run(
     rounds: Rounds = None,
     seed: Seed = None,
     param: Param = None,
+    paper: Paper = False,
     keep_every: KeepEvery = None,
     resume: Resume = None,
     weights: WeightsFile = None,
@@ -96,6 +99,7 @@ def run(
         "--rounds": rounds,
         "--seed": seed,
         "--param": param,
+        "--paper": paper or None,
         "--no-wait": no_wait or None,
     }
     wishes |= {"--keep-every": keep_every, "--weights": weights}
@@ -104,7 +108,7 @@ def run(
         _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
         request = None
     else:
-        request = request_for(settings, method, rounds, seed, parameters(param or []), keep_every)
+        request = request_for(settings, method, rounds, seed, parameters(param or []), keep_every, paper=paper)
     if request is not None and no_wait:
         _put_into_queue(settings, request, Place(config, state), as_json=as_json)
         return
@@ -188,8 +192,12 @@ def request_for(
     seed: int | None,
     params: dict[str, Any],
     keep_every: int | None = None,
+    *,
+    paper: bool = False,
 ) -> Request:
     """What is asked for: the file's defaults, with the command line's wishes on top; checked before anybody works.
+
+    ``paper``: below both, the paper's values of the method's parameters.
 
     Raises:
         UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
@@ -198,7 +206,7 @@ def request_for(
     defaults = settings.run
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
-    made = checked_method(settings, name, {**base, **params})
+    made = checked_method(settings, name, {**base, **params}, paper=paper)
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
     if defaults.weights is not None and (staying := fresh_on_devices(made, settings.task)):
@@ -225,7 +233,10 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
     why_not = summary.get("bundle_why_not", "not exported")
     made = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}" if bundle else f"no bundle ({why_not})"
     took = f"{summary['seconds']:.1f} s, {made}"
-    show(agents_table(summary), *footnotes(summary), *told(summary), took)
+    # Clients of one class have a footnote each.
+    warned = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
+    warnings = (f"warning: {line}" for line in lines(warned))
+    show(agents_table(summary), *footnotes(summary), *warnings, *told(summary), took)
 
 
 def agents_table(summary: dict[str, Any]) -> Table:

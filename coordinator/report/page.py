@@ -20,7 +20,15 @@ def render(run: RunFigures) -> str:
     """The whole page as HTML. It loads nothing and runs nothing."""
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     title = f"{run.run} · {_text(run.summary.get('method'))}"
-    sections = (_head(run), _cards(run), _charts(run), _agents(run.agents), _incidents(run.rounds), _request(run))
+    sections = (
+        _head(run),
+        _warnings(run),
+        _cards(run),
+        _charts(run),
+        _agents(run.agents),
+        _incidents(run.rounds),
+        _request(run),
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -50,6 +58,14 @@ def _head(run: RunFigures) -> str:
         f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1>{_unfinished(run, asked)}'
         f"{_unscored(run)}<dl>{listed}</dl></header>"
     )
+
+
+def _warnings(run: RunFigures) -> str:
+    """What a reader may not miss; empty where there is nothing of that kind."""
+    found = run.summary.get("warnings")
+    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    lines = "".join(f"<li>{escape(_text(one.get('message')))}</li>" for one in listed)
+    return f'<section class="warnings"><h2>Warnings</h2><ul>{lines}</ul></section>' if lines else ""
 
 
 def _warm_start(told: object) -> str:

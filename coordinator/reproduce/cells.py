@@ -173,7 +173,7 @@ class Reproduction:
         for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
             raw = self._raw(row, column, seed)
             with mistakes.of(row, column):
-                methods.create(raw["method"], raw["params"])
+                methods.create(raw["method"], raw["params"], paper=raw["paper"])
             with mistakes.of(row, column):
                 folder = self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}"
                 cells.append(Cell(row, column, seed, self._plan(raw), folder))
@@ -190,7 +190,7 @@ class Reproduction:
 
     def _raw(self, row: Row, column: Column, seed: int) -> dict[str, Any]:
         layers = (self.table.plan, column.plan, row.plan, dict(self.changes))
-        raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "seed": seed}
+        raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
         for layer in layers:
             raw |= {name: value for name, value in layer.items() if name != "params"}
         raw["params"] = dict(_merged(layer.get("params", {}) for layer in layers)) | row.params

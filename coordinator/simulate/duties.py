@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.duties import LAST_ROUND, Duties, kept_before, resident_mb
+from edge_agent.agent.duties import Duties, kept_before
 from edge_agent.agent.jobs import fault
 from edge_agent.agent.kept import KeptFiles
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
+from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Client
 from edge_agent.store import sha256_of
-from edge_agent.task import Tensors
-from edge_agent.training.session import Arrays, Built, Kept, Outcome, Session
+from edge_agent.task import Task, Tensors
+from edge_agent.training.session import Arrays, Built, Kept, Session
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.tensors import pieces
@@ -190,21 +191,8 @@ class SimulatedDuties(Duties):
         head, overall, personal = fit_head(session, received, rounds=job.rounds)
         return self._told(job, head, overall, personal)
 
-    def _report(self, job: wire.Job, session: Session, outcome: Outcome, files: KeptFiles) -> wire.Report:
-        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
-        metrics = outcome.metrics
-        return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
-
-    def _told(self, job: wire.Job, head: str, overall: float | None, personal: float | None) -> wire.Report:
-        return wire.Report(
-            run=job.run,
-            samples=self.samples,
-            head=head,
-            acc_global=overall,
-            acc_personal=personal,
-            rss_mb=resident_mb(),
-            torch_loaded=True,
-        )
+    def _samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
+        return self._shared.pools.rows_of(self._shared.division.clients[self.config.id])
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Plan(Frozen):
 
     method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
+    paper: bool = Field(False, description="all other parameters have the paper's values, also where defaults are ours")
     data: tuple[str, ...] = Field(min_length=1, max_length=1000, description="source; several for domains")
     folder: Path = Field(Path(), description="what a relative place in data counts from")
     partition: str = Field("iid", min_length=1, description="a rule, or a file that an earlier simulation has written")

@@ -66,7 +66,7 @@ class Prepared:
 
         if plan.threads:
             torch.set_num_threads(plan.threads)
-        method = methods.create(plan.method, plan.params)
+        method = methods.create(plan.method, plan.params, paper=plan.paper)
         pools, division, task = prepare(plan, saved)
         if plan.new_clients >= len(division.clients):
             raise UsageError(

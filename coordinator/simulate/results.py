@@ -30,7 +30,8 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     """The run as one JSON object.
 
     ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
-    clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder.
+    clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder, and
+    what each client reaches alone (``local``), by logistic regression on raw inputs.
     ``scored_clients`` are those that train and have samples to be scored on.
     ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
@@ -66,6 +67,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "best": best_of(rounds, record.round, last, scored),
         "last": {"rounds_done": record.round, "acc": last},
         "failed": summary.get("faults", {}),
+        "warnings": summary.get("warnings", []),
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
 
@@ -135,6 +137,8 @@ def _every(
             if found.get("clients", everybody) >= everybody:
                 yield scope, rounds_done(scope, one["round"]), found
     for scope, found in last.items():
+        if scope == "local":  # the same whatever is trained
+            continue
         if scope not in TRAINED or found.get("clients", everybody) >= everybody:
             yield scope, done, found
 
@@ -164,6 +168,7 @@ def _last(summary: Mapping[str, Any], division: Division, newcomers: Collection[
     found = {
         "global": _given(trained, "global"),
         "personal": _given(trained, "personal"),
+        "local": _given(trained, "local"),
         "new": _given(new, "personal"),
         "new_global": _given(new, "global"),
     }

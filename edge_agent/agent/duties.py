@@ -282,18 +282,24 @@ class Duties:
         )
 
     def _report(self, job: Job, session: Session, outcome: Outcome, files: KeptFiles) -> Report:
-        from ..personalize import raw_accuracy
-
         files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
+        metrics = outcome.metrics
+        return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
+
+    def _told(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
+        """The report of these accuracies, with what logistic regression on raw inputs gets beside them."""
+        from ..personalize import of_one_class, raw_accuracy
+
         train, test = self._samples(job.task)
         return Report(
             run=job.run,
             samples=len(train),
-            one_class=train.is_one_class and (not len(test) or test.is_one_class),
-            head=session.method.head_name,
+            support=len(test),
+            one_class=of_one_class(train, test),
+            head=head,
             acc_local=raw_accuracy(train, test, job.task.num_classes),
-            acc_global=outcome.metrics.get("acc.global"),
-            acc_personal=outcome.metrics.get("acc.personal"),
+            acc_global=overall,
+            acc_personal=personal,
             rss_mb=resident_mb(),
             torch_loaded="torch" in sys.modules,
         )

@@ -19,7 +19,7 @@ from ..data.partition import own_samples
 from ..encoder import Encoder
 from ..errors import BundleDamaged, BundleError, HeadwaterError, StateError
 from ..heads.saved import SavedHead
-from ..personalize import Result, accuracy, features_of, load_head, personalize
+from ..personalize import Result, accuracy, features_of, load_head, of_one_class, personalize
 from ..precision import open_encoder
 from ..wire.messages import Install, Report
 
@@ -114,7 +114,7 @@ class _Trial:
             bundle_id=runs,
             rolled_back=why,
             samples=sum(map(len, self._samples)),
-            one_class=_is_one_class(*self._samples),
+            one_class=of_one_class(*self._samples),
             metrics={"rolled_back": float(bool(why))},
         )
         return report if self._result is None else report.model_copy(update=_figures(self._result, report.metrics))
@@ -137,6 +137,7 @@ class _Trial:
 def _figures(result: Result, metrics: dict[str, float | None]) -> dict[str, Any]:
     return {
         "samples": result.n_train,
+        "support": result.n_test,
         "head": result.head.name,
         "precision": result.precision,
         "fingerprint": result.fingerprint,
@@ -155,10 +156,6 @@ def _check_announced(bundle: Bundle, announced: str) -> None:
 def _samples(config: AgentConfig, path: Path) -> Split:
     task = bundles.open_bundle(path).manifest.task
     return own_samples(config.data, config.id, task.input, task.class_names)
-
-
-def _is_one_class(train: Samples, test: Samples) -> bool:
-    return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:

@@ -32,7 +32,7 @@ class Params(HeadParams):
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(256, ge=2, description="batch norm needs two")
     smallest_batch: int = Field(8, ge=2, description="a last batch of fewer joins the one before it")
-    contrastive_weight: float = Field(40.0, ge=0, description="lambda in DualFed's Eq. 8")
+    contrastive_weight: float = Field(1.0, ge=0, description="lambda in DualFed's Eq. 8; ours; its PACS script: 40")
     temperature: float = Field(0.2, gt=0, description="tau in DualFed's Eq. 7")
     ensemble: Literal["probs", "logits"] = Field("probs", description="what is added: probabilities (Eq. 5) or logits")
     projector_depth: int = Field(2, ge=1, le=8, description="linear layers of the projector")

@@ -14,9 +14,20 @@ from pydantic import ValidationError
 from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
-from .base import Client, Method, MethodParams, Update, weighted_mean
+from .base import Client, Method, MethodParams, Update, paper_values, weighted_mean
 
-__all__ = ["Client", "Method", "MethodParams", "Update", "create", "get", "names", "registry", "weighted_mean"]
+__all__ = [
+    "Client",
+    "Method",
+    "MethodParams",
+    "Update",
+    "create",
+    "get",
+    "names",
+    "paper_values",
+    "registry",
+    "weighted_mean",
+]
 
 registry = Registry("method", __name__, entry_points="headwater.methods")
 
@@ -37,8 +48,8 @@ def get(name: str) -> type[Method]:
     return found
 
 
-def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
-    """A method ready to use, with its parameters checked.
+def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:
+    """A method ready to use, with its parameters checked; ``paper``: the published values where defaults are ours.
 
     Raises:
         UnknownName: no such method.
@@ -48,6 +59,6 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
     kind = get(name)
     registry.check_is_whole(name, kind)
     try:
-        return kind(kind.Params.model_validate(dict(params or {})))
+        return kind(kind.Params.model_validate({**(paper_values(kind.Params) if paper else {}), **(params or {})}))
     except ValidationError as error:
         raise ConfigError(f"parameters of method '{name}'", mistakes_of(error, kind.Params)) from error

@@ -48,6 +48,26 @@ POOLED_NORM = (
 )
 
 
+REFRESH = (
+    "before a client answers, batch norm statistics that stay with it are taken anew from its own training samples "
+    "under the received weights; false: those of its last training, which belong to other weights"
+)
+
+
+def refreshed_stats() -> Any:
+    """``refresh_stats`` of a method that leaves batch norm statistics at clients: on by default, which is ours."""
+    return ours(True, paper=False, description=f"{REFRESH} (the paper); ours")
+
+
+def paper_values(params: type[MethodParams]) -> dict[str, Any]:
+    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
+    return {
+        name: field.json_schema_extra["paper"]
+        for name, field in params.model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and "paper" in field.json_schema_extra
+    }
+
+
 LocalUpdate = TypeVar("LocalUpdate", bound=Callable[..., Tensors])
 
 
@@ -77,6 +97,11 @@ def plain(*, frozen: tuple[str, ...] = ()) -> Callable[[LocalUpdate], LocalUpdat
     return marked
 
 
+def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
+    """A parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
+    return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
+
+
 class MethodParams(Frozen):
     """Fields that every method has; methods add theirs, each with its symbol and source."""
 
@@ -91,6 +116,7 @@ class MethodParams(Frozen):
         description="what travels of batch norm: global = all, local_stats = gamma and beta, local_all = nothing; "
         "none: what the method's source says",
     )
+    refresh_stats: bool = Field(False, description=REFRESH)
 
 
 @dataclass

@@ -9,7 +9,8 @@ Differs from the paper: losses are means with a minus sign, where Eqs. 6 and 9 p
 random, not from ImageNet; random flips and rotations are off unless ``augment`` asks for them. A last batch of
 fewer than ``smallest_batch`` samples joins the batch before it: two samples behind batch norm are plus and minus the
 same, and one such step can undo a run. In ``stage2_bn = "train"``, the default, the frozen network keeps its running
-statistics moving in stage two, as the official code does and the paper does not say.
+statistics moving in stage two, as the official code does and the paper does not say. Batch size, lambda and
+``refresh_stats`` have defaults of ours, for small data and skewed labels; ``--paper`` takes the published ones.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..training.loops import Loss, evaluate, local_optimizer, train_epochs
 from ..training.losses import supervised_contrastive
 from ..training.optimizers import OptimizerState, lasting
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams
+from .base import Client, Exactness, MethodParams, ours, refreshed_stats
 from .base import Method as Base
 
 if TYPE_CHECKING:
@@ -41,16 +42,16 @@ PARTS: tuple[Part, ...] = ("encoder", "projector", "personal_head", "head")
 
 
 class Params(MethodParams):
-    """The paper's defaults; what it does not say is the official code's for PACS."""
+    """The paper's, and what it does not say as in the official code for PACS, but where a default is called ours."""
 
-    batch_size: int = Field(256, ge=2, description="Sec. 5.3; batch norm needs two")
+    batch_size: int = ours(32, paper=256, ge=2, description="ours; Sec. 5.3: 256. Batch norm needs two")
     smallest_batch: int = Field(
         8,
         ge=2,
         description="a last batch of fewer joins the one before it: behind batch norm, two differ by its sign; ours",
     )
-    contrastive_weight: float = Field(
-        40.0, ge=0, description="lambda in Eq. 8; official scripts: PACS 40, Office-Home 2"
+    contrastive_weight: float = ours(
+        1.0, paper=40.0, ge=0, description="lambda in Eq. 8; ours; official scripts: PACS 40, Office-Home 2"
     )
     temperature: float = Field(0.2, gt=0, description="tau in Eq. 7; official scripts: PACS 0.2, Office-Home 0.05")
     schedule: Literal["stage_wise", "simultaneous"] = Field(
@@ -76,6 +77,7 @@ class Params(MethodParams):
     projector_depth: int = Field(2, ge=1, le=8, description="D in Table 5: linear layers; 1 = d to d, without hidden")
     projector_width: int = Field(256, ge=1, le=8192, description="H in Table 5: units of the hidden layers")
     projector_norm: bool = Field(True, description="BN in Table 5: batch norm behind each layer of the projector")
+    refresh_stats: bool = refreshed_stats()
     augment: bool = Field(False, description="random flips and rotations (Sec. 5.1); not for digits or sensors")
 
 

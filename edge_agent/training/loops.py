@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -104,13 +105,15 @@ def train_epochs(
     smallest_batch: int = 2,
     weights: Mapping[str, float] | None = None,
     log: str = "loss",
+    terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> float:
     """Train ``client.model`` in place; returns the mean loss of the last epoch, and logs it (NaN for zero epochs).
 
     The parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
     mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
     ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is no finite number.
-    ``drop_last`` and ``smallest_batch`` are those of `batches`.
+    ``drop_last`` and ``smallest_batch`` are those of `batches`. ``terms``: parts of the loss by name, which ``loss``
+    puts there for each batch; their means over the last epoch are logged, too.
 
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
@@ -136,6 +139,7 @@ def train_epochs(
         smallest_batch=smallest_batch,
         suspects={"lr": optimizer.param_groups[0]["lr"], **(weights or {})},
         log=log,
+        terms=terms,
     )
 
 
@@ -152,6 +156,7 @@ def train_by_steps(
     smallest_batch: int = 2,
     steps: int = 0,
     log: str = "loss",
+    terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> float:
     """As `train_epochs`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
 
@@ -168,10 +173,10 @@ def train_by_steps(
         for epoch in range(1, (steps or epochs) + 1):
             split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
             split = split[: steps - done] if steps else split
-            mean_loss = _epoch(client, step, split)
+            mean_loss, means = _epoch(client, step, split, terms)
             if not math.isfinite(mean_loss):
                 raise diverged(client, mean_loss, f"{epoch} of {epochs}", suspects)
-            client.log[log] = mean_loss
+            client.log |= {**means, log: mean_loss}
             done += len(split)
             if done == steps:
                 break
@@ -187,13 +192,19 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
     )
 
 
-def _epoch(client: Client, step: Step, split: Sequence[np.ndarray]) -> float:
-    total = torch.zeros((), device=client.device)
+def _epoch(
+    client: Client, step: Step, split: Sequence[np.ndarray], terms: Mapping[str, torch.Tensor]
+) -> tuple[float, dict[str, float]]:
+    """The mean loss of an epoch, and the means of its terms."""
+    total, sums = torch.zeros((), device=client.device), dict[str, torch.Tensor]()
     for indices in split:
         chosen = torch.from_numpy(indices).to(client.device)
         value = _value(client, step, chosen)
         total += value.detach() * len(indices)  # stays on the device: no wait for the GPU in each step
-    return float(total) / sum(map(len, split))
+        for name, term in terms.items():
+            sums[name] = sums.get(name, torch.zeros_like(total)) + term.detach() * len(indices)
+    samples = sum(map(len, split))
+    return float(total) / samples, {name: float(added) / samples for name, added in sums.items()}
 
 
 def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..methods.base import Client, Method
 from ..task import Task, Tensors
 from .loops import accuracy
+from .norms import own_layers, statistics_of, take_statistics
 from .parts import Parts, load_arrays, norm_names, personal_names, to_arrays
 from .precision import StepTimes, time_steps
 from .weights import put_weights
@@ -105,6 +106,7 @@ class Session:
         self._model, self._fresh = built.model, built.fresh
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
+        self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
         self._train, self._test = self._place(train), self._place(test)
 
     def train(self, received: Tensors, kept: Kept, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
@@ -122,6 +124,7 @@ class Session:
     def finish(self, received: Tensors, kept: Kept, *, rounds: int) -> Outcome:
         """After the last round: personalize to what was received, and evaluate; nothing travels."""
         client = self._client(received, kept, rounds, rounds, salt=1)
+        take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
         self.method.personalize(client, received)
         metrics = self.scores(client)
         return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
@@ -188,13 +191,14 @@ class Session:
         inputs, labels = self._test
         if not len(labels):
             return {}
-        personal = self.method.predict(client, inputs)
-        found = {"acc.personal": accuracy(personal, labels)}
-        # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
-        is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
-        shared = personal if is_same else self.method.predict_global(client, inputs)
-        if shared is not None:
-            found["acc.global"] = accuracy(shared, labels)
+        with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
+            personal = self.method.predict(client, inputs)
+            found = {"acc.personal": accuracy(personal, labels)}
+            # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
+            is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
+            shared = personal if is_same else self.method.predict_global(client, inputs)
+            if shared is not None:
+                found["acc.global"] = accuracy(shared, labels)
         return found
 
     def _keep(self, client: Client) -> Kept:

@@ -123,10 +123,7 @@ class UpdateManifest(Control):
 
 
 class Report(Control):
-    """What a device got out of a run: accuracies on its own held-back data, and what it took.
-
-    All figures are of one encoder: that of the run, also where the device went back to the one that it had before.
-    """
+    """What a device got out of a run. All figures are of the run's encoder, also where it went back to another."""
 
     type: Literal["report"] = "report"
     run: RunId
@@ -136,6 +133,7 @@ class Report(Control):
     precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
     rolled_back: Text = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
+    support: int = Field(0, ge=0, le=MAX_SAMPLES, description="held-out samples behind the accuracies")
     one_class: bool = Field(False, description="its data hold a single class, so accuracies say nothing")
     head: Text = Field("", max_length=64)
     acc_local: float | None = Field(None, ge=0, le=1)

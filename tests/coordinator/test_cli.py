@@ -270,7 +270,7 @@ def test_methods_lists_every_method_and_one_in_full(call):
     code, out, _ = call("methods", "fedavg")
     assert code == 0
     assert "AISTATS 2017" in out
-    assert re.search(r"^local_epochs +1 +E, passes", out, re.MULTILINE)
+    assert re.search(r"^local_epochs +1 +– +E, passes", out, re.MULTILINE)
 
 
 def test_a_method_of_others_that_lacks_something_does_not_hide_the_rest(call, monkeypatch):
@@ -294,6 +294,18 @@ def test_methods_as_json_is_what_their_files_say(call):
     assert found["fedper"]["shared"] == ["encoder"]
     one = json.loads(call("methods", "fedper", "--json")[1])
     assert {p["name"]: p["default"] for p in one["params"]}["lr"] == 0.01
+
+
+def test_a_method_shows_defaults_and_published_values_side_by_side(call):
+    code, out, err = call("methods", "dualfed")
+    assert code == 0, err
+    row = next(line.split() for line in out.splitlines() if line.startswith("contrastive_weight"))
+    assert row[1:3] == ["1.0", "40.0"]
+    same = next(line for line in out.splitlines() if line.startswith("temperature"))
+    assert same.split()[1:3] == ["0.2", "–"], "a published value stands there only where ours differs"
+    told = {one["name"]: one for one in json.loads(call("methods", "dualfed", "--json")[1])["params"]}
+    assert (told["batch_size"]["default"], told["batch_size"]["paper"]) == (32, 256)
+    assert (told["temperature"]["default"], told["temperature"]["paper"]) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -76,7 +76,7 @@ def test_encoders_that_stay_with_clients_are_not_told_by_the_hash_of_nothing(cal
 
 def test_many_rounds_are_shown_evenly_apart():
     from coordinator.cli.options import show
-    from coordinator.cli.simulate import SHOWN_ROUNDS, rounds_table
+    from coordinator.cli.simulation_output import SHOWN_ROUNDS, rounds_table
 
     rounds = [
         {"round": n, "acc": {}, "loss": None, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1} for n in range(1, 201)
@@ -323,3 +323,38 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
         assert told.left_s() == pytest.approx(3 * 0.25 * 4.0)
         told.count(job.model_copy(update={"purpose": "finish"}))
         assert told.left_s() == pytest.approx(24.0 / 6.25 * 0.5)
+
+
+def test_paper_takes_the_published_values_and_what_is_set_wins(call, images, tmp_path):
+    wanted = ("--clients", 3, "--rounds", 1, "--method", "dualfed", "--set", "projector_width=4")
+    published = (40.0, 256, False)
+    choices = [((), (1.0, 32, True)), (("--paper",), published)]
+    choices += [(("--paper", "--set", "batch_size=9"), (40.0, 9, False))]
+    for number, (options, expected) in enumerate(choices):
+        code, out, err = call(*images, *wanted, *options, "--out", f"sim{number}", "--json")
+        assert code == 0, err
+        told = json.loads(out)["params"]
+        assert (told["contrastive_weight"], told["batch_size"], told["refresh_stats"]) == expected
+    again = call("--resume", "--out", "sim0", "--paper")
+    assert again[0] == 2
+    assert "paper is False, True was given" in again[2]
+
+
+def test_a_client_below_its_local_baseline_is_named_everywhere(call, tmp_path, caplog):
+    """Two classes, dark and bright, which the raw inputs tell apart and a model of fresh weights does not."""
+    labels = np.repeat(np.arange(2), 100)
+    inputs = np.clip(np.random.default_rng(0).normal(60, 8, (200, 4, 4)) + 120 * labels[:, None, None], 0, 255)
+    np.savez(tmp_path / "i.npz", inputs=inputs.astype(np.uint8), labels=labels, class_names=np.array(["a", "b"]))
+    options = ("--clients", 2, "--rounds", 1, "--set", "lr=1e-9", "--engine", "serial", "--device", "cpu")
+    encoder = ("--encoder", "linear", "--encoder-param", "feature_dim=4")
+    code, out, err = call("--data", "npz:i.npz", *options, *encoder, "--out", "sim")
+    assert code == 0, err
+    result = json.loads((tmp_path / "sim" / "result.json").read_text())
+    below = [one for one in result["warnings"] if one["kind"] == "below_local"]
+    assert [one["clients"] for one in below] == [["c0"], ["c1"]]
+    assert result["last"]["acc"]["local"]["clients_mean"] == 1.0
+    page = (tmp_path / "sim" / "runs" / "run-0001" / "report.html").read_text()
+    for one in below:
+        assert f"warning: {one['message']}" in out
+        assert f"result_warning run=run-0001: {one['message']}" in caplog.text, "what goes to stderr"
+        assert one["message"].replace("'", "&#x27;") in page

@@ -341,7 +341,7 @@ def test_newcomers_never_train_and_fit_a_head_on_the_encoder_at_the_end(tmp_path
     result, updates = run_and_updates(plan_for(images, clients=5, new_clients=2, rounds=3), tmp_path / "sim")
     assert {client for _, client in updates} == {"c0", "c1", "c2"}
     assert [one["clients"] for one in result["rounds"]] == [3, 3, 3]
-    assert set(result["last"]["acc"]) == {"personal", "new"}
+    assert set(result["last"]["acc"]) == {"local", "personal", "new"}
     assert 0.5 < result["last"]["acc"]["new"]["clients_mean"] <= 1.0
     assert result["best"]["new"]["rounds_done"] == 3
     assert result["new_clients"] == 2

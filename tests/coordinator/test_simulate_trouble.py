@@ -13,7 +13,7 @@ from federation_duties import SMALL
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator import simulate
-from coordinator.cli.simulate import reading
+from coordinator.cli.simulation_output import reading
 from coordinator.collect import Collector
 from coordinator.journal import Journal
 from coordinator.reproduce import outcome

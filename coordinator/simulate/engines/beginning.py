@@ -38,7 +38,7 @@ def shared_by(words: Mapping[str, Any], memory: memoryview, division: Division, 
         getattr(importlib.import_module(module), function)()
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    method = methods.create(plan.method, plan.params)
+    method = methods.create(plan.method, plan.params, paper=plan.paper)
     pools = Pools.from_memory(memory, task)
     model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
     return Shared(

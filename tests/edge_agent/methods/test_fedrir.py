@@ -214,7 +214,7 @@ def test_other_sides_that_4_divides_work(federation, channels, height, width, pa
 
 def test_the_encoder_is_the_one_that_the_task_names():
     for encoder, width in (("small_cnn", 128), ("fedrir_cnn", 512), ("linear", 16)):
-        model = fedrir().build(image_task(1, 28, 28, encoder))
+        model = fedrir(id_mode="official").build(image_task(1, 28, 28, encoder))
         assert model.head.in_features == width + 6
         assert model.part("distiller").mean[0].in_features == width, "official: from g to c"
         vclub = fedrir(id_mode="vclub").build(image_task(1, 28, 28, encoder))
@@ -222,7 +222,7 @@ def test_the_encoder_is_the_one_that_the_task_names():
 
 
 def test_the_paper_s_model_has_the_paper_s_sizes():
-    model = methods.create("fedrir").build(image_task(1, 28, 28))
+    model = methods.create("fedrir", paper=True).build(image_task(1, 28, 28))
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     assert sizes == {
         "encoder": 577_088, "specific": 1_101_888, "generator": 577_345, "distiller": 263_424, "head": 1024 * 3 + 3

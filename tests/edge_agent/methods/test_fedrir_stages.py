@@ -30,6 +30,29 @@ def test_mcsl_trains_the_client_specific_encoder_and_the_generator_alone(federat
 
 
 @FEDRIR_MODES
+def test_the_reported_loss_is_the_cross_entropy_and_its_terms_add_up(federation, mode):
+    """One batch of all samples: the loss is what the model answers before the step, in train mode."""
+    fed = federation(fedrir(id_mode=mode, batch_size=100, id_weight=0.5, local_epochs=1))
+    client = fed.clients["a"]
+    twin = copy.deepcopy(client.model).train()
+    both = torch.cat([twin.encoder(client.train_inputs), twin.part("specific")(client.train_inputs)[0]], 1)
+    expected = F.cross_entropy(twin.head(both), client.train_labels).item()
+    fed.method._distill(client)
+    told = client.log
+    assert told["loss"] == pytest.approx(expected, rel=1e-5)
+    assert told["loss.total"] == pytest.approx(told["loss"] + 0.5 * told["loss.id"], rel=1e-5)
+    assert told["loss.id"] != 0
+
+
+def test_a_negative_misfit_does_not_make_the_loss_negative(federation):
+    """The official form rewards a predictable c without end: its sum fell to -453 where the cross entropy was 0.6."""
+    fed = federation(fedrir(id_mode="official", id_weight=1.0, lr=0.01, local_epochs=30))
+    client = fed.clients["a"]
+    fed.method._distill(client)
+    assert client.log["loss.total"] < 0 < client.log["loss"]
+
+
+@FEDRIR_MODES
 @pytest.mark.parametrize("frozen_bn", ["train", "eval"])
 def test_id_leaves_the_client_specific_encoder_bit_for_bit_but_for_statistics(federation, mode, frozen_bn):
     fed = federation(fedrir(id_mode=mode, frozen_bn=frozen_bn))
@@ -81,7 +104,7 @@ def train_vclub_by_hand(model, inputs, labels):
 
 @pytest.mark.parametrize("mode, by_hand", [("official", train_official_by_hand), ("vclub", train_vclub_by_hand)])
 def test_one_step_of_id_equals_the_same_step_written_out(federation, mode, by_hand):
-    fed = federation(fedrir(id_mode=mode, batch_size=100))
+    fed = federation(fedrir(id_mode=mode, batch_size=100, lr=5e-4, id_weight=1.0))
     client = fed.clients["a"]
     twin = copy.deepcopy(client.model).train()
     by_hand(twin, client.train_inputs, client.train_labels)
@@ -92,7 +115,7 @@ def test_one_step_of_id_equals_the_same_step_written_out(federation, mode, by_ha
 
 
 def test_one_step_of_mcsl_equals_the_same_step_written_out(federation):
-    fed = federation(fedrir(batch_size=100, mask_ratio=0.0, kld_weight=0.3))
+    fed = federation(fedrir(batch_size=100, lr=5e-4, mask_ratio=0.0, kld_weight=0.3))
     client = fed.clients["a"]
     twin, draws = copy.deepcopy(client.model).train(), torch.Generator()
     draws.set_state(client.generator.get_state())

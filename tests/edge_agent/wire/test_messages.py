@@ -58,6 +58,7 @@ FIELDS = {
     "rolled_back": text,
     "about": text,
     "one_class": st.booleans(),
+    "support": counts,
     "facts": st.dictionaries(text, scalars, max_size=8),
     "digest": st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
     "ranges": ranges,
