@@ -117,7 +117,7 @@ class Peers:
             raise DuplicateCoordinator(about + self._what_to_do(message))
         if message.boot not in self._named and len(self._named) < MOST_ANSWERED:
             self._named.add(message.boot)
-            self.note = f"{about}; it was told to stop, this one goes on"
+            self.note = f"{about}; it has to stop; this one continues"
             log.warning("other_coordinator %s", self.note)
 
     # --- inside ----------------------------------------------------------------------------------------------------

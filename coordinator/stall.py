@@ -80,9 +80,9 @@ class Storage:
         self.stall = Stall(run, reason, self._times, now + pause_s)
 
     def go_on(self) -> None:
-        """The run goes on, or is over."""
+        """The run continues, or is over."""
         if self.stall is not None:
-            log.info("run_goes_on run=%s after=%s", self.stall.run, self.stall.reason)
+            log.info("run_resumed run=%s after=%s", self.stall.run, self.stall.reason)
         self.stall = None
 
     def note(self, error: BaseException, what: str) -> str:

@@ -111,20 +111,21 @@ def choose(
         return Choice("fp32", "the bundle has no int8 variant")
     if samples is None:
         return Choice("fp32", "no labelled samples to compare the accuracies on")
-    known = _known(bundle, threads)
     encoders = {"fp32": Encoder.open(bundle, "fp32", threads)}
     try:
         encoders["int8"] = Encoder.open(bundle, "int8", threads)
     except BundleDamaged as error:
         return Choice("fp32", f"int8 does not run here as it was exported: {error}")
-    timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock or _clock(threads))
+    conditions = _conditions(bundle, encoders, threads)
+    known = _known(bundle, conditions)
+    timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock or _clock(encoders, threads))
     shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
     if not timing.is_faster:
-        _keep(bundle, threads, timing, known.get("accuracy", {}))
+        _keep(bundle, conditions, timing, known.get("accuracy", {}))
         return Choice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
     digest = _digest(samples)
     answers = known.get("accuracy", {}).get(digest) or compared(encoders, samples, seed, features, progress)
-    _keep(bundle, threads, timing, {digest: answers})
+    _keep(bundle, conditions, timing, {digest: answers})
     right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
     if answers["of"] < LEAST_ANSWERS:
         why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
@@ -199,30 +200,36 @@ def _right_answers(features: np.ndarray, train: Samples, test: Samples, num_clas
     return int((answers == test.labels).sum())
 
 
-def _clock(threads: int) -> Callable[[], float]:
-    return time.thread_time if threads == 1 else time.perf_counter
+def _clock(encoders: Mapping[str, Encoder], threads: int) -> Callable[[], float]:
+    """CPU time of this thread where it does all the work; a GPU's work is no CPU time."""
+    on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
+    return time.thread_time if threads == 1 and on_cpu else time.perf_counter
 
 
 def _digest(samples: Samples) -> str:
     return hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
 
 
-def _key(bundle: Bundle, threads: int) -> dict[str, Any]:
-    return {**arithmetic(), "threads": threads, "fingerprints": bundle.fingerprints}
+def _conditions(bundle: Bundle, encoders: Mapping[str, Encoder], threads: int) -> dict[str, Any]:
+    """What a measurement is good for."""
+    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
+    return {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": bundle.fingerprints}
 
 
-def _known(bundle: Bundle, threads: int) -> dict[str, Any]:
+def _known(bundle: Bundle, conditions: Mapping[str, Any]) -> dict[str, Any]:
     """What was found before under the same conditions; empty where nothing was, or the record is damaged."""
     try:
         record = read_json(bundle.folder / _RECORD) or {}
     except StateError:
         return {}
-    return record if record.get("on") == _key(bundle, threads) else {}
+    return record if record.get("on") == conditions else {}
 
 
-def _keep(bundle: Bundle, threads: int, timing: Timing, accuracy: Mapping[str, Mapping[str, int]]) -> None:
+def _keep(
+    bundle: Bundle, conditions: Mapping[str, Any], timing: Timing, accuracy: Mapping[str, Mapping[str, int]]
+) -> None:
     content = {
-        "on": _key(bundle, threads),
+        "on": conditions,
         "timing": {"fp32_ms": timing.fp32_ms, "int8_ms": timing.int8_ms, "is_faster": timing.is_faster},
         "accuracy": {digest: dict(answers) for digest, answers in accuracy.items()},
     }

@@ -78,19 +78,22 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
 
     All other lines stay as they are, so one file serves several federations and rules of one's own. The rules stand
     between two comments, and are replaced there when they differ. Owner, group and mode are those of `access_for`.
+    Two commands at once wait for each other, so none loses the other's rules.
     """
     path = path.resolve()
     first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
     block = f"{first}, made by 'headwater enroll'\n{mosquitto_acl(federation)}{last}\n"
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
-    if found.search(before):
-        after = found.sub(lambda _: block, before, count=1)
-    else:
-        after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
-    if after == before:
-        return False
-    write_atomic(path, after.encode(), access=access_for(path, account))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with waited_lock(path.parent):
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if found.search(before):
+            after = found.sub(lambda _: block, before, count=1)
+        else:
+            after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
+        if after == before:
+            return False
+        write_atomic(path, after.encode(), access=access_for(path, account))
     return True
 
 

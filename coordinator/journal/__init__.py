@@ -225,9 +225,11 @@ class Journal:
     def _check_or_make_schema(self, *, is_begun: bool) -> None:
         with self._transaction(writes=True) as connection:
             version = connection.execute(sa.text("PRAGMA user_version")).scalar_one()
-            if version == 0 and not sa.inspect(connection).get_table_names():
-                if is_begun:
-                    raise StateError(f"{self.path}: the journal is empty, all of its entries are lost. {WHAT_TO_DO}")
+            is_new = version == 0 and not sa.inspect(connection).get_table_names()
+            is_empty = is_new or (version == SCHEMA and connection.exec_driver_sql(_NEWEST).first() is None)
+            if is_empty and is_begun:
+                raise StateError(f"{self.path}: the journal is empty, all of its entries are lost. {WHAT_TO_DO}")
+            if is_new:
                 _METADATA.create_all(connection)
                 connection.execute(sa.text(f"PRAGMA user_version = {SCHEMA}"))
             elif version != SCHEMA:

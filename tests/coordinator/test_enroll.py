@@ -215,6 +215,16 @@ def test_account_that_is_not_there_is_named_and_nothing_is_written(tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rules_of_federations_that_are_added_at_once_are_all_there(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    names = [f"f{number}" for number in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda name: add_rules(tmp_path / "acl", name), names))
+    text = (tmp_path / "acl").read_text()
+    assert all(mosquitto_acl(name) in text for name in names)
+
+
 def test_rules_of_a_federation_are_added_once_and_other_lines_stay(tmp_path):
     acl = tmp_path / "acl"
     acl.write_text("user monitor\ntopic read $SYS/#")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.journal import Journal
 from coordinator.store import BlobStore, RunFolder, StateFolder
 from edge_agent.errors import StateError, UsageError
 
@@ -200,6 +201,7 @@ def test_open_checks_the_whole_journal(tmp_path):
 
 def test_open_sweeps_what_interrupted_writes_left(tmp_path):
     with StateFolder(tmp_path).open("me") as state:
+        state.journal.request_run({})
         state.blobs.put(b"abc")
     (tmp_path / "blobs" / f".{ABC}.12345678.tmp").write_bytes(b"ab")
     with StateFolder(tmp_path).open("me") as state:
@@ -210,6 +212,7 @@ def test_open_sweeps_old_temporary_files_of_ours_and_nothing_else(tmp_path):
     import os
 
     with StateFolder(tmp_path).open("me") as state:
+        state.journal.request_run({})
         state.run("run-0001").append_metrics({"round": 1})
     old = [tmp_path / ".status.json.0123abcd.tmp", tmp_path / "runs/run-0001/.report.html.0123abcd.tmp"]
     partial = tmp_path / "blobs/partial/a0/.x.chunks.0123abcd.tmp"
@@ -244,7 +247,7 @@ def test_the_run_written_to_last_is_the_last(tmp_path):
     assert [folder.run for folder in state.runs()] == ["run-0001", "run-0002"]
 
 
-@pytest.mark.parametrize("content", ["nothing", "no tables"])
+@pytest.mark.parametrize("content", ["nothing", "no tables", "no rows"])
 @pytest.mark.parametrize("beside", ["blobs", "runs"])
 def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_path, content, beside):
     """Cut to 0 bytes, or copied without its write-ahead log, which holds everything while a coordinator runs."""
@@ -263,6 +266,9 @@ def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_pa
         connection = sqlite3.connect(tmp_path / "journal.db")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.close()
+    if content == "no rows":
+        with Journal(tmp_path / "journal.db"):
+            pass
     for use in (lambda: StateFolder(tmp_path).open("me"), lambda: StateFolder(tmp_path).look(create=True)):
         with pytest.raises(StateError, match="the journal is empty, all of its entries are lost"), use():
             pass

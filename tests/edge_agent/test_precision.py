@@ -178,7 +178,8 @@ def test_it_is_decided_again_where_something_changed(bundle, monkeypatch, what):
 def test_the_record_names_processor_runtime_and_variants(bundle):
     choose(bundle, samples(bundle), clock=abba(0.0123, 0.0119))
     record = json.loads((bundle.folder / "precision.json").read_text())
-    assert set(record["on"]) == {"processor", "onnxruntime", "threads", "fingerprints"}
+    assert set(record["on"]) == {"processor", "onnxruntime", "providers", "threads", "fingerprints"}
+    assert record["on"]["providers"] == {name: ["CPUExecutionProvider"] for name in ("fp32", "int8")}
     assert record["on"]["fingerprints"] == bundle.fingerprints
     assert record["timing"] == {"fp32_ms": 12.3, "int8_ms": 11.9, "is_faster": False}
 
