@@ -30,6 +30,9 @@ ANSWER_APART_S = 1.0
 KNOWN_S = 60.0
 """How long it is known, after everybody was asked, that no other coordinator is there."""
 
+NOTED_S = 2 * REPEAT_S
+"""How long another coordinator is told of after its last answer: one that is there answers each time we speak."""
+
 SAME_TIME_S = 5.0
 """Two that began to serve within this time count as equal: the message between them took a while, too."""
 
@@ -60,13 +63,17 @@ class Peers:
         self._said_at = float("-inf")
         self._answered: dict[str, float] = {}
         self._named: set[str] = set()
-        self.note = ""
-        """Another coordinator that was there since the start, for people; empty: none."""
+        self._note, self._noted_at = "", float("-inf")
 
     @property
     def is_serving(self) -> bool:
         """Whether this coordinator may speak to agents."""
         return self._serves_since is not None
+
+    @property
+    def note(self) -> str:
+        """Another coordinator that has answered in the last `NOTED_S` seconds, for people; empty: none has."""
+        return self._note if self._clock() - self._noted_at < NOTED_S else ""
 
     def start(self, federation: str, epoch: int) -> None:
         """The federation id and epoch of this coordinator."""
@@ -115,10 +122,10 @@ class Peers:
         about = self._about(message)
         if self._yields_to(message):
             raise DuplicateCoordinator(about + self._what_to_do(message))
+        self._note, self._noted_at = f"{about}; it has to stop; this one continues", self._clock()
         if message.boot not in self._named and len(self._named) < MOST_ANSWERED:
             self._named.add(message.boot)
-            self.note = f"{about}; it has to stop; this one continues"
-            log.warning("other_coordinator %s", self.note)
+            log.warning("other_coordinator %s", self._note)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

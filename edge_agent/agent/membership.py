@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 FOLLOW_S = 10.0
 """How long the agent's own coordinator may leave hello unanswered before the agent follows another that answers."""
 
-SAID_AGAIN_S, NOTED_S = 60.0, 600.0
-"""How often the log repeats that orders are ignored, and for how long the status shows it."""
+SAID_AGAIN_S, NOTED_S = 60.0, 60.0
+"""How often the log repeats that orders are ignored, and how long after the last one the status shows it."""
 
 
 class _Followed(Frozen):
@@ -94,7 +94,7 @@ class Membership:
         return None
 
     def note(self) -> str | None:
-        """That orders were ignored lately, for people; None where there were none."""
+        """That orders were ignored in the last `NOTED_S` seconds, for people; None where there were none."""
         return f"ignores orders {self._ignored}" if self._clock() - self._ignored_at < NOTED_S else None
 
     def accept(self, federation: str, epoch: int) -> None:
@@ -102,6 +102,7 @@ class Membership:
         if (federation, epoch) == (self.federation, self.epoch):
             return
         self.federation, self.epoch = federation, epoch
+        self._ignored_at = float("-inf")  # who was ignored may be whom it follows now
         try:
             write_json(self._path, {"federation": federation, "epoch": epoch})
         except OSError as error:

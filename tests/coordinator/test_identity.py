@@ -129,6 +129,7 @@ def test_an_agent_follows_a_replaced_state_folder_after_the_time_that_its_own_co
         fed.start_coordinator()
         took = fed.until(lambda: fed.coordinator.roster.present())
         assert FOLLOW_S <= took <= FOLLOW_S + 1
+        assert [agent.membership.note() for agent in fed.agents.values()] == [None] * len(fed.agents)
 
 
 def test_another_feature_size_after_the_state_folder_was_removed_is_no_trouble(tmp_path):
@@ -297,6 +298,8 @@ def test_a_second_coordinator_does_not_start_and_both_name_the_other(tmp_path, c
             assert "is starting" in note
             assert f"start s1, federation id {theirs[:12]}" in note
             assert caplog.text.count("other_coordinator another coordinator") == 1
+            fed.wait(30)
+            assert fed.coordinator.status()["other_coordinator"] is None, "it has ended more than a minute ago"
         fed.finish()
         assert fed.record.status == "finished"
         assert fed.entries("update_refused") == []
@@ -385,6 +388,8 @@ def test_an_order_of_another_federation_is_not_carried_out_while_the_own_coordin
         said = json.loads((agent.config.state / "status.json").read_bytes())
         assert said["federation_id"] == ours
         assert f"of federation ffffffffffff, this agent follows {ours[:12]}" in said["other_coordinator"]
+        fed.wait(70)
+        assert agent.membership.note() is None, "nothing has been heard of it for more than a minute"
 
 
 def test_one_order_of_another_federation_while_nobody_answers_changes_nothing(tmp_path):
