@@ -151,7 +151,7 @@ def test_wrong_usage_with_json_is_one_object_too(call):
 def test_a_folder_that_cannot_be_written_is_no_traceback(call, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = call("enroll", "porch", "--users", tmp_path / "file" / "users")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "file" in err
     assert "Traceback" not in err
 
