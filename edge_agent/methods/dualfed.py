@@ -221,12 +221,12 @@ class Method(Base):
         return super().global_head(state) if self.params.global_classifier_at == "pre" else None
 
 
+# Not the batch size: small batches help while the encoder is trained, on frozen features they only take longer.
 _HEAD_PARAMS = (
     *(
         "lr",
         "momentum",
         "weight_decay",
-        "batch_size",
         "smallest_batch",
         "contrastive_weight",
         "temperature",

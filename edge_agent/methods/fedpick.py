@@ -207,8 +207,9 @@ class Method(Base):
         return self.params.model_dump(include=set(_HEAD_PARAMS)) if head == "fedpick" else {}
 
 
+# Not the batch size: small batches help while the encoder is trained, on frozen features they only take longer.
 _HEAD_PARAMS = (
-    *("lr", "momentum", "weight_decay", "batch_size", "mask", "selector", "keep_ratio", "ensemble", "relevant_weight"),
+    *("lr", "momentum", "weight_decay", "mask", "selector", "keep_ratio", "ensemble", "relevant_weight"),
     *("irrelevant_weight", "distillation_weight", "detach_targets", "temperature", "threshold", "mask_width"),
 )
 

@@ -196,7 +196,7 @@ def test_its_device_head_gets_the_methods_parameters():
     given_params = {"contrastive_weight": 2.0, "temperature": 0.05, "ensemble": "logits", "projector_depth": 3}
     head = heads.create("dualfed", dualfed(**given_params, lr=0.02).head_params("dualfed"))
     assert {name: getattr(head.params, name) for name in given_params} == given_params
-    assert (head.params.lr, head.params.projector_width, head.params.batch_size) == (0.02, 8, 4)
+    assert (head.params.lr, head.params.projector_width, head.params.batch_size) == (0.02, 8, 256), "its own batch size"
     assert dualfed().head_params("lr") == {}
 
 
@@ -227,7 +227,7 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
     trained = ("projector", "personal_head")
     names = [name for name in client.model.state_dict() if name.split(".")[0] in trained]
     arrays = {name: a for name, a in to_arrays(client.model, names).items() if not name.endswith("tracked")}
-    trainer = Trainer(arrays, HeadParams(**method.head_params("dualfed")), 17)
+    trainer = Trainer(arrays, HeadParams(**method.head_params("dualfed"), batch_size=16), 17)
     rng = copy.deepcopy(client.rng)
     for _ in range(5):
         trainer.epoch(features, client.train_labels.numpy(), rng)

@@ -259,7 +259,7 @@ def test_its_device_head_gets_the_methods_parameters():
     given = {"mask": "soft", "selector": "fisher", "keep_ratio": 0.2, "detach_targets": True, "temperature": 2.0}
     head = heads.create("fedpick", fedpick(**given, lr=0.02).head_params("fedpick"))
     assert {name: getattr(head.params, name) for name in given} == given
-    assert (head.params.lr, head.params.batch_size) == (0.02, 4)
+    assert (head.params.lr, head.params.batch_size) == (0.02, 32), "its own batch size"
     assert fedpick().head_params("svm") == {}
 
 
