@@ -26,7 +26,7 @@ def resnet18(cache: Path) -> Bundle:
     """
     from edge_agent import bundle as bundles
 
-    file = cache / f"resnet18-{__version__}.hwb"
+    file = cache / f"resnet18-{__version__}-schema{bundles.SCHEMA}.hwb"
     if not file.exists():
         if importlib.util.find_spec("torch") is None:
             raise MissingCapability.package("torch", "export", "measuring an encoder")
