@@ -89,7 +89,19 @@ class Inbox:
             if is_known:  # else it is of another start of that id
                 self._lose(agent)
             return
-        self._on_work(agent, self._orders.with_run_name(agent, message))
+        if is_known or not self._is_of_another_start(agent, message):
+            self._on_work(agent, self._orders.with_run_name(agent, message))
+
+    def _is_of_another_start(self, agent: str, message: wire.Control) -> bool:
+        """Whether a message that is not of the start on the roster says nothing of that start, and changes nothing.
+
+        ``edge-agent doctor`` sends heartbeats under the id of an agent that works meanwhile. What else an agent says
+        before its hello is taken: an update is known by its content, and an agent whose lease ran out is still itself.
+        """
+        if isinstance(message, wire.Heartbeat):
+            return True
+        member = self._roster.get(agent)
+        return isinstance(message, wire.Fault) and member is not None and member.boot != message.boot
 
     def _on_work(self, agent: str, message: wire.Control) -> None:
         if isinstance(message, wire.UpdateManifest):

@@ -198,7 +198,7 @@ class _Visit:
                 wanted -= set(event.filters)
         if wanted:
             raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
-        beat = wire.encode(wire.Heartbeat(boot=self._boot))
+        beat = wire.encode(wire.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
         refused = refused_topics(self._broker, agent, spoken, self._timeout_s)
         if refused:
