@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edge_agent.errors import RunFailed
 from edge_agent.wire.messages import new_id, run_name
 
 from .journal import Journal
@@ -28,8 +29,20 @@ class RunIds:
         self._journal = journal
         self._known: dict[str, str] = {}
 
+    def check(self, name: str) -> None:
+        """Return quietly where agents can work for the run of that name.
+
+        Raises:
+            RunFailed: it was asked for by a version that gave runs no ids, so that no update of it can be told apart.
+        """
+        if not self._id(name):
+            raise RunFailed(
+                f"{name} was requested by an older version, which gave runs no id that agents know them by; "
+                "ask for it again with 'headwater run'"
+            )
+
     def of(self, name: str) -> str:
-        """The id of a run; its name where the journal has no id of it."""
+        """The id of a run; its name where the journal has none: a release of an older version is still offered."""
         return self._id(name) or name
 
     def name(self, run_id: str) -> str | None:
@@ -46,6 +59,9 @@ class RunIds:
 
 class RunNames(RunIds):
     """Names instead of ids: in a simulation nobody else is there, and what clients keep lies in its own folder."""
+
+    def check(self, name: str) -> None:
+        """Return quietly: every run has a name."""
 
     def of(self, name: str) -> str:
         """The name itself."""

@@ -82,7 +82,8 @@ class Coordinator:
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self._boot = boot or secrets.token_hex(8)
-        self.orders = Orders(self.topics, self._publish, run_ids or RunIds(state.journal), self._boot)
+        self._run_ids = run_ids or RunIds(state.journal)
+        self.orders = Orders(self.topics, self._publish, self._run_ids, self._boot)
         self.peers = Peers(config.federation, self._boot, self.orders.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.doubles = Doubles(self.roster, self.send, clock)
@@ -254,6 +255,7 @@ class Coordinator:
         self._voice.say(self.waits, self.status)
 
     def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
+        self._run_ids.check(run)
         encoders = Encoders(self.worker)
         loop = RunLoop(
             run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders), aside=self.aside

@@ -91,10 +91,17 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
-    """The same, with steps in the precision that was settled when the run began, on whatever machine it is resumed."""
-    asked = state.journal.replay(run).request.get("simulation") or {}
+    """The same, with precision and parameters that the run began with, on whatever machine and version it is resumed.
+
+    The plan tells only parameters that were given; the journal has all of them, as the jobs of clients do.
+
+    Raises:
+        ConfigError: the method has no such parameters any more.
+    """
+    request = state.journal.replay(run).request
+    asked = request.get("simulation") or {}
     plan = prepared.plan.model_copy(update={"precision": asked.get("precision", prepared.plan.precision)})
-    return replace(prepared, plan=plan)
+    return replace(prepared, plan=plan).with_params(request["params"])
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from edge_agent import methods, models
 from edge_agent.config import Precision, parse
@@ -76,6 +77,18 @@ class Prepared:
             pools = replace(pools, weights=read_weights(models.create(task), place)[0])
         model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
         return cls(plan, method, pools, division, task, model, Choice.of(plan, len(division.clients)))
+
+    def with_params(self, params: dict[str, Any]) -> Prepared:
+        """The same with these parameters of the method, and the model that they make.
+
+        Raises:
+            ConfigError: unknown or impossible parameters, all of them listed.
+        """
+        method, plan = methods.create(self.plan.method, params), self.plan
+        if method.params == self.method.params:
+            return self
+        model = Built.of(method, self.task, seed=plan.seed, device=plan.device, weights=self.pools.weights)
+        return replace(self, method=method, model=model)
 
     def shared(self) -> Prepared:
         """The same with its pools, where processes are to share them, in memory that they can; forget the original."""

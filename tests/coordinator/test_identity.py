@@ -15,6 +15,8 @@ from federation_harness import Federation, vanish
 
 from coordinator.identity import RunIds, begin
 from coordinator.journal import Journal
+from coordinator.journal.entry import draft
+from coordinator.request import Request
 from coordinator.service import Coordinator
 from coordinator.store import StateFolder
 from edge_agent.agent.membership import FOLLOW_S
@@ -237,6 +239,24 @@ def test_a_run_id_is_known_to_its_own_journal_alone(tmp_path):
             assert known.name(ids[0]) == ("run-0001" if len(ids) == 1 else None)
             assert [known.name(other) for other in ("run-0001", "run-0002", f"run-0002-{'0' * 32}")] == [None] * 3
     assert wire.run_name(ids[0]) == wire.run_name(ids[1]) == "run-0001"
+
+
+def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tmp_path):
+    """Agents could deliver nothing: every update of it would be rejected as of an unknown run."""
+    wanted = Request("fedavg", {}, 1, 0, TASK).body()
+    with Federation(tmp_path, agents=("a0",)) as fed:
+        fed.settle()
+        with fed.state.journal._transaction(writes=True) as connection:
+            fed.state.journal._write(connection, draft("run_requested", run="run-0001", body=wanted))
+        fed.run = fed._run_ids["run-0001"] = "run-0001"
+        assert fed.finish(limit_s=30) < 10
+        assert fed.record.status == "failed"
+        assert "older version" in fed.record.outcome["reason"]
+        assert "ask for it again with 'headwater run'" in fed.record.outcome["reason"]
+        assert fed.duties["a0"].done == []
+        assert fed.request(rounds=1) == "run-0002"
+        fed.finish()
+        assert fed.record.status == "finished"
 
 
 # --- two coordinators ------------------------------------------------------------------------------------------------

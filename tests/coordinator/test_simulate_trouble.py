@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation_duties import SMALL
+from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator import simulate
@@ -337,6 +337,30 @@ def test_a_run_on_another_machine_is_gone_on_with_data_that_lie_elsewhere(tmp_pa
     shutil.move(tmp_path / "images.npz", tmp_path / "elsewhere.npz")
     moved = plan.model_copy(update={"data": (f"npz:{tmp_path / 'elsewhere.npz'}",)})
     assert len(run(moved, folder)["rounds"]) == 2
+
+
+@pytest.mark.parametrize(
+    "engine", [{"engine": "serial"}, {"engine": "pool", "workers": 2}], ids=lambda to: to["engine"]
+)
+def test_a_simulation_from_before_a_change_of_defaults_ends_as_it_was_begun(tmp_path, images, monkeypatch, engine):
+    """The plan holds only what was given; here the version that began had another width of a tensor by default."""
+    kind = methods.get("fedrir")
+
+    class Earlier(kind.Params):
+        specific_dim: int = 24
+
+    params = {name: value for name, value in quick_params("fedrir").items() if name != "specific_dim"}
+    plan, folder = small_plan(images, "fedrir", params=params), tmp_path / "sim"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(kind, "Params", Earlier)
+        whole = run(plan, tmp_path / "whole")
+        stopped_after(plan, folder, 4)
+    assert kind.Params().specific_dim != 24
+    prepared = Prepared.of(planned(folder).model_copy(update=engine), folder / PARTITION).shared()
+    with open_simulation(prepared, folder) as simulation:
+        again = simulation.finish()
+    assert again["params"]["specific_dim"] == 24
+    assert {**learned(again), "engine": "serial", "workers": 1} == learned(whole)
 
 
 # --- clients without test samples ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from edge_agent.wire.tensors import decode
 
 from ...keeping import states_of
 from ...simulate import CLIENTS, PARTITION, Prepared, planned
+from ...simulate.folder import computing_as_begun
 from ...store import StateFolder
 from ..looks import Holding, Look, Mixing, Part, Settings, Subject, masked
 from .runs import mixing_of
@@ -59,7 +60,9 @@ class Simulated(Subject):
             closed = folder.journal.replay(runs[0]).round if runs else 0
         if plan is None or not closed:
             raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
-        return cls(path, Prepared.of(plan, path / PARTITION), folder, runs[0])
+        with folder.look():
+            prepared = computing_as_begun(folder, runs[0], Prepared.of(plan, path / PARTITION))
+        return cls(path, prepared, folder, runs[0])
 
     @property
     def clients(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ def words_for(prepared: Prepared, setup: Sequence[str]) -> dict[str, Any]:
     """Everything but samples, partition and places, as JSON; ``setup``: functions to call first."""
     return {
         "plan": prepared.plan.model_dump(mode="json", exclude_unset=True),
+        "params": prepared.method.params.model_dump(mode="json"),
         "task": prepared.task.model_dump(mode="json"),
         "newcomers": list(prepared.newcomers),
         "setup": list(setup),
@@ -38,7 +39,7 @@ def shared_by(words: Mapping[str, Any], memory: memoryview, division: Division, 
         getattr(importlib.import_module(module), function)()
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    method = methods.create(plan.method, plan.params, paper=plan.paper)
+    method = methods.create(plan.method, words["params"])
     pools = Pools.from_memory(memory, task)
     model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
     return Shared(
