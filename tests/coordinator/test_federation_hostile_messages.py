@@ -221,7 +221,7 @@ def test_reports_of_strangers_are_not_in_the_summary(fed):
 
 
 def test_a_fault_of_one_agent_says_nothing_about_another(fed):
-    fed.mallory.raw(wire.encode(wire.Fault(error="X", message="a0 is broken", run=fed.run_id, round=1)))
+    fed.mallory.say(wire.Fault(error="X", message="a0 is broken", run=fed.run_id, round=1))
     fed.settle()
     assert_honest_result(fed)
     assert refusals(fed) == ["X: a0 is broken"]
