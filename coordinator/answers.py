@@ -35,6 +35,10 @@ class Answers:
         """An agent could not do what it was asked: it is not waited for."""
         self.faults[agent] = reason
 
+    def is_asked(self, agent: str) -> bool:
+        """Whether an answer of this agent is being waited for, or has come while others are waited for."""
+        return agent in self._asked
+
     def about(self, bundle_id: str) -> None:
         """From now on, figures of this released bundle are wanted, and of no other."""
         self._about = bundle_id

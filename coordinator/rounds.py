@@ -105,12 +105,18 @@ class RunLoop:
             self.asked.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
-        """An agent could not do what it was asked: nobody waits for it any more."""
+        """An agent could not do what it is asked now: nobody waits for it. Faults about other work change nothing.
+
+        A fault about a round that is over says nothing of the next one; it is still shown as the agent's last.
+        """
         reason = f"{message.error}: {message.message}"
-        collection = self.fleet.collector.open_round
-        if collection is not None and collection.round == message.round:
-            self.fleet.collector.failed(agent, reason)
-        else:
+        if (collection := self.fleet.collector.open_round) is not None:
+            if collection.round == message.round:
+                self.fleet.collector.failed(agent, reason)
+        elif self.asked is not None:
+            if self.asked.round == message.round and self._concerns(agent):
+                self.answers.fault(agent, reason)
+        elif message.round == 0 and self.answers.is_asked(agent):  # about the bundle that is being released
             self.answers.fault(agent, reason)
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:

@@ -1,4 +1,4 @@
-"""Messages under the id of an agent that are not of the start that is on the roster, such as those of doctor."""
+"""Messages that are not about what an agent was asked: of another start of its id, such as doctor's, or other work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from federation_harness import Federation
 
 from coordinator.config import RoundConfig
 from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import new_id
 
 
 @pytest.fixture
@@ -64,3 +65,57 @@ def test_a_fault_of_the_start_on_the_roster_counts_after_its_lease_ran_out(fed):
     fed.coordinator.roster.gone("a0")
     say(fed, "a0", wire.Fault(boot=member.boot, error="TrainingFailed", message="diverged"))
     assert member.fault["error"] == "TrainingFailed"
+
+
+FAILED = {"error": "TrainingFailed", "message": "diverged"}
+
+
+def summary(fed):
+    return fed.coordinator.state.run(fed.run).summary()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 9], ids=["release", "closed", "last", "beyond"])
+def test_a_fault_about_other_work_of_the_run_leaves_the_agent_in_round_and_result(fed, number):
+    fed.add("a0", seconds=5)
+    late = fed.add("a1", seconds=30)
+    fed.settle()
+    fed.request(rounds=3)
+    fed.until(lambda: len(fed.entries("round_opened")) == 2)
+    fed.wait(1)
+    late._send(wire.Fault(**FAILED, run=fed.run_id, round=number))
+    fed.settle()
+    assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is the last fault of its own"
+    fed.finish()
+    assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [2, 2, 2]
+    assert fed.entries("update_refused") == []
+    assert sorted(agent["id"] for agent in summary(fed)["agents"]) == ["a0", "a1"], "its report was waited for"
+    assert summary(fed)["faults"] == {}
+
+
+@pytest.mark.parametrize("case", ["other run", "other agent's order", "old run of that name"])
+def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(fed, case):
+    fed.add("a0", seconds=5)
+    fed.add("h0", tier="head")
+    fed.settle()
+    fed.request(rounds=2)
+    fed.until(lambda: fed.entries("round_opened"))
+    who, run = ("h0", fed.run_id) if case == "other agent's order" else ("a0", f"run-0001-{new_id()}")
+    run = f"run-0007-{new_id()}" if case == "other run" else run
+    fed.agents[who]._send(wire.Fault(**FAILED, run=run, round=1))
+    fed.settle()
+    assert fed.coordinator.roster.get(who).fault["error"] == "TrainingFailed"
+    fed.finish()
+    assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [1, 1]
+    assert summary(fed)["faults"] == {}
+    assert fed.coordinator.loop is None
+
+
+def test_a_fault_while_reports_are_gathered_counts(fed):
+    fed.add("a0")
+    broken = fed.add("a1")
+    fed.duties["a1"].before = lambda job: (_ for _ in ()).throw(ValueError("no")) if job.purpose == "finish" else None
+    fed.settle()
+    fed.request(rounds=1)
+    fed.finish()
+    assert list(summary(fed)["faults"]) == ["a1"]
+    assert broken.condition.name == "fault"
