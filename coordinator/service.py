@@ -125,13 +125,15 @@ class Coordinator:
 
         Raises:
             DuplicateCoordinator: another coordinator serves the federation.
+            StateError: the state folder was removed or replaced.
         """
         while not stop.is_set():
             self.step(self.idle_s())
 
     def close(self) -> None:
-        """Leave everything on disk so that the next start goes on from here."""
-        self.catch_up()
+        """Leave everything on disk so that the next start goes on from here; nothing where the folder is gone."""
+        if self.state.journal.is_in_place:
+            self.catch_up()
         self.collector.pause()
         self.worker.close()
         self.aside.close()
@@ -146,8 +148,10 @@ class Coordinator:
 
         Raises:
             DuplicateCoordinator: another coordinator serves the federation, and this one may not.
+            StateError: the state folder was removed or replaced.
         """
         event = self.transport.receive(timeout_s)
+        self.state.journal.check_in_place()
         if isinstance(event, Message) and event.topic == self.topics.coordinators:
             self._on_coordinator(event)
         elif isinstance(event, Message):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,6 +68,7 @@ class Journal:
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
         self.path, self._now = path, now
         self._engine: sa.Engine | None = None
+        self._opened: os.stat_result | None = None
 
     def __enter__(self) -> Journal:
         return self.open()
@@ -88,16 +90,41 @@ class Journal:
         self._engine = _engine(self.path)
         try:
             self._check_or_make_schema(is_begun=is_begun)
+            self._opened = self.path.stat()
         except BaseException:
             self.close()
             raise
         return self
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file that was opened still lies at `path`: SQLite goes on with one that was removed."""
+        if self._opened is None:
+            return True
+        try:
+            return os.path.samestat(self._opened, self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that does not answer now
+            return True
+
+    def check_in_place(self) -> None:
+        """Return quietly while `is_in_place`.
+
+        Raises:
+            StateError: somebody has removed or replaced the folder.
+        """
+        if not self.is_in_place:
+            raise StateError(
+                f"{self.path.parent}: this state folder was removed or replaced while it was in use; nothing more is "
+                "written to it. Put it back from a backup to resume its runs, or start the coordinator on a new one"
+            )
+
     def close(self) -> None:
         """Let go of the file."""
         if self._engine is not None:
             self._engine.dispose()
-            self._engine = None
+            self._engine = self._opened = None
 
     def append(
         self,
@@ -208,6 +235,8 @@ class Journal:
     def _transaction(self, *, writes: bool = False) -> Iterator[sa.Connection]:
         if self._engine is None:
             raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
+        if writes:
+            self.check_in_place()
         try:
             with self._engine.connect().execution_options(writes=writes) as connection, connection.begin():
                 yield connection

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import shutil
 
 import pytest
 from federation_disturbances import Stranger
@@ -13,6 +14,8 @@ from federation_harness import Federation
 
 from coordinator import saying, store
 from coordinator.cli.status import status as status_command
+from coordinator.store import StateFolder
+from edge_agent.errors import StateError
 from edge_agent.wire import messages as wire
 
 
@@ -189,3 +192,23 @@ def test_a_stalled_run_can_be_cancelled_and_the_next_one_goes_on(tmp_path):
         fed.finish()
         assert fed.state.journal.replay(first).status == "cancelled"
         assert fed.state.journal.replay(second).status == "finished"
+
+
+@pytest.mark.parametrize("recreated", [False, True], ids=["removed", "recreated"])
+def test_a_coordinator_whose_state_folder_is_removed_ends_and_leaves_no_half_state(tmp_path, recreated):
+    """Before, it went on with a journal that no file system showed, and wrote blobs and figures into a new folder."""
+    with fleet(tmp_path) as fed:
+        fed.request(rounds=3)
+        fed.until(lambda: fed.entries("round_closed", round=1))
+        folder, began = fed.config.state, fed.clock.now
+        shutil.rmtree(folder)
+        if recreated:
+            with StateFolder(folder).open("another coordinator") as other:
+                other.journal.append("coordinator_started", body={})
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(StateError, match="this state folder was removed or replaced while it was in use"):
+            fed.wait(5)
+        assert fed.clock.now - began < 1
+        fed.coordinator.close()
+        assert sorted(folder.rglob("*")) == before
+        assert folder.exists() is recreated
