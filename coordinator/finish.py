@@ -58,6 +58,7 @@ class Finisher:
         folder.write_summary(
             {
                 "run_id": loop.run,
+                "id": fleet.state.journal.replay(loop.run).request.get("id"),
                 "method": request.method,
                 "params": loop.method.params.model_dump(mode="json"),
                 "rounds": request.rounds,

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from edge_agent.errors import RunFailed
+from edge_agent.errors import RunFailed, StateError
 
 from ..journal import OpenRound, RunRecord, utc_now
 from ..store import StateFolder
@@ -44,6 +44,7 @@ def follow(
 
     Raises:
         RunFailed: it failed or was cancelled.
+        StateError: its state folder was removed or replaced: what is there now says nothing of this run.
     """
     pause = threading.Event()
     last_id, said = -1, ""
@@ -53,6 +54,8 @@ def follow(
                 step()
             else:
                 pause.wait(LOOK_EVERY_S)
+            if not state.journal.is_in_place:
+                raise lost(state, run)
             if stop is not None and stop.is_set():
                 return state.journal.replay(run)
             newest = state.journal.last_id()
@@ -69,6 +72,27 @@ def follow(
     if record.status != "finished":
         raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
     return record
+
+
+def result_of(state: StateFolder, record: RunRecord) -> dict[str, Any]:
+    """The result of a run that has finished.
+
+    Raises:
+        StateError: the result that lies there is of a run with another id.
+    """
+    summary = state.run(record.run).summary() or {}
+    run_id = record.request.get("id")
+    if summary.get("id", run_id) != run_id:
+        raise lost(state, record.run)
+    return summary
+
+
+def lost(state: StateFolder, run: str) -> StateError:
+    """That the state folder of a run is not there any more."""
+    return StateError(
+        f"{run} can no longer be followed: its state folder {state.path} was removed or replaced, so its end is not "
+        f"known here, and a {run} there now is another run; 'headwater status' shows what is there"
+    )
 
 
 class _Lines:

@@ -23,7 +23,7 @@ from ..result_warnings import lines
 from ..serving import coordinator, load_config, stop_on_signals
 from ..store import StateFolder
 from ..words import counted, listed
-from .follow import follow
+from .follow import follow, result_of
 from .options import (
     INTERRUPTED,
     Config,
@@ -113,7 +113,7 @@ def run(
         _put_into_queue(settings, request, Place(config, state), as_json=as_json)
         return
     record = _follow(settings, request, resume, Place(config, state))
-    tell(StateFolder(settings.state).run(record.run).summary() or {}, as_json=as_json)
+    tell(result_of(StateFolder(settings.state), record), as_json=as_json)
 
 
 def _with_weights(settings: CoordinatorConfig, weights: Path | None, *, fresh: bool) -> CoordinatorConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.export import near_one
-from coordinator.cli.follow import _waiting
+from coordinator.cli.follow import _waiting, follow, result_of
 from coordinator.store import StateFolder
+from edge_agent.errors import StateError
 
 TASK = """
 [task]
@@ -106,6 +108,37 @@ def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
     silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
     assert silent.startswith("nothing heard from the coordinator since 2020-01-01T00:00:00+00:00")
     assert _waiting({**now, "at": "soon"}, "run-0001") == "w (from a)"
+
+
+def replaced(folder: Path) -> None:
+    """Somebody removes the state folder, and a run of the same name finishes in a new one."""
+    shutil.rmtree(folder)
+    with StateFolder(folder).open("another coordinator") as state:
+        add_run(state, closed=3, end="run_finished")
+        run_id = state.journal.replay("run-0001").request["id"]
+        state.run("run-0001").write_summary({"run_id": "run-0001", "id": run_id})
+
+
+def test_a_followed_run_whose_state_folder_is_replaced_does_not_end_with_another_run(tmp_path):
+    with StateFolder(tmp_path / "state").look(create=True) as state:
+        run, looks = add_run(state, closed=1), iter(range(20))
+
+        def step():
+            if next(looks) == 2:
+                replaced(state.path)
+
+        with pytest.raises(StateError, match="run-0001 can no longer be followed: its state folder"):
+            follow(state, run, step)
+
+
+def test_a_result_with_another_run_id_is_not_taken_for_that_of_the_followed_run(tmp_path):
+    with StateFolder(tmp_path / "state").look(create=True) as state:
+        run = add_run(state, closed=1, end="run_finished")
+        record = follow(state, run)
+        assert result_of(state, record)["run_id"] == run
+        replaced(state.path)
+        with pytest.raises(StateError, match="a run-0001 there now is another run"):
+            result_of(StateFolder(state.path), record)
 
 
 def test_resuming_takes_only_an_unfinished_run_and_no_other_wishes(call, away, tmp_path):
