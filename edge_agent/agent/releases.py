@@ -75,13 +75,13 @@ class ReleaseRecord:
         if found is None:
             return ""
         source = found.source
-        if message.bundle_id != source.bundle_id and message.release > source.release:
-            return ""
-        of = f" (release {source.release})" if source.release else ""
-        return (
-            f"keeps bundle {found.runs[:12]}: somebody rolled this device back by hand from bundle "
-            f"{source.bundle_id[:12]}{of}; it takes a newer release"
-        )
+        is_newer = message.bundle_id != source.bundle_id and message.release > source.release
+        return "" if is_newer else _in_words(found)
+
+    def rolled_back(self) -> str:
+        """That somebody put another bundle in place of a release, and which; empty where nobody did."""
+        found = self._read().rolled_back
+        return "" if found is None else _in_words(found)
 
     def count_anew(self) -> None:
         """Another federation counts its own releases: every one of them is newer than what was rolled back by hand."""
@@ -106,3 +106,12 @@ class ReleaseRecord:
     def _write(self, record: _Record) -> None:
         content: dict[str, Any] = record.model_dump(mode="json")
         write_json(self._path, content)
+
+
+def _in_words(found: RolledBack) -> str:
+    source = found.source
+    of = f" (release {source.release})" if source.release else ""
+    return (
+        f"keeps bundle {found.runs[:12]}: somebody rolled this device back by hand from bundle "
+        f"{source.bundle_id[:12]}{of}; it takes a newer release"
+    )

@@ -8,7 +8,7 @@ of them have been checked.
 from __future__ import annotations
 
 from .archive import BundleFile, open_bundle, pack, unpack
-from .installed import Bundle, current, current_id, install, open_folder, rollback, use
+from .installed import Bundle, current, current_id, current_manifest, install, open_folder, rollback, use
 from .manifest import (
     MAX_BUNDLE_BYTES,
     MAX_MANIFEST_BYTES,
@@ -38,6 +38,7 @@ __all__ = [
     "Variant",
     "current",
     "current_id",
+    "current_manifest",
     "dump_manifest",
     "fingerprint",
     "install",

@@ -136,13 +136,23 @@ def current(root: Path) -> Bundle | None:
     return open_folder(root / names[0]) if names else None
 
 
+def current_manifest(root: Path) -> Manifest | None:
+    """What the bundle in use under ``root`` says of itself, its files not looked at; None where none was installed.
+
+    Raises:
+        BundleError: its manifest cannot be read.
+    """
+    names = _history(root)
+    return parse_manifest(_read(root / names[0] / MANIFEST, MAX_MANIFEST_BYTES + 1), str(root)) if names else None
+
+
 def current_id(root: Path) -> str:
     """The id of the bundle in use under ``root``; empty where there is none, or its manifest cannot be read."""
-    names = _history(root)
     try:
-        return parse_manifest(_read(root / names[0] / MANIFEST, MAX_MANIFEST_BYTES + 1), "").bundle_id if names else ""
+        manifest = current_manifest(root)
     except BundleError:
         return ""
+    return "" if manifest is None else manifest.bundle_id
 
 
 def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bundle:

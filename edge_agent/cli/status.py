@@ -1,7 +1,7 @@
 """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
 
 ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written); the
-exit code is 1 unless it is ok.
+exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no agent runs.
 
 Example:
   edge-agent status --config agent.toml --json
@@ -35,6 +35,10 @@ _SAID = (
 )
 
 
+_AT_REST = {"welcomed": False, "other_coordinator": None, "waits_for": None, "job": None, "working": False}
+"""Of what an agent wrote that no longer runs, this is over."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent status``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
@@ -44,19 +48,43 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status; 0 whether the agent runs or not, 1 where something keeps it from its work."""
     config = load(AgentConfig, arguments.config)
     said = read_json(config.state / "status.json") or {}
-    head = read_json(config.state / "head" / "head.json") or {}
+    running = _is_running(config.state)
     found: dict[str, Any] = {
         "id": config.id,
-        "running": _is_running(config.state),
+        "running": running,
         "state": str(config.state),
         **{key: said.get(key) for key in _SAID},
-        "head": head.get("head"),
-        "metrics": head.get("metrics"),
+        **({} if running else _AT_REST),
+        "head": None,
+        "metrics": None,
     }
+    found.update(_installed(config.state, said, running=running))
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         found.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     show.result(arguments, found, lambda: show.pairs(_rows(found)))
     return 0 if found["condition"] in {None, "ok"} else 1
+
+
+def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str, Any]:
+    """Bundle and head in the state folder: a bundle may have been put there since the agent wrote its status."""
+    head = read_json(state / "head" / "head.json") or {}
+    if not (state / "bundles").is_dir():
+        return {"head": head.get("head"), "metrics": head.get("metrics")}
+    from ..agent.releases import ReleaseRecord
+    from ..bundle import current_manifest
+
+    found: dict[str, Any] = {}
+    manifest = current_manifest(state / "bundles")
+    if manifest is not None:
+        found["bundle_id"] = manifest.bundle_id
+        fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
+        if head.get("fingerprint") not in fingerprints:  # it was fitted for another bundle
+            head = {}
+        if not running:
+            by_agent = said.get("rolled_back") if said.get("bundle_id") == manifest.bundle_id else None
+            found["rolled_back"] = ReleaseRecord(state).rolled_back() or by_agent
+            found["waits_for"] = None if head else "'edge-agent run', which fits a head for this bundle"
+    return {**found, "head": head.get("head"), "metrics": head.get("metrics")}
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -129,3 +129,41 @@ def test_status_tells_what_a_running_agent_wrote(config, capsys):
     assert re.search(r"^metrics +acc.personal 0.903, n_test 113$", said, re.MULTILINE)
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)
+
+
+def status_of(config: Path, capsys) -> dict:
+    capsys.readouterr()
+    main(["status", "--config", str(config), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def fitted_for(state: Path, bundle, accuracy: float) -> None:
+    """As an agent leaves its state folder when it has fitted a head for a bundle."""
+    card = {"head": "lr", "fingerprint": bundle.manifest.variants["fp32"].fingerprint}
+    write_json(state / "head" / "head.json", {**card, "metrics": {"acc.personal": accuracy}})
+    said = {"tier": "head", "welcomed": True, "working": True, "waits_for": None, "condition": "ok"}
+    write_json(state / "status.json", {**said, "bundle_id": bundle.manifest.bundle_id, "job": {"run": "run-0001"}})
+
+
+def test_status_shows_what_was_imported_or_rolled_back_to_while_no_agent_runs(config, make_bundle, capsys):
+    """It went on to show the bundle, head and accuracy of the agent's last words."""
+    state = config.parent / "state"
+    old, new = make_bundle("old.hwb", seed=1), make_bundle("new.hwb", seed=2)
+    assert main(["import", str(old.path), "--state", str(state)]) == 0
+    fitted_for(state, old, 0.75)
+    found = status_of(config, capsys)
+    assert (found["bundle_id"], found["head"]) == (old.manifest.bundle_id, "lr")
+    assert found["metrics"] == {"acc.personal": 0.75}
+    assert (found["welcomed"], found["working"], found["job"], found["waits_for"]) == (False, False, None, None)
+
+    assert main(["import", str(new.path), "--state", str(state)]) == 0
+    found = status_of(config, capsys)
+    assert (found["bundle_id"], found["head"], found["metrics"]) == (new.manifest.bundle_id, None, None)
+    assert found["waits_for"] == "'edge-agent run', which fits a head for this bundle"
+    assert f"by hand from bundle {old.manifest.bundle_id[:12]}" in found["rolled_back"]
+
+    fitted_for(state, new, 0.5)
+    assert main(["rollback", "--state", str(state)]) == 0
+    found = status_of(config, capsys)
+    assert (found["bundle_id"], found["head"], found["metrics"]) == (old.manifest.bundle_id, None, None)
+    assert found["rolled_back"] is None, "the release that was rolled back from is there again"
