@@ -41,7 +41,6 @@ class Selection:
     seed: int
     exclusions: Exclusions = field(default_factory=Exclusions)
     _idle: Counter[str] = field(default_factory=Counter)
-    _failed_boots: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def left_out(self, number: int) -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` is to do without."""
@@ -144,13 +143,16 @@ class Selection:
                 )
             yield self._lack(collection)
 
-    def closed(self, collection: Collection, unanswered: dict[str, str]) -> None:
-        """Note who has failed in a round, and say who will be left out of the next ones."""
+    def closed(self, collection: Collection, unanswered: dict[str, str], boots: dict[str, str]) -> None:
+        """Note who has failed in a round, and say who will be left out of the next ones.
+
+        ``boots``: the start of each agent that has not delivered.
+        """
         if not self.fleet.leaves_out:
             return
-        found = collection.cohort, dict(collection.accepted), dict(collection.refused)
-        done = OpenRound(collection.round, 1, found[0], {}, found[1], found[2])
-        for agent, why in self.exclusions.closed(done, unanswered, self.boot).items():
+        found = collection.accepted, collection.refused, collection.failed_boots
+        done = OpenRound(collection.round, 1, collection.cohort, {}, *found)
+        for agent, why in self.exclusions.closed(done, unanswered, boots).items():
             log.warning("left_out run=%s agent=%s %s", collection.run, agent, why)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
@@ -201,13 +203,8 @@ class Selection:
         """Members that have failed in this round and were started anew since: somebody may have repaired them."""
         if not self.fleet.leaves_out:
             return ()
-        found = []
-        for agent in collection.refused:
-            boot = self.boot(agent)
-            if self._failed_boots.setdefault((collection.round, agent), boot) not in {boot, ""}:
-                del self._failed_boots[collection.round, agent]
-                found.append(agent)
-        return tuple(found)
+        boots = collection.failed_boots
+        return tuple(a for a in collection.refused if boots.get(a) and self.boot(a) not in {"", boots[a]})
 
     def _why_failed(self, collection: Collection, times: int) -> str:
         needed = counted(collection.needed(self.fleet.config.round.quorum, self.least(collection)), "update")

@@ -65,6 +65,9 @@ class Collection:
     given_up: set[str] = field(default_factory=set)
     """Those who went offline or did not take up the work: not counted any more, welcome if they deliver after all."""
 
+    failed_boots: dict[str, str] = field(default_factory=dict)
+    """The start of each agent in ``refused``, when it failed."""
+
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Agent -> reason, of those that were there and that this round does without."""
 
@@ -206,12 +209,12 @@ class Collector:
         if upload := self._uploads.get(agent):
             upload.granted_at = float("-inf")
 
-    def failed(self, agent: str, reason: str) -> None:
-        """An agent could not make an update for the open round: it is not waited for."""
+    def failed(self, agent: str, reason: str, boot: str) -> None:
+        """An agent, in that start of it, could not make an update for the open round: it is not waited for."""
         collection = self.open_round
         if collection is not None and agent in collection.outstanding:
             self.refused.note(f"{agent}: {reason}")
-            self._note_refusal(collection, agent, reason)
+            self._note_refusal(collection, agent, reason, boot)
 
     def tick(self) -> None:
         """Acknowledge what has not been acknowledged for a while."""
@@ -332,7 +335,7 @@ class Collector:
         if collection is None or not collection.takes(message):
             self._note_late(agent, message, reason)
         elif agent in collection.outstanding:
-            self._note_refusal(collection, agent, reason)
+            self._note_refusal(collection, agent, reason, message.boot)
         digest = message.blob.digest
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=False, reason=reason[:1000]))
 
@@ -347,11 +350,10 @@ class Collector:
         if self.open_round is not None:
             self.open_round.late.append((agent, number))
 
-    def _note_refusal(self, collection: Collection, agent: str, reason: str) -> None:
-        self._journal.append(
-            "update_refused", run=collection.run, round=collection.round, agent=agent, body={"reason": reason[:1000]}
-        )
-        collection.refused[agent] = reason
+    def _note_refusal(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
+        body = {"reason": reason[:1000], "boot": boot}
+        self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
+        collection.refused[agent], collection.failed_boots[agent] = reason, boot
 
 
 def reason_of(error: BaseException) -> str:

@@ -37,8 +37,8 @@ class Exclusions:
 
     A rejected update, a fault, or no update by the deadline is a failure; so is the second round in a row that closes
     without an agent. After its n-th failure an agent is left out of 2^(n-1) rounds (at most `LONGEST_PAUSE_ROUNDS`),
-    and then asked again, on trial. An accepted update settles everything. An agent whose update was rejected and that
-    has been restarted since is asked again at once: somebody may have repaired it.
+    and then asked again, on trial. An accepted update settles everything. An agent that has been restarted since it
+    failed is asked again at once: somebody may have repaired it. One that was away is not: it may be crashing.
     """
 
     delivered: set[str] = field(default_factory=set)
@@ -53,7 +53,7 @@ class Exclusions:
         found, record = cls(), RunRecord(run, {})
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
-                found.closed(record.open_round, entry.body.get("unanswered", {}))
+                found.closed(record.open_round, entry.body.get("unanswered", {}), entry.body.get("boots", {}))
             record = step(record, entry)
             if entry.kind == "round_opened" and entry.round is not None:
                 found.opened(entry.round, entry.body.get("left_out", {}))
@@ -65,9 +65,10 @@ class Exclusions:
             rounds, _ = self._rounds.get(agent, (set(), ""))
             self._rounds[agent] = ({*rounds, number}, reason)
 
-    def closed(self, done: OpenRound, unanswered: Mapping[str, str], boots: Boots = lambda _: "") -> dict[str, str]:
+    def closed(self, done: OpenRound, unanswered: Mapping[str, str], boots: Mapping[str, str]) -> dict[str, str]:
         """A round is over. ``unanswered``: those who were there all the time without delivering, and why.
 
+        ``boots``: the starts of those who are there and have not delivered; ``done`` has those of rejected agents.
         Returns those who are left out from now on, and for how long and why, in words.
         """
         told = {}
@@ -79,10 +80,12 @@ class Exclusions:
             known = self._failures.setdefault(agent, _Failures())
             known.misses = 0 if agent in done.refused else known.misses + 1
             if agent in done.refused:
-                known.reason, known.boot = done.refused[agent], boots(agent)
-            elif agent in unanswered or known.failures or known.misses > MISSES_TOLERATED:
-                missed = f"no update in {counted(known.misses, 'round')} in a row"
-                known.reason, known.boot = unanswered.get(agent, missed), ""
+                known.reason, known.boot = done.refused[agent], done.failed_boots.get(agent, "")
+            elif agent in unanswered:
+                known.reason, known.boot = unanswered[agent], boots.get(agent, "")
+            elif known.failures or known.misses > MISSES_TOLERATED:
+                known.reason = f"no update in {counted(known.misses, 'round')} in a row"
+                known.boot = known.boot if known.boot == boots.get(agent) else ""
             else:
                 continue
             known.failures += 1

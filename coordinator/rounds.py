@@ -112,7 +112,7 @@ class RunLoop:
         reason = f"{message.error}: {message.message}"
         if (collection := self.fleet.collector.open_round) is not None:
             if collection.round == message.round:
-                self.fleet.collector.failed(agent, reason)
+                self.fleet.collector.failed(agent, reason, message.boot)
         elif self.asked is not None:
             if self.asked.round == message.round and self._concerns(agent):
                 self.answers.fault(agent, reason)
@@ -213,7 +213,12 @@ class RunLoop:
             tally.waiting_s += clock() - waits_since
             if added.new or added.again or unanswered or is_late:
                 opened = opened.next_attempt(
-                    collection.accepted, collection.refused, new=added.new, again=added.again, overdue=overdue
+                    collection.accepted,
+                    collection.refused,
+                    collection.failed_boots,
+                    new=added.new,
+                    again=added.again,
+                    overdue=overdue,
                 )
                 collection = self._open(opened, is_new=True)
                 self._ask(number, collection.outstanding, joining=joining)
@@ -246,6 +251,7 @@ class RunLoop:
             joining,
             self._extras,
             self.selection.exclusions.on_trial if self.fleet.leaves_out else frozenset(),
+            failed_boots=dict(opened.failed_boots),
             left_out=left_out,
         )
         self.fleet.collector.open(collection)
@@ -315,12 +321,13 @@ class RunLoop:
         digest = blobs.put(*pieces(self.state))
         clients = len(collection.accepted)
         figures = tally.figures(self.fleet, collection)
-        body = {"clients": clients, "unanswered": unanswered, **figures}
+        boots = {agent: self.selection.boot(agent) for agent in collection.outstanding}
+        body = {"clients": clients, "unanswered": unanswered, "boots": boots, **figures}
         keep(journal, self.run, self.request, number, digest)
         journal.append("round_closed", run=self.run, round=number, digest=digest, body=body)
         self.checkpoint = digest
         self.forget_blobs()
-        self.selection.closed(collection, unanswered)
+        self.selection.closed(collection, unanswered, boots)
         missing, left_out = collection.outstanding, collection.left_out
         record = line(number, figures, collection.accepted, collection.refused, missing, left_out)
         self.fleet.state.run(self.run).append_metrics(record)

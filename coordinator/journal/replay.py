@@ -33,11 +33,14 @@ class OpenRound:
     body: dict[str, Any]
     updates: dict[str, Accepted] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    failed_boots: dict[str, str] = field(default_factory=dict)
+    """The start of each agent that was refused, when it failed; an agent that was restarted since has another."""
 
     def next_attempt(
         self,
         updates: Mapping[str, Accepted],
         refused: Mapping[str, str],
+        failed_boots: Mapping[str, str],
         *,
         new: Sequence[str] = (),
         again: Sequence[str] = (),
@@ -49,7 +52,9 @@ class OpenRound:
         """
         body = {**self.body, "again": list(again), "overdue": overdue}
         still = {agent: why for agent, why in refused.items() if agent not in again}
-        return OpenRound(self.round, self.attempt + 1, (*self.cohort, *new), body, dict(updates), still)
+        return OpenRound(
+            self.round, self.attempt + 1, (*self.cohort, *new), body, dict(updates), still, dict(failed_boots)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def _opened(record: RunRecord, entry: Entry) -> OpenRound:
         return OpenRound(entry.round, int(body.get("attempt", 1)), cohort, body)
     known = set(before.cohort)
     new, again = [agent for agent in cohort if agent not in known], body.get("again", ())
-    attempt = before.next_attempt(before.updates, before.refused, new=new, again=again)
+    attempt = before.next_attempt(before.updates, before.refused, before.failed_boots, new=new, again=again)
     return replace(attempt, attempt=int(body.get("attempt", 1)), body=body)
 
 
@@ -111,7 +116,8 @@ def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None
         return open_round
     if entry.kind == "update_refused":
         refused = {**open_round.refused, entry.agent: str(entry.body.get("reason", ""))}
-        return replace(open_round, refused=refused)
+        boots = {**open_round.failed_boots, entry.agent: str(entry.body.get("boot", ""))}
+        return replace(open_round, refused=refused, failed_boots=boots)
     if entry.agent in open_round.updates or entry.digest is None:
         return open_round  # the first one has the receipt
     update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))

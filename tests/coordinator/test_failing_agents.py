@@ -154,6 +154,62 @@ def test_an_agent_that_is_repaired_and_restarted_is_asked_again_at_once(tmp_path
     fed.__exit__()
 
 
+def test_an_agent_that_hung_and_was_restarted_is_asked_again_at_once(tmp_path):
+    fed = fleet(tmp_path, 2)
+    fed.add("hung", seconds=1e9)
+    fed.settle()
+    fed.request(rounds=7)
+    fed.until(lambda: fed.entries("round_opened", round=4))
+    assert asked(fed, "hung") == [1, 3]
+    fed.kill("hung")
+    fed.add("hung", seconds=5)
+    fed.finish()
+    assert asked(fed, "hung") == [1, 3, 5, 6, 7]
+    fed.__exit__()
+
+
+def restart_coordinator(fed):
+    fed.kill_coordinator()
+    fed.start_coordinator()
+
+
+@pytest.mark.parametrize("restarts", ["the agent alone", "the coordinator before it", "the coordinator after it"])
+def test_an_agent_that_is_restarted_while_its_round_waits_is_asked_again(tmp_path, restarts):
+    """Two updates are the least. It fails after 5 s and is taken away before the other one has delivered."""
+    with Federation(
+        tmp_path, agents=(), round=SHIPPED, cohort={"min_agents": 2}, duties=SpoilingDuties, heartbeat_s=15
+    ) as fed:
+        fed.add("a0", seconds=10)
+        fed.add("mallory", seconds=5)
+        fed.duties["mallory"].spoils = "nan"
+        fed.settle()
+        fed.request(rounds=1)
+        fed.until(lambda: fed.entries("update_refused"))
+        fed.kill("mallory")
+        fed.wait(60)
+        if restarts == "the coordinator before it":
+            restart_coordinator(fed)
+            fed.wait(30)
+        fed.add("mallory", seconds=5)
+        if restarts == "the coordinator after it":
+            restart_coordinator(fed)
+        assert fed.finish() < 20
+        assert fed.metrics()[0]["agents"] == ["a0", "mallory"]
+
+
+def test_an_agent_that_is_repaired_after_a_restart_of_the_coordinator_is_asked_again_at_once(tmp_path):
+    fed = fleet(tmp_path, 2, "nan")
+    fed.request(rounds=8)
+    fed.until(lambda: fed.entries("round_opened", round=7))
+    restart_coordinator(fed)
+    fed.settle()
+    fed.kill("mallory")
+    fed.add("mallory", seconds=5)
+    fed.finish()
+    assert asked(fed) == [1, 3, 6, 8]
+    fed.__exit__()
+
+
 def test_a_restarted_coordinator_leaves_out_the_same_agents(tmp_path):
     fed = fleet(tmp_path, 2, "nan")
     fed.request(rounds=8)
@@ -205,24 +261,24 @@ def closed(number, delivered=(), refused=(), missing=()):
 def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():
     book, number, pauses = Exclusions(), 1, []
     for _ in range(7):
-        book.closed(closed(number, refused=["m"]), {})
+        book.closed(closed(number, refused=["m"]), {}, {})
         again = next(n for n in range(number + 1, number + 100) if not book.left_out(n))
         pauses.append(again - number - 1)
         number = again
     assert pauses == [1, 2, 4, 8, 16, 16, 16]
     assert book.on_trial == {"m"}
-    book.closed(closed(number, delivered=["m"]), {})
+    book.closed(closed(number, delivered=["m"]), {}, {})
     assert book.on_trial == frozenset()
-    book.closed(closed(number + 1, refused=["m"]), {})
+    book.closed(closed(number + 1, refused=["m"]), {}, {})
     assert (book.left_out(number + 2), book.left_out(number + 3)) == ({"m": "not finite"}, {})
 
 
 def test_one_missed_round_is_nothing_and_the_second_in_a_row_is_a_failure():
     book = Exclusions()
-    book.closed(closed(1, missing=["m"]), {})
+    book.closed(closed(1, missing=["m"]), {}, {})
     assert book.left_out(2) == {}
-    book.closed(closed(2, delivered=["m"]), {})
-    book.closed(closed(3, missing=["m"]), {})
+    book.closed(closed(2, delivered=["m"]), {}, {})
+    book.closed(closed(3, missing=["m"]), {}, {})
     assert book.left_out(4) == {}
-    book.closed(closed(4, missing=["m"]), {})
+    book.closed(closed(4, missing=["m"]), {}, {})
     assert book.left_out(5) == {"m": "no update in 2 rounds in a row"}
