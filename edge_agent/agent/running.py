@@ -12,11 +12,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from typing import Any
 
 from .. import capabilities
 from ..config import AgentConfig
 from ..errors import HeadwaterError, MissingCapability, StateError
-from ..store import folder_lock, sweep, write_atomic
+from ..store import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
 from ..work import ThreadWorker
 from . import Agent, will_of
@@ -106,11 +107,14 @@ def _check_and_exit(config: AgentConfig) -> None:
 
 
 def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
-    """Why the agent ended, for 'edge-agent status'."""
-    problem = problem_of("start", error, datetime.now(timezone.utc))
-    status = {"id": config.id, "condition": "fault", "fault": problem.as_json()}
+    """Why the agent ended, for 'edge-agent status', beside what an earlier start has written there."""
+    problem, place = problem_of("start", error, datetime.now(timezone.utc)), config.state / "status.json"
+    status: dict[str, Any] = {}
+    with contextlib.suppress(StateError):
+        status = read_json(place) or {}
+    status |= {"id": config.id, "condition": "fault", "fault": problem.as_json()}
     with contextlib.suppress(OSError):
-        write_atomic(config.state / "status.json", json.dumps(status).encode(), durable=False)
+        write_atomic(place, json.dumps(status).encode(), durable=False)
 
 
 def _serve(agent: Agent, stop: threading.Event) -> None:

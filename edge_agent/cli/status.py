@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..agent.condition import look_at_disk
+from ..agent.condition import look_at_disk, problem_of
 from ..config import AgentConfig, load
-from ..errors import StateError
+from ..errors import HeadwaterError, StateError
 from ..store import folder_lock, read_json
 from . import show
 
@@ -55,10 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
         "state": str(config.state),
         **{key: said.get(key) for key in _SAID},
         **({} if running else _AT_REST),
+        "encoder": None,
         "head": None,
         "metrics": None,
     }
-    found.update(_installed(config.state, said, running=running))
+    found["tier"] = found["tier"] or config.tier
+    try:
+        found.update(_installed(config.state, said, running=running))
+    except HeadwaterError as error:
+        found.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         found.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     show.result(arguments, found, lambda: show.pairs(_rows(found)))
@@ -77,6 +83,7 @@ def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str,
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
         found["bundle_id"] = manifest.bundle_id
+        found["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if head.get("fingerprint") not in fingerprints:  # it was fitted for another bundle
             head = {}

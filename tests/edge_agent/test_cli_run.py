@@ -167,3 +167,29 @@ def test_status_shows_what_was_imported_or_rolled_back_to_while_no_agent_runs(co
     found = status_of(config, capsys)
     assert (found["bundle_id"], found["head"], found["metrics"]) == (old.manifest.bundle_id, None, None)
     assert found["rolled_back"] is None, "the release that was rolled back from is there again"
+
+
+def test_status_after_a_misspelt_head_name_shows_what_is_known(config, make_bundle, capsys):
+    """Tier, federation, encoder and bundle were dashes beside the fault."""
+    state, made = config.parent / "state", make_bundle("b.hwb")
+    assert main(["import", str(made.path), "--state", str(state)]) == 0
+    fitted_for(state, made, 0.75)
+    write_json(state / "status.json", {"tier": "head", "federation_id": "f" * 32, "welcomed": True, "condition": "ok"})
+    config.write_text(config.read_text() + '\n[head]\nname = "logistc"\n')
+    assert main(["run", "--config", str(config), "--no-wait"]) == 2
+    found = status_of(config, capsys)
+    assert (found["tier"], found["federation_id"]) == ("head", "f" * 32)
+    assert (found["bundle_id"], found["metrics"]) == (made.manifest.bundle_id, {"acc.personal": 0.75})
+    assert found["encoder"] == {"name": made.manifest.task.encoder, "features": 24, "method": "fedavg"}
+    assert (found["condition"], found["fault"]["error"], found["fault"]["kind"]) == ("fault", "UnknownName", "start")
+    assert found["fault"]["remedy"] == "correct the agent's configuration and restart the agent"
+
+
+def test_status_of_a_damaged_bundle_is_a_fault_with_its_remedy(config, make_bundle, capsys):
+    state = config.parent / "state"
+    assert main(["import", str(make_bundle("b.hwb").path), "--state", str(state)]) == 0
+    (manifest,) = (state / "bundles").glob("*/manifest.json")
+    manifest.write_text("{")
+    found = status_of(config, capsys)
+    assert (found["tier"], found["condition"], found["fault"]["kind"]) == ("head", "fault", "bundle")
+    assert main(["status", "--config", str(config)]) == 1
