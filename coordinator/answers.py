@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 from edge_agent.wire.messages import Report
 
-from .fleet import Steps, Waiting
-from .roster import Roster
+from .fleet import Fleet, Steps, Waiting
 
 REPORT_DEADLINE_S = 120.0
 """How long the end of a run waits for the devices' own figures."""
@@ -16,8 +15,8 @@ REPORT_DEADLINE_S = 120.0
 class Answers:
     """Reports and faults of one run."""
 
-    def __init__(self, roster: Roster, clock: Callable[[], float]) -> None:
-        self._roster, self._clock = roster, clock
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self.reports: dict[str, Report] = {}
         self.faults: dict[str, str] = {}
         self._ask: Callable[[str], None] | None = None
@@ -46,9 +45,9 @@ class Answers:
     def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
         """Until each of ``agents`` that is still there has answered, or the time is up. ``ask`` is for `ask_again`."""
         self._asked, self._ask = agents, ask
-        until = self._clock() + limit_s
-        while (owing := self.owing()) and self._clock() < until:
-            yield Waiting("devices evaluate what they got", owing, until, about="reports")
+        until = self._fleet.heard_s() + limit_s
+        while (owing := self.owing()) and self._fleet.heard_s() < until:
+            yield Waiting("devices evaluate what they got", owing, until + self._fleet.roster.deaf_s, about="reports")
         self._asked, self._ask = (), None
 
     def take(self, agents: Iterable[str]) -> dict[str, Report]:
@@ -68,5 +67,5 @@ class Answers:
             self._ask(agent)
 
     def _owes(self, agent: str) -> bool:
-        patience = self._roster.patience(agent)
+        patience = self._fleet.roster.patience(agent)
         return agent not in self.reports and agent not in self.faults and (patience is None or patience > 0)

@@ -16,7 +16,7 @@ Make = Callable[[str], tuple[Job, tuple[Outgoing, ...]]]
 
 @dataclass
 class Assignment:
-    """Work that is open until ``until`` (monotonic seconds). ``make`` is called once for each agent."""
+    """Work that is open until ``until`` (of `Fleet.heard_s`). ``make`` is called once for each agent."""
 
     fleet: Fleet
     until: float
@@ -36,7 +36,7 @@ class Assignment:
 
     def invite(self, agent: str) -> None:
         """Tell one agent (again), with the time that is left now."""
-        left = max(1.0, self.until - self.fleet.clock())
+        left = max(1.0, self.until - self.fleet.heard_s())
         self.fleet.send(agent, self._prepare(agent).model_copy(update={"deadline_s": left}))
 
     def withdraw(self) -> None:

@@ -91,12 +91,12 @@ class Selection:
         }
 
     def collect(self, collection: Collection, deadline: float) -> Steps:
-        """Until everybody who still can has answered, or quorum and grace, or the deadline (monotonic seconds)."""
-        clock, grace_s = self.fleet.clock, self.fleet.config.round.grace_s
+        """Until everybody who still can has answered, or quorum and grace, or the deadline (of `Fleet.heard_s`)."""
+        grace_s = self.fleet.config.round.grace_s
         self._idle.clear()
         quorum_at: float | None = None
         while awaited := self.awaited(collection):
-            now = clock()
+            now = self.fleet.heard_s()
             if quorum_at is None and self.has_quorum(collection):
                 quorum_at = now
             limit = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
@@ -106,7 +106,7 @@ class Selection:
             got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
             beside = f", without {listed(offline)}" if offline else ""
             about = f"round {collection.round}"
-            yield Waiting(f"{about}: {got}{beside}", awaited, limit, about)
+            yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.fleet.roster.deaf_s, about)
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Whether a round without a quorum ends all the same, for want of those who have had their time.

@@ -47,3 +47,7 @@ class Fleet:
 
     leaves_out: bool = True
     """Whether rounds go on without agents that fail; a simulation is to end instead."""
+
+    def heard_s(self) -> float:
+        """The clock of agents' deadlines, in seconds: `clock`, less the time in which no agent could be heard."""
+        return self.clock() - self.roster.deaf_s

@@ -63,6 +63,7 @@ class Roster:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._connected_at: float | None = clock()
+        self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Refusals(clock)
 
     def hello(self, agent: str, message: Hello) -> Member:
@@ -165,11 +166,18 @@ class Roster:
 
     def connected(self) -> None:
         """The coordinator has just come (back) to the broker: agents get the time of a lease to be heard again."""
+        self._deaf_s = self.deaf_s
         self._connected_at = self._clock()
 
     def disconnected(self) -> None:
         """The coordinator hears nobody: nothing can be said of who is there, until it is `connected`."""
-        self._connected_at = None
+        if self._connected_at is not None:
+            self._connected_at, self._deaf_since = None, self._clock()
+
+    @property
+    def deaf_s(self) -> float:
+        """Seconds since the start in which the coordinator could hear nobody: no agent's time runs meanwhile."""
+        return self._deaf_s + (self._clock() - self._deaf_since if self._connected_at is None else 0.0)
 
     def patience(self, agent: str) -> float | None:
         """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""

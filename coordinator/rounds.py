@@ -73,7 +73,7 @@ class RunLoop:
     _frozen: Outgoing | None = None
 
     def __post_init__(self) -> None:
-        self.answers = Answers(self.fleet.roster, self.fleet.clock)
+        self.answers = Answers(self.fleet)
         exclusions = Exclusions.replay(self.fleet.state.journal, self.run)
         self.selection = Selection(self.fleet, self.request.seed, exclusions)
 
@@ -200,7 +200,7 @@ class RunLoop:
         self._ask(number, collection.outstanding, joining=joining)
         while True:
             yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
-            is_late = self.asked is None or self.fleet.clock() >= self.asked.until
+            is_late = self.asked is None or self.fleet.heard_s() >= self.asked.until
             unanswered = self.selection.unanswered(collection, is_late=is_late)
             if self.selection.has_quorum(collection):
                 break
@@ -272,7 +272,7 @@ class RunLoop:
             blobs = (*common, Outgoing.of(encode(own))) if own else common
             return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
 
-        self.asked = Assignment(self.fleet, self.fleet.clock() + limit, make, purpose, number)
+        self.asked = Assignment(self.fleet, self.fleet.heard_s() + limit, make, purpose, number)
         self.asked.ask(agents)
 
     def _join_job(self, job: Job, agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
