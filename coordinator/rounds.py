@@ -105,18 +105,13 @@ class RunLoop:
             self.asked.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
-        """An agent could not do what it is asked now: nobody waits for it. Faults about other work change nothing.
-
-        A fault about a round that is over says nothing of the next one; it is still shown as the agent's last.
-        """
-        reason = f"{message.error}: {message.message}"
-        if (collection := self.fleet.collector.open_round) is not None:
-            if collection.round == message.round:
-                self.fleet.collector.failed(agent, reason, message.boot)
-        elif self.asked is not None:
-            if self.asked.round == message.round and self._concerns(agent):
-                self.answers.fault(agent, reason)
-        elif message.round == 0 and self.answers.is_asked(agent):  # about the bundle that is being released
+        """An agent could not do what it is asked now: nobody waits for it. Faults about other work change nothing."""
+        reason, asked = f"{message.error}: {message.message}", self.asked
+        if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
+            return
+        if self.fleet.collector.open_round is not None:
+            self.fleet.collector.failed(agent, reason)
+        elif self._concerns(agent) if asked is not None else self.answers.is_asked(agent):
             self.answers.fault(agent, reason)
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
