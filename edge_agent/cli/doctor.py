@@ -1,8 +1,9 @@
 """Show what this device can do, what would let it do more, and whether an agent's configuration works.
 
-With --config, the way of an agent is walked as far as it goes: state folder, data, head, then the broker's name, port,
-certificate and login, the topics of the agent, and whether a coordinator answers on them. Nobody is disturbed by it, an
-agent with this configuration may run meanwhile. --broker looks at the way to a broker alone.
+With --config, the way of an agent is walked as far as it goes: tier, state folder, data, head, then the broker's name,
+port, certificate and login, the topics of the agent, and whether a coordinator answers on them. Nobody is disturbed by
+it, an agent with this configuration may run meanwhile. --broker looks at the way to a broker alone. The verdict at the
+end is "ready" only when nothing has failed, and then the exit code is 0.
 
 Example:
   edge-agent doctor --config agent.toml
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import BrokerAway, HeadwaterError, UsageError, cause
+from ..errors import BrokerAway, HeadwaterError, MissingCapability, UsageError, cause
 from . import show
 
 if TYPE_CHECKING:
@@ -61,18 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = load(AgentConfig, arguments.config) if arguments.config is not None else None
     device = find()
-    own = list(look(config)) if config is not None else []
+    own = list(look(config)) if config is not None else [attempted("tier", lambda: _look_at_tier(device, device.tier))]
     steps = list(_walk_of(arguments, config))
     content = {
         **device.model_dump(mode="json"),
         "tier": device.tier,
         "head": device.head,
         "advice": list(device.advice()),
-        "verdict": _verdict(device, own, steps),
+        "verdict": _verdict(device, config, own, steps),
         "agent": [_as_json(step) for step in own],
         "broker": [_as_json(step) for step in steps],
     }
-    show.result(arguments, content, lambda: _lines(device, own, steps))
+    show.result(arguments, content, lambda: _lines(device, config, own, steps))
     return next((step.exit_code for step in (*own, *steps) if not step.is_ok), 0)
 
 
@@ -81,10 +82,20 @@ def _as_json(step: Step) -> dict[str, object]:
 
 
 def look(config: AgentConfig) -> Iterator[Step]:
-    """What an agent with this configuration finds on its own device: state folder, data, head."""
+    """What an agent with this configuration finds on its own device: tier, state folder, data, head."""
+    from ..agent.running import choose_tier
+    from ..capabilities import find
+
+    yield attempted("tier", lambda: _look_at_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: _look_at_state(config))
     yield attempted("data", lambda: _look_at_data(config))
     yield attempted("head", lambda: _look_at_head(config))
+
+
+def _look_at_tier(device: Capabilities, tier: str) -> str:
+    if tier == "idle":
+        raise MissingCapability(f"no encoder can run here; {next(iter(device.advice()), 'see the packages above')}")
+    return f"'{tier}' can be done here"
 
 
 def _look_at_state(config: AgentConfig) -> str:
@@ -266,7 +277,7 @@ def _greet(broker: BrokerConfig, ca: Path | None, timeout_s: float) -> str:
         return f"{secure.version()}, certificate is trusted"
 
 
-def _lines(device: Capabilities, own: list[Step], steps: list[Step]) -> list[str]:
+def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> list[str]:
     lines = show.pairs(
         [
             ("python", f"{device.python}, {'64' if device.is_64bit else '32'} bit"),
@@ -283,25 +294,25 @@ def _lines(device: Capabilities, own: list[Step], steps: list[Step]) -> list[str
     lines += [f"note: {advice}" for advice in device.advice()]
     for whose, some in (("agent", own), ("broker", steps)):
         lines += [f"{whose} {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in some]
-    return [*lines, f"verdict: {_verdict(device, own, steps)}"]
+    return [*lines, f"verdict: {_verdict(device, config, own, steps)}"]
 
 
-def _verdict(device: Capabilities, own: list[Step], steps: list[Step]) -> str:
-    """What it all comes to, in one line."""
+def _verdict(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> str:
+    """What it all comes to, in one line: ready when no step has failed."""
     wrong = next((step for step in own if not step.is_ok), None)
     failed = next((step for step in steps if not step.is_ok), None)
-    if device.tier == "idle":
-        return f"not ready: no encoder can run here; {next(iter(device.advice()), 'see the packages above')}"
     if wrong is not None:
         return f"not ready: {wrong.name}: {wrong.detail}"
-    ready = f"ready as an agent of tier '{device.tier}'"
+    tier = device.tier if config is None or config.tier == "auto" else config.tier
     if failed is not None:
         what = {
             "login": "does not let it in",
             "topics": "does not give it its topics",
             "coordinator": "has no coordinator for it",
         }
-        return f"{ready}, but the broker {what.get(failed.name, 'cannot be reached')} ({failed.name}: {failed.detail})"
+        why = f"the broker {what.get(failed.name, 'cannot be reached')} ({failed.name}: {failed.detail})"
+        return f"not ready: {why}; the device itself can be an agent of tier '{tier}'"
+    ready = f"ready as an agent of tier '{tier}'"
     if not steps:
         return f"{ready}; --config FILE tries an agent's configuration, its login included"
-    return f"{ready}, and the broker answers" + (", and so does a coordinator" if own else "")
+    return f"{ready}, and the broker answers" + ("" if config is None else ", and so does a coordinator")

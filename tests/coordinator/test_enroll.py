@@ -408,8 +408,8 @@ def test_doctor_looks_at_state_data_and_head_of_the_configuration(tmp_path, caps
     (tmp_path / "state").write_text("a file")
     code, found = asked(capsys, config)
     assert [(step["step"], step["ok"]) for step in found["agent"]] == [
-        (name, False) for name in ("state", "data", "head")
-    ]
-    assert "did you mean 'lr'" in found["agent"][2]["detail"]
+        ("tier", True), ("state", False), ("data", False), ("head", False)
+    ]  # fmt: skip
+    assert "did you mean 'lr'" in found["agent"][3]["detail"]
     assert code == 2
     assert found["verdict"].startswith("not ready: state:")

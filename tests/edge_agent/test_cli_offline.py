@@ -215,9 +215,34 @@ def test_doctor_ends_with_a_verdict(capsys, monkeypatch):
         url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
         assert answer(capsys, "doctor", "--broker", url)["verdict"].endswith(", and the broker answers")
     said = answer(capsys, "doctor", "--broker", url, code=75)["verdict"]
-    assert said.endswith("but the broker cannot be reached (tcp: nobody listens on that port (connection refused))")
+    away = "not ready: the broker cannot be reached (tcp: nobody listens on that port (connection refused)); "
+    assert said.startswith(f"{away}the device itself can be an agent of tier '")
     monkeypatch.setattr("edge_agent.capabilities.packages", dict)
-    assert answer(capsys, "doctor")["verdict"].startswith("not ready: no encoder can run here; no onnxruntime: pip")
+    said = answer(capsys, "doctor", code=5)["verdict"]
+    assert said.startswith("not ready: tier: no encoder can run here; no onnxruntime: pip")
+
+
+@pytest.mark.parametrize(
+    "tier, packages, code, verdict",
+    [
+        ("train", ["onnxruntime"], 5, "not ready: tier: agent 'porch' of tier 'train' needs 'torch'"),
+        ("head", ["torch"], 5, "not ready: tier: agent 'porch' of tier 'head' needs 'onnxruntime'"),
+        ("auto", [], 5, "not ready: tier: agent 'porch' of tier 'head' needs 'onnxruntime'"),
+        ("head", ["torch", "onnxruntime"], 75, "not ready: the broker cannot be reached (tcp: "),
+    ],
+)
+def test_doctor_tells_of_the_tier_that_is_configured(tmp_path, capsys, monkeypatch, tier, packages, code, verdict):
+    """It said "ready as an agent of tier 'head'" of an agent that was to train and could not even start."""
+    monkeypatch.setattr("edge_agent.capabilities.packages", lambda: dict.fromkeys(packages, "1"))
+    config = tmp_path / "agent.toml"
+    config.write_text(
+        f'id = "porch"\ntier = "{tier}"\n[broker]\nurl = "mqtt://127.0.0.1:1"\n[data]\nsource = "digits?n=20"\n'
+    )
+    found = answer(capsys, "doctor", "--config", str(config), code=code)
+    assert found["verdict"].startswith(verdict)
+    assert (found["agent"][0]["step"], found["agent"][0]["ok"]) == ("tier", code == 75)
+    if code == 75:
+        assert found["verdict"].endswith("the device itself can be an agent of tier 'head'")
 
 
 def test_scores_on_data_of_one_class_are_marked(place, capsys):
