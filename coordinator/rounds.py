@@ -110,7 +110,7 @@ class RunLoop:
         if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if self.fleet.collector.open_round is not None:
-            self.fleet.collector.failed(agent, reason)
+            self.fleet.collector.failed(agent, reason, message.boot)
         elif self._concerns(agent) if asked is not None else self.answers.is_asked(agent):
             self.answers.fault(agent, reason)
 
