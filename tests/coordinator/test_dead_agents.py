@@ -9,6 +9,7 @@ import pytest
 from federation_disturbances import Stranger
 from federation_harness import Federation
 
+from coordinator.answers import REPORT_DEADLINE_S
 from coordinator.config import RoundConfig
 
 TRAINING_S = 5.0
@@ -141,6 +142,45 @@ def test_a_broker_that_is_away_gives_nobody_up(tmp_path):
         fed.agents["a2"].transport.start()
         fed.finish()
         assert fed.metrics()[0]["agents"] == ["a0", "a1", "a2"]
+
+
+def lose_broker(fed, seconds):
+    """Nobody reaches the broker for so long; agents work on."""
+    transports = [fed.coordinator.transport, *(agent.transport for agent in fed.agents.values())]
+    for transport in transports:
+        transport.cut()
+    end = fed.clock.now + seconds
+    fed.until(lambda: fed.clock.now >= end, seconds + 10)
+    for transport in transports:
+        transport.start()
+
+
+@pytest.mark.parametrize("delivered", [0, 2])
+def test_no_deadline_runs_while_the_broker_is_away(tmp_path, delivered):
+    """It is away for longer than ``max_attempts`` deadlines; who works meanwhile is neither blamed nor left out."""
+    with fleet(tmp_path, 3) as fed:
+        for name in ("a0", "a1", "a2"):
+            fed.add(name, seconds=5 if name < f"a{delivered}" else 100)
+        fed.settle()
+        fed.request(rounds=2)
+        fed.wait(10)
+        assert len(fed.entries("update_accepted")) == delivered
+        lose_broker(fed, 3 * SHIPPED["deadline_s"] + 100)
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2"]] * 2
+        assert len(fed.entries("round_opened")) == 2
+        for duties in fed.duties.values():
+            assert [number for _, number, purpose in duties.done if purpose == "train"] == [1, 2], "once each"
+
+
+def test_the_end_of_a_run_waits_for_reports_when_the_broker_is_back(tmp_path):
+    with fleet(tmp_path, 2) as fed:
+        begin(fed, 2, rounds=1)
+        fed.until(lambda: fed.entries("round_closed"))
+        lose_broker(fed, 2 * REPORT_DEADLINE_S)
+        fed.finish()
+        assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
 
 
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
