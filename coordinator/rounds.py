@@ -195,8 +195,7 @@ class RunLoop:
         self._ask(number, collection.outstanding, joining=joining)
         while True:
             yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
-            is_late = self.asked is None or self.fleet.heard_s() >= self.asked.until
-            unanswered = self.selection.unanswered(collection, is_late=is_late)
+            unanswered = self.selection.unanswered(collection, is_late=self._is_late)
             if self.selection.has_quorum(collection):
                 break
             overdue = int(opened.body.get("overdue", 0)) + bool(unanswered)
@@ -206,7 +205,7 @@ class RunLoop:
             waits_since = clock()
             added = yield from self.selection.more(collection)
             tally.waiting_s += clock() - waits_since
-            if added.new or added.again or unanswered or is_late:
+            if added.new or added.again or unanswered or self._is_late:  # also when it passed in that wait
                 opened = opened.next_attempt(
                     collection.accepted,
                     collection.refused,
@@ -219,6 +218,11 @@ class RunLoop:
                 self._ask(number, collection.outstanding, joining=joining)
         self._call_off(collection)
         self._close(number, collection, tally, unanswered)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the time of those who were asked is up."""
+        return self.asked is None or self.fleet.heard_s() >= self.asked.until
 
     def _joining(self, number: int) -> tuple[str, ...]:
         """Head-tier devices that are there, where the method has something for them to do in a round."""

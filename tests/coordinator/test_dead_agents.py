@@ -110,6 +110,20 @@ def test_a_round_that_lacks_the_least_number_of_updates_waits_and_says_for_whom(
         assert [fed.duties[name].done.count((fed.run, 1, "train")) for name in ("a0", "a1", "a9")] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_agent_that_comes_back_after_the_deadline_has_a_whole_deadline(tmp_path, size):
+    """It was given the time that was left, which is none: with ``max_attempts = 1`` that was the end of the run."""
+    with fleet(tmp_path, size, cohort={"min_agents": size}, round={**SHIPPED, "max_attempts": 1}) as fed:
+        begin(fed, size, rounds=1)
+        fed.wait(1)
+        fed.kill(f"a{size - 1}")
+        fed.wait(SHIPPED["deadline_s"] + 100)
+        fed.add(f"a{size - 1}", seconds=500)
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert fed.metrics()[0]["agents"] == sorted(fed.agents)
+
+
 def test_an_update_that_was_under_way_counts_although_its_agent_was_given_up(tmp_path):
     with fleet(tmp_path, 1, cohort={"min_agents": 2}) as fed:
         late = Stranger(fed, "late")
