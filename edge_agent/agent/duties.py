@@ -104,8 +104,6 @@ class Duties:
     def forget_runs(self) -> int:
         """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
         self._session = None
-        with contextlib.suppress(StateError, OSError):  # told when a release comes
-            self.releases.count_anew()
         folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import HeadwaterError, UsageError
+from ..errors import HeadwaterError, StateError, UsageError
 from ..task import Tensors
 from ..wire import messages as wire
 from ..wire.cache import BlobCache
@@ -73,7 +73,12 @@ class Jobs:
         """The coordinator offers a bundle; of one that has just been tried, the result is told again."""
         if self._install is not None and self._install.blob == message.blob:
             return
-        if (declined := self._duties.declined(message)) is not None:
+        try:
+            declined = self._duties.declined(message)
+        except StateError as damage:  # what somebody rolled back must not come back because its record is damaged
+            self._tell(damage, message.run, 0, "bundle")
+            return
+        if declined is not None:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
             self._send(declined)
             return

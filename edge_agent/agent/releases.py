@@ -1,7 +1,7 @@
-"""Which release this device took, and which one somebody rolled it back from by hand.
+"""Which release of which federation this device took, and which one somebody rolled it back from by hand.
 
 ``releases.json`` in the state folder. A release that was rolled back from stays away, and so do those before it, until
-the coordinator makes a newer one.
+the coordinator makes a newer one. Each federation counts its own releases, so that all of another one's are newer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pydantic import Field, ValidationError
 from ..errors import StateError
 from ..store import read_json, write_json
 from ..task import Frozen
-from ..wire.messages import Install
+from ..wire.messages import FederationId, Install
 
 
 class _Taken(Frozen):
-    """A bundle, and the coordinator's number of its release; 0 where it came by hand."""
+    """A bundle, the number of its release, and the federation that counts it; 0 where it came by hand."""
 
     bundle_id: str = ""
     release: int = Field(0, ge=0)
+    federation: FederationId = ""
 
 
 class RolledBack(Frozen):
@@ -45,7 +46,16 @@ class ReleaseRecord:
 
     def took(self, message: Install) -> None:
         """The bundle of this release is in use now."""
-        self._write(_Record(taken=_Taken(bundle_id=message.bundle_id, release=message.release)))
+        taken = _Taken(bundle_id=message.bundle_id, release=message.release, federation=message.federation)
+        self._write(_Record(taken=taken))
+
+    def check(self) -> None:
+        """Return quietly where the record can be read, or there is none yet.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        self._read()
 
     def put_by_hand(self, bundle_id: str, instead_of: str) -> RolledBack | None:
         """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns what stays away from now on.
@@ -61,8 +71,7 @@ class ReleaseRecord:
         if before.rolled_back is not None:
             source = before.rolled_back.source
         elif instead_of:
-            number = before.taken.release if before.taken.bundle_id == instead_of else 0
-            source = _Taken(bundle_id=instead_of, release=number)
+            source = before.taken if before.taken.bundle_id == instead_of else _Taken(bundle_id=instead_of)
         else:
             return None
         now = RolledBack(source=source, runs=bundle_id)
@@ -75,24 +84,14 @@ class ReleaseRecord:
         if found is None:
             return ""
         source = found.source
-        is_newer = message.bundle_id != source.bundle_id and message.release > source.release
+        newest = source.release if source.federation == message.federation else 0
+        is_newer = message.bundle_id != source.bundle_id and message.release > newest
         return "" if is_newer else _in_words(found)
 
     def rolled_back(self) -> str:
         """That somebody put another bundle in place of a release, and which; empty where nobody did."""
         found = self._read().rolled_back
         return "" if found is None else _in_words(found)
-
-    def count_anew(self) -> None:
-        """Another federation counts its own releases: every one of them is newer than what was rolled back by hand."""
-        found = self._read()
-        rolled_back = found.rolled_back
-        if rolled_back is not None:
-            source = rolled_back.source.model_copy(update={"release": 0})
-            rolled_back = rolled_back.model_copy(update={"source": source})
-        taken = found.taken.model_copy(update={"release": 0})
-        if (now := _Record(taken=taken, rolled_back=rolled_back)) != found:
-            self._write(now)
 
     def _read(self) -> _Record:
         raw = read_json(self._path)

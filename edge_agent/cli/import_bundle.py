@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Install and print what is current now."""
+    from ..agent.releases import ReleaseRecord
     from ..bundle import current_id, install
     from ..store import check_writable, folder_lock
 
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     with folder_lock(arguments.state, "edge-agent import"):
         notes: dict[str, str] = {}
         check = None if arguments.no_self_test else lambda unpacked: notes.update(self_test(unpacked))
+        ReleaseRecord(arguments.state).check()
         before = current_id(arguments.state / "bundles")
         bundle = install(arguments.bundle, arguments.state / "bundles", check=check)
         away = stays_away(arguments.state, bundle.id, before)

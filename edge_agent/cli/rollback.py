@@ -23,12 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Roll back and print what is current now."""
+    from ..agent.releases import ReleaseRecord
     from ..bundle import current, rollback
     from ..store import folder_lock
 
     opening.existing(arguments.state, "an agent's state folder")
     root = arguments.state / "bundles"
     with folder_lock(arguments.state, "edge-agent rollback"):
+        ReleaseRecord(arguments.state).check()
         before = current(root)
         bundle = rollback(root, self_test)
         away = stays_away(arguments.state, bundle.id, "" if before is None else before.id)

@@ -21,8 +21,11 @@ A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 REF = Outgoing.of(b"x").ref
 
 
-def offer(bundle_id, release):
-    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF)
+HOME, AWAY = "1" * 32, "2" * 32
+
+
+def offer(bundle_id, release, federation=HOME):
+    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF, federation=federation)
 
 
 class HeadDuties(Duties):
@@ -178,12 +181,38 @@ def test_rollback_without_an_earlier_bundle_is_refused(tmp_path, capsys):
     assert main(["rollback", "--state", str(tmp_path / "nowhere")]) == 2
 
 
-def test_the_first_release_of_another_federation_is_newer_than_what_was_rolled_back(tmp_path):
-    """A new state folder counts its releases from 1: without this, it would be declined until the numbers match."""
+@pytest.mark.parametrize("left_over", [HOME, ""], ids=["of another federation", "of an older version"])
+def test_the_first_release_of_another_federation_is_newer_than_what_was_rolled_back(tmp_path, left_over):
+    """Also where the record was copied from another device, or the device was told nothing of the change."""
     record = ReleaseRecord(tmp_path)
-    record.took(offer(B, 7))
+    record.took(offer(B, 7, left_over))
     record.put_by_hand(A, instead_of=B)
-    assert "release 7" in record.why_declined(offer(C, 1))
-    record.count_anew()
-    assert record.why_declined(offer(C, 1)) == ""
-    assert record.why_declined(offer(B, 1)) != "", "the bundle that was rolled back from stays away"
+    assert "release 7" in record.why_declined(offer(C, 1, left_over))
+    assert record.why_declined(offer(C, 1, AWAY)) == ""
+    assert record.why_declined(offer(B, 1, AWAY)) != "", "the bundle that was rolled back from stays away"
+    assert "release 7" in record.why_declined(offer(C, 1, left_over)), "back at the first one, its numbers count again"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"taken": 1}', '{"rolled_back": {"source": {"release": "x"}}}'])
+def test_a_damaged_record_is_a_fault_and_the_device_keeps_its_bundle(fed, made, capsys, content):
+    first = release(fed, made[0])
+    fed.add("porch", tier="head")
+    fed.until(lambda: runs(fed) == first, limit_s=60)
+    record = fed.folder / "porch" / "releases.json"
+    record.write_text(content)
+    release(fed, made[1])
+    fed.agents["porch"]._hello()
+    fed.wait(5)
+    assert runs(fed) == bundles.current(fed.folder / "porch" / "bundles").id == first
+    problem = fed.agents["porch"].condition.problem
+    assert (problem.kind, problem.error) == ("bundle", "StateError")
+    assert str(record) in problem.message
+    assert "remove it" in problem.message
+    (told,) = (agent["fault"] for agent in fed.coordinator.status()["agents"] if agent["id"] == "porch")
+    assert told["error"] == "StateError"
+    fed.kill("porch")
+    for command in (["import", str(made[2].path)], ["rollback"]):
+        assert main([*command, "--state", str(record.parent)]) == 1
+        assert "remove it" in capsys.readouterr().err
+    assert record.read_text() == content
+    assert bundles.current(record.parent / "bundles").id == first, "nothing was installed before the record was read"
