@@ -111,7 +111,12 @@ class Exclusions:
     @property
     def on_trial(self) -> frozenset[str]:
         """Agents that have failed and have not delivered since."""
-        return frozenset(agent for agent, known in self._failures.items() if known.failures)
+        return frozenset(self.failing)
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """Agent -> reason, of those that have failed and have not delivered since."""
+        return {agent: known.reason for agent, known in sorted(self._failures.items()) if known.failures}
 
     def body(self) -> dict[str, Any]:
         """Agent -> the rounds that did without it and the reason for the last of them, as JSON."""

@@ -13,7 +13,7 @@ from .encoders import Encoders, Released
 from .fleet import Steps
 from .hosted.figures import own_figures
 from .journal import utc_now
-from .result_warnings import lines, warnings_of
+from .result_warnings import absent_of, lines, warnings_of
 from .rounds import RunLoop
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,12 @@ class Finisher:
             fleet.state.journal.append("release_reported", run=loop.run, agent=record["id"], body=record)
         sha = loop.encoder_sha256()
         request = loop.request
-        losses = [record["loss"] for record in folder.metrics() if record.get("kind") == "round"]
-        warnings = warnings_of(agents, losses, request.task.num_classes)
+        records = [record for record in folder.metrics() if record.get("kind") == "round"]
+        losses = [record["loss"] for record in records]
+        absent = absent_of(
+            records, request.rounds, lambda agent: _is_offline(loop, agent), loop.selection.exclusions.failing
+        )
+        warnings = [*absent, *warnings_of(agents, losses, request.task.num_classes)]
         for line in lines(warnings):
             log.warning("result_warning run=%s: %s", loop.run, line)
         folder.write_summary(
@@ -80,6 +84,12 @@ class Finisher:
         write_report(folder)
         fleet.state.journal.append("run_finished", run=loop.run, body={"encoder_sha256": sha})
         log.info("run_finished run=%s encoder_sha256=%s", loop.run, sha[:12] or "none")
+
+
+def _is_offline(loop: RunLoop, agent: str) -> bool:
+    """Whether an agent is not there, and has not said what it got."""
+    member = loop.fleet.roster.get(agent)
+    return agent not in loop.answers.reports and (member is None or not member.is_present)
 
 
 def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -38,6 +38,28 @@ def warnings_of(
     """
     scored = [one for one in agents if one["acc"].get("personal") is not None and one["support"]]
     return [*_collapsed(scored), *_below_local(scored), *_exploded(losses, num_classes), *_one_class(agents)]
+
+
+def absent_of(
+    records: Sequence[Mapping[str, Any]], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
+) -> Iterator[Warned]:
+    """A warning for each agent that took part in a run and was offline at its end, or failed and was left out.
+
+    ``records``: the figures of the closed rounds in order. ``failing``: agent -> why it delivers no more.
+    """
+    heard, delivered = dict[str, int](), dict[str, int]()
+    for record in records:
+        asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["refused"]))
+        heard.update(dict.fromkeys(asked, record["round"]))
+        delivered.update(dict.fromkeys(record["agents"], record["round"]))
+    for agent, number in sorted(heard.items()):
+        last = f"its last update is of round {delivered[agent]}" if agent in delivered else "it delivered no update"
+        if offline(agent):
+            message = f"agent '{agent}' went offline during the run, last heard in round {number} of {rounds}; {last}"
+            yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
+        elif agent in failing:
+            message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
+            yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
 
 
 def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

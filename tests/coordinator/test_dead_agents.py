@@ -10,6 +10,7 @@ from federation_disturbances import Stranger
 from federation_harness import Federation
 
 from coordinator.answers import REPORT_DEADLINE_S
+from coordinator.cli.run import tell as show_result
 from coordinator.config import RoundConfig
 
 TRAINING_S = 5.0
@@ -229,3 +230,38 @@ def test_a_coordinator_killed_in_a_round_that_goes_on_with_others_ends_in_the_sa
         fed.start_coordinator()
 
     assert run(tmp_path / "killed", moment) == run(tmp_path / "undisturbed", "never")
+
+
+def test_an_agent_that_vanished_is_named_in_the_result_with_the_round_in_which_it_was_last_heard(tmp_path, capsys):
+    """The result had no word of it: neither a row, nor a note, nor a warning."""
+    with fleet(tmp_path, 3) as fed:
+        begin(fed, 3, rounds=5)
+        fed.until(lambda: fed.entries("round_closed", round=2))
+        fed.wait(1)
+        fed.kill("a2")
+        fed.until(lambda: fed.entries("round_closed", round=4))
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.finish()
+        summary = fed.state.run(fed.run).summary()
+        page = fed.state.run(fed.run).report_path.read_text()
+    (warning,) = (one for one in summary["warnings"] if one["kind"] == "offline")
+    assert warning["clients"] == ["a2"]
+    assert warning["message"] == (
+        "agent 'a2' went offline during the run, last heard in round 3 of 5; its last update is of round 2, and its "
+        "figures are missing here"
+    )
+    assert "went offline during the run, last heard in round 3 of 5" in page
+    show_result(summary, as_json=False)
+    assert f"warning: {warning['message']}" in capsys.readouterr().out
+
+
+def test_an_agent_that_comes_back_before_the_end_is_not_called_offline(tmp_path):
+    with fleet(tmp_path, 3) as fed:
+        begin(fed, 3, rounds=5)
+        fed.until(lambda: fed.entries("round_closed", round=2))
+        fed.kill("a2")
+        fed.until(lambda: fed.entries("round_closed", round=3))
+        fed.add("a2", seconds=TRAINING_S)
+        fed.finish()
+        assert [one["kind"] for one in fed.state.run(fed.run).summary()["warnings"]] == []

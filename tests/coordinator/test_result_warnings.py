@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.result_warnings import lines, standard_error, warnings_of
+from coordinator.result_warnings import absent_of, lines, standard_error, warnings_of
 
 
 def client(name, personal, local=None, support=100, **fields):
@@ -37,6 +37,18 @@ def test_a_client_below_its_local_baseline_by_more_than_noise():
         "client 'c': acc.personal 0.780 is below its local baseline, acc.local 0.900, by more than noise (0.103, two "
         "standard errors on 100 held-out samples)"
     )
+
+
+def test_agents_that_are_absent_at_the_end():
+    def closed(number, agents, missing=(), refused=()):
+        told = [{"agent": agent, "reason": "NaN"} for agent in refused]
+        return {"round": number, "agents": agents, "missing": missing, "refused": told}
+
+    records = [closed(1, ["a", "b"], refused=["c"]), closed(2, ["a"], missing=["b"], refused=["c"]), closed(3, ["a"])]
+    found = list(absent_of(records, 3, lambda agent: agent == "b", {"c": "NaN"}))
+    assert [(one["kind"], one["clients"]) for one in found] == [("offline", ["b"]), ("left_out", ["c"])]
+    assert "last heard in round 2 of 3; its last update is of round 1" in found[0]["message"]
+    assert found[1]["message"].endswith("last asked in round 2 of 3; it delivered no update: NaN")
 
 
 def test_few_samples_say_nothing():
