@@ -70,24 +70,34 @@ class Selection:
     def awaited(self, collection: Collection) -> tuple[str, ...]:
         """Cohort members that may still deliver. The others are given up: they do not count in the quorum any more.
 
-        Members that are there and do not take up the work are given up only where the others are enough.
+        Members that are there and do not take up the work are given up only where the others are enough. Whoever has
+        only lost its connection and is back counts again: it has worked on. One that was started anew has to begin.
         """
         patience = {agent: self.fleet.roster.patience(agent) for agent in collection.outstanding}
         there = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
         working = tuple(agent for agent in there if self._idle[agent] < IDLE_HEARTBEATS)
         awaited = working if collection.delivered + len(working) >= self.fleet.config.cohort.min_agents else there
-        collection.given_up.update(without(collection.outstanding, awaited))
+        for agent in working:
+            if self.boot(agent) and collection.given_up.get(agent) in {"", self.boot(agent)}:
+                del collection.given_up[agent]
+        for agent in without(collection.outstanding, awaited):
+            member = self.fleet.roster.get(agent)
+            collection.given_up.setdefault(agent, member.boot if member is not None else "")
         return awaited
 
     def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
-        """Agent -> reason, of those who are there and have not delivered, though they had their time."""
+        """Agent -> reason, of those who are there and have not delivered, though they had their time.
+
+        Whoever was started anew in the round has not had it.
+        """
         waited = f"no update within {self.fleet.config.round.deadline_s:g} s"
         idle = f"did not take up the work of round {collection.round}"
         present = set(self.fleet.roster.present())
+        late = without(collection.outstanding, collection.given_up) if is_late else ()
         return {
             agent: idle if self._idle[agent] >= IDLE_HEARTBEATS else waited
             for agent in collection.outstanding
-            if agent in present and (is_late or self._idle[agent] >= IDLE_HEARTBEATS)
+            if agent in present and (agent in late or self._idle[agent] >= IDLE_HEARTBEATS)
         }
 
     def collect(self, collection: Collection, deadline: float) -> Steps:
@@ -97,7 +107,9 @@ class Selection:
         quorum_at: float | None = None
         while awaited := self.awaited(collection):
             now = self.fleet.heard_s()
-            if quorum_at is None and self.has_quorum(collection):
+            if not self.has_quorum(collection):
+                quorum_at = None
+            elif quorum_at is None:
                 quorum_at = now
             limit = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
             if now >= limit:

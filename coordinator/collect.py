@@ -62,8 +62,8 @@ class Collection:
     on_trial: frozenset[str] = frozenset()
     """Those who failed in earlier rounds: asked, and not counted in the quorum."""
 
-    given_up: set[str] = field(default_factory=set)
-    """Those who went offline or did not take up the work: not counted any more, welcome if they deliver after all."""
+    given_up: dict[str, str] = field(default_factory=dict)
+    """Those who went offline or did not take up the work, and which start of each; welcome all the same."""
 
     failed_boots: dict[str, str] = field(default_factory=dict)
     """The start of each agent in ``refused``, when it failed."""
@@ -95,7 +95,7 @@ class Collection:
         That is ``share`` of them, or, if those who can still deliver are too few for that, ``share`` of these, but then
         not fewer than ``least``. One update is the least in any case.
         """
-        uncounted = self.given_up | self.on_trial | self.refused.keys()
+        uncounted = {*self.given_up, *self.on_trial, *self.refused}
         counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
         of_all, of_counted = (math.ceil(share * len(agents) - 1e-9) for agents in (self.training, counted))
         return max(1, min(of_all, max(least, of_counted)))

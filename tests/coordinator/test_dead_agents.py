@@ -111,6 +111,38 @@ def test_a_round_that_lacks_the_least_number_of_updates_waits_and_says_for_whom(
         assert [fed.duties[name].done.count((fed.run, 1, "train")) for name in ("a0", "a1", "a9")] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("cut", [1, 5])
+def test_agents_that_lose_their_connection_and_work_on_count_in_the_quorum(tmp_path, cut):
+    """4 s without network, with last wills, while one of five is done after 5 s and the others after 60 s."""
+    with fleet(tmp_path, 5) as fed:
+        for number in range(5):
+            fed.add(f"a{number}", seconds=60 if number else 5)
+        fed.settle()
+        fed.request(rounds=1)
+        fed.wait(1)
+        transports = [fed.agents[f"a{number}"].transport for number in reversed(range(5))][:cut]
+        for transport in transports:
+            transport.cut()
+        fed.wait(4)
+        for transport in transports:
+            transport.start()
+        fed.finish()
+        assert fed.metrics()[0]["agents"] == sorted(fed.agents)
+
+
+def test_an_agent_that_was_restarted_shortly_before_the_deadline_is_not_blamed_for_it(tmp_path):
+    with fleet(tmp_path, 3) as fed:
+        fed.add("hung", seconds=1e9)
+        begin(fed, 3, rounds=2)
+        fed.wait(1)
+        fed.kill("a2")
+        fed.wait(SHIPPED["deadline_s"] - 10)
+        fed.add("a2", seconds=20)
+        fed.finish()
+        assert fed.metrics()[0]["missing"] == ["a2", "hung"]
+        assert [[one["agent"] for one in line["left_out"]] for line in fed.metrics()] == [[], ["hung"]]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_agent_that_comes_back_after_the_deadline_has_a_whole_deadline(tmp_path, size):
     """It was given the time that was left, which is none: with ``max_attempts = 1`` that was the end of the run."""
