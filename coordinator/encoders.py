@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from edge_agent.errors import ExportRejected, HeadwaterError
 from edge_agent.store import sha256_file
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Install, Report
+from edge_agent.wire.tensors import encode
 from edge_agent.work import Worker
 
 from .collect import reason_of
@@ -153,6 +155,12 @@ def release_line(number: int, released: Released, reports: dict[str, Report]) ->
         "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
         "mean": round(sum(known) / len(known), 6) if known else None,
     }
+
+
+def encoder_sha256(loop: RunLoop) -> str:
+    """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
+    encoder = {n: array for n, array in {**loop.state, **loop.pooled}.items() if n.startswith("encoder.")}
+    return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
 
 def export_run(loop: RunLoop, path: Path, purpose: Purpose = "release") -> ExportReport:

@@ -9,7 +9,7 @@ from edge_agent.errors import ExportRejected
 from edge_agent.wire.messages import Report
 
 from .collect import reason_of
-from .encoders import Encoders, Released
+from .encoders import Encoders, Released, encoder_sha256
 from .fleet import Steps
 from .hosted.figures import own_figures
 from .journal import utc_now
@@ -49,7 +49,7 @@ class Finisher:
         for record in agents:
             folder.append_metrics({"kind": "agent", **record})
             fleet.state.journal.append("release_reported", run=loop.run, agent=record["id"], body=record)
-        sha = loop.encoder_sha256()
+        sha = encoder_sha256(loop)
         request = loop.request
         records = [record for record in folder.metrics() if record.get("kind") == "round"]
         losses = [record["loss"] for record in records]

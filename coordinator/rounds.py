@@ -7,7 +7,6 @@ upon, so a loop made anew from the journal goes on in the same round with the up
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -371,11 +370,6 @@ class RunLoop:
         reliable = tuple(without(agents, self.selection.left_out(self.request.rounds + 1)))
         yield from self.answers.collect(reliable or agents, self.invite)
         self._withdraw()
-
-    def encoder_sha256(self) -> str:
-        """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
-        encoder = {n: array for n, array in {**self.state, **self.pooled}.items() if n.startswith("encoder.")}
-        return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

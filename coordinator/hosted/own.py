@@ -24,6 +24,7 @@ from edge_agent.work import Worker
 from ..aside import Aside
 from ..collect import reason_of
 from ..config import ProxyConfig, WarmStartConfig
+from ..encoders import encoder_sha256
 from ..fleet import Steps, Waiting
 from ..keeping import keep
 from ..words import counted
@@ -163,7 +164,7 @@ class OwnWork(Aside):
         digest = blobs.put(*pieces(state))
         loop.state, loop.checkpoint = state, digest
         keep(journal, loop.run, loop.request, 0, digest)
-        body = {**told, "encoder_sha256": loop.encoder_sha256()}
+        body = {**told, "encoder_sha256": encoder_sha256(loop)}
         journal.append("warm_started", run=loop.run, digest=digest, body=body)
         loop.forget_blobs()
         place.unlink(missing_ok=True)
