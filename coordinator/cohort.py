@@ -17,6 +17,7 @@ from .config import CohortConfig, CoordinatorConfig
 from .exclusion import Exclusions, without
 from .fleet import Fleet, Steps, Waiting
 from .journal import OpenRound
+from .roster import RETURN_S
 from .words import counted, listed
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,12 @@ class Selection:
     def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are there; returns the cohort (as the generator's value).
 
-        Those who are left out are asked all the same where the others are too few.
+        Those who are left out are asked all the same where the others are too few. After a restart of the coordinator
+        those who have delivered before get the time to come back, or the first to come would be the whole cohort.
         """
         config = self.fleet.config.cohort
+        while returning := self._returning():
+            yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
             present = self.fleet.roster.present("train")
             for available in (without(present, self.left_out(number)), present):
@@ -205,6 +209,12 @@ class Selection:
                 lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
                 return Addition(self._some(new, lacking, collection.round), again)
         return None
+
+    def _returning(self) -> tuple[str, ...]:
+        """Agents that have delivered in this run and may be between two tries to connect since the coordinator came."""
+        roster = self.fleet.roster
+        unheard = (agent for agent in sorted(self.exclusions.delivered) if roster.get(agent) is None)
+        return tuple(agent for agent in unheard if (roster.patience(agent) or 0) > 0)
 
     def _some(self, agents: Sequence[str], number: int, round_number: int) -> tuple[str, ...]:
         rng = np.random.default_rng([self.seed, round_number, len(agents)])

@@ -6,7 +6,7 @@ All with the round settings that are shipped, on a virtual clock: each agent tra
 from __future__ import annotations
 
 import pytest
-from federation_disturbances import Stranger
+from federation_disturbances import Stranger, killed_at_append
 from federation_harness import Federation
 
 from coordinator.answers import REPORT_DEADLINE_S
@@ -128,6 +128,25 @@ def test_agents_that_lose_their_connection_and_work_on_count_in_the_quorum(tmp_p
             transport.start()
         fed.finish()
         assert fed.metrics()[0]["agents"] == sorted(fed.agents)
+
+
+def test_the_round_after_a_restart_of_the_coordinator_does_not_open_with_the_first_to_come(tmp_path):
+    """It is killed at the end of round 1; of its four agents one is back at once, two after 5 s, and one is dead."""
+    with fleet(tmp_path, 4) as fed:
+        begin(fed, 4, rounds=2)
+        with killed_at_append(fed, 6, before=False):
+            fed.until(lambda: fed.coordinator is None)
+        fed.kill("a3")
+        for name in ("a1", "a2"):
+            fed.agents[name].transport.cut()
+        fed.start_coordinator()
+        assert fed.entries()[-1].kind == "round_closed"
+        fed.wait(5)
+        assert fed.coordinator.waiting.whom == ("a1", "a2", "a3")
+        for name in ("a1", "a2"):
+            fed.agents[name].transport.start()
+        fed.finish()
+        assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2", "a3"], ["a0", "a1", "a2"]]
 
 
 def test_an_agent_that_was_restarted_shortly_before_the_deadline_is_not_blamed_for_it(tmp_path):
