@@ -13,7 +13,7 @@ import typer
 from edge_agent import capabilities
 from edge_agent.cli.doctor import Step, attempted, walk
 from edge_agent.config import BrokerConfig
-from edge_agent.errors import BrokerAway, HeadwaterError, UsageError
+from edge_agent.errors import UsageError
 from edge_agent.wire.mqtt import MqttTransport, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
@@ -60,8 +60,8 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         show(table("this machine", ("what", "found"), list(facts.items()), left=2), *(f"- {line}" for line in advice))
         show(*(f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps))
     failed = next((step for step in steps if not step.is_ok), None)
-    if failed is not None:  # what was found is the answer, not a wrong command line
-        raise typer.Exit(BrokerAway.exit_code if failed.exit_code == BrokerAway.exit_code else HeadwaterError.exit_code)
+    if failed is not None:
+        raise typer.Exit(failed.exit_code)
 
 
 def _walk(config: CoordinatorConfig) -> Iterator[Step]:
@@ -87,10 +87,7 @@ def _walk(config: CoordinatorConfig) -> Iterator[Step]:
 
 def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None) -> str:
     transport.subscribe(*topics.for_coordinator())
-    try:
-        transport.start()
-    except BrokerAway as error:
-        raise (UsageError(str(error)) if "refuses" in str(error) else error) from error
+    transport.start()
     user = None if broker is None else user_of(broker, transport.client_id)
     return "without a user" if user is None else f"as user '{user}'"
 

@@ -39,6 +39,7 @@ def run(config: AgentConfig) -> None:
         UnknownName: no such head.
         StateError: another agent uses the state folder.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
+        UsageError: it does not let this agent in, and ``broker.wait`` is false.
         ProtocolMismatch: the coordinator speaks another protocol.
         DuplicateId: another agent with this id is alive.
     """

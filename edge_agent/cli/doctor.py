@@ -184,10 +184,7 @@ class _Visit:
             BrokerAway: it does not answer.
         """
         self._transport.subscribe(*self._topics.for_agent(self._config.id))
-        try:
-            self._transport.start()
-        except BrokerAway as error:
-            raise (UsageError(str(error)) if "refuses" in str(error) else error) from error
+        self._transport.start()
         return "without a user" if self._user is None else f"as user '{self._user}'"
 
     def topics(self) -> str:

@@ -22,12 +22,13 @@ from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig, credential
-from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, cause
+from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, UsageError, cause
 from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 log = logging.getLogger(__name__)
 
+_SHUT_OUT = frozenset({"Not authorized", "Bad user name or password"})
 INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
 INBOX_BYTES = 64 << 20
 """More than this unread means that the reader is stuck: further messages are dropped, and asked for again."""
@@ -83,6 +84,7 @@ class MqttTransport:
         self._last_words: paho.MQTTMessageInfo | None = None
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._first_failure = self._refusal = ""
+        self._is_shut_out = False
         self._thread: threading.Thread | None = None
         self._first = self._rng.randrange(1 << 24)
         self._connection = 0
@@ -92,6 +94,7 @@ class MqttTransport:
 
         Raises:
             BrokerAway: ``config.wait`` is false and the first attempt fails.
+            UsageError: ``config.wait`` is false and the broker does not let this user in: waiting would not help.
             ConfigError: certificates or the password file cannot be read.
         """
         self._new_client()  # reads certificates and password: a mistake in them is told here, not in a thread
@@ -102,6 +105,8 @@ class MqttTransport:
             failure = self._first_failure if answered else f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
             if failure:
                 self.close()
+                if self._is_shut_out:
+                    raise UsageError(f"broker {self.config.url}: {failure}")
                 raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
 
     def close(self) -> None:
@@ -221,6 +226,7 @@ class MqttTransport:
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
+            self._is_shut_out = str(code) in _SHUT_OUT
             self._refusal = _refused_login(self.config, self.client_id, code)
             return
         sock = client.socket()
@@ -317,7 +323,7 @@ def _prepare(client: paho.Client, config: BrokerConfig, client_id: str) -> None:
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> str:
     """What the broker said to a login, and what to do about it."""
     user = user_of(config, client_id)
-    if str(code) not in {"Not authorized", "Bad user name or password"}:
+    if str(code) not in _SHUT_OUT:
         return f"broker refuses: {code}"
     if user is None:
         return f"broker refuses a login without a user ({code}); set broker.user and broker.password_file"

@@ -378,8 +378,8 @@ class TestDoctorOfTheCoordinator:
         "changes, code, step, words",
         [
             ({}, 0, "topics", "federation 'home'"),
-            ({"federation": "two"}, 1, "topics", "--acl FILE --federation two"),
-            ({"password": "porch.password"}, 1, "login", "headwater enroll coordinator"),
+            ({"federation": "two"}, 2, "topics", "--acl FILE --federation two"),
+            ({"password": "porch.password"}, 2, "login", "headwater enroll coordinator"),
         ],
         ids=["right", "federation", "password"],
     )

@@ -1,0 +1,150 @@
+"""Exit codes of both programs as the table in the README tells them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.broker import EmbeddedBroker
+from coordinator.broker.access import set_password
+from coordinator.cli import main as headwater
+from coordinator.cli.follow import follow
+from coordinator.store import StateFolder
+from edge_agent.cli import main as edge_agent
+from edge_agent.errors import RunFailed
+from edge_agent.store import folder_lock, write_json
+
+README = Path(__file__).parents[2] / "README.md"
+COORDINATOR = """
+state = "state"
+[broker]
+url = "{url}"
+user = "coordinator"
+wait = false
+[task]
+class_names = ["up", "down"]
+encoder = "linear"
+encoder_params = {{ feature_dim = 4 }}
+input = {{ kind = "image", channels = 1, height = 4, width = 4 }}
+[run]
+method = "fedavg"
+"""
+AGENT = """
+id = "porch"
+tier = "head"
+state = "agent"
+[broker]
+url = "{url}"
+[data]
+source = "digits:rendered?n=20"
+"""
+NOBODY = "mqtt://127.0.0.1:1"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the files of both sides, whose broker is away."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(COORDINATOR.format(url=NOBODY))
+    (tmp_path / "a.toml").write_text(AGENT.format(url=NOBODY))
+    (tmp_path / "typo.toml").write_text(AGENT.format(url=NOBODY) + '[head]\nname = "lrr"\n')
+    (tmp_path / "wrong.toml").write_text("rounds = 3\n")
+    (tmp_path / "bad.hwb").write_bytes(b"no bundle" * 1000)
+    return tmp_path
+
+
+def code_of(words: str) -> int:
+    """The exit code of a command line."""
+    program, *rest = words.split()
+    if program == "edge-agent":
+        return edge_agent(rest)
+    with pytest.raises(SystemExit) as ended:
+        headwater(rest)
+    return int(ended.value.code or 0)
+
+
+def meaning(code: int) -> str:
+    """What the table says of a code."""
+    (row,) = re.findall(rf"^\| {code} \| (.*?) \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    return row
+
+
+@pytest.mark.parametrize(
+    "words, code, because",
+    [
+        ("headwater doctor", 0, "done"),
+        ("headwater status --config c.toml", 1, "cannot be read"),
+        ("headwater serve --config wrong.toml", 2, "configuration"),
+        ("edge-agent run --config wrong.toml", 2, "configuration"),
+        ("headwater serve --config nowhere.toml", 2, "files that are not there"),
+        ("edge-agent status --config nowhere.toml", 2, "files that are not there"),
+        ("edge-agent fit --bundle nowhere.hwb --data digits --out h", 2, "files that are not there"),
+        ("edge-agent rollback --state nowhere", 2, "files that are not there"),
+        ("headwater run --config c.toml --method fedavgg", 2, "unknown names"),
+        ("headwater methods nosuch", 2, "unknown names"),
+        ("edge-agent run --config typo.toml", 2, "unknown names"),
+        ("edge-agent fit --bundle bad.hwb --data digits?n=20 --out h", 4, "bundle is damaged"),
+        ("edge-agent import bad.hwb --state agent", 4, "bundle is damaged"),
+        ("headwater analyze bad.hwb", 4, "bundle is damaged"),
+        ("headwater serve --config c.toml", 75, "the broker is away"),
+        ("headwater run --config c.toml", 75, "the broker is away"),
+        ("edge-agent run --config a.toml --no-wait", 75, "the broker is away"),
+        ("headwater doctor --config c.toml", 75, "`doctor`: broker or coordinator does not answer"),
+        ("edge-agent doctor --config a.toml", 75, "`doctor`: broker or coordinator does not answer"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_command_ends_with_the_code_of_the_table(words, code, because):
+    assert code_of(words) == code
+    assert because in meaning(code)
+
+
+@pytest.mark.parametrize("end", ["run_failed", "run_cancelled"])
+def test_a_followed_run_that_fails_or_is_cancelled_ends_with_1(place, end):
+    with StateFolder(place / "state").open("headwater serve") as state:
+        run = state.journal.request_run({"method": "fedavg", "rounds": 1})
+        real = state.journal.append
+        real("run_started", run=run, digest="0" * 64)
+        with pytest.raises(RunFailed, match=run) as ended:
+            follow(state, run, lambda: real(end, run=run, body={"reason": "why"}))
+    assert ended.value.exit_code == 1
+    assert "a run that failed or was cancelled" in meaning(1)
+
+
+def test_a_folder_in_use_and_a_fault_end_with_1(place):
+    with folder_lock(place / "agent", "edge-agent porch"), folder_lock(place / "state", "headwater serve"):
+        assert code_of("edge-agent run --config a.toml") == 1
+        assert code_of("headwater serve --config c.toml") == 1
+    assert "in use" in meaning(1)
+    write_json(place / "agent" / "status.json", {"condition": "fault", "fault": {"error": "DataError"}})
+    assert code_of("edge-agent status --config a.toml") == 1
+    assert "`edge-agent status`: a fault" in meaning(1)
+
+
+def test_a_missing_package_ends_with_5(place, monkeypatch):
+    monkeypatch.setattr("edge_agent.capabilities.packages", dict)
+    assert code_of("edge-agent run --config a.toml") == 5
+    assert code_of("edge-agent doctor") == 5
+    assert "package" in meaning(5)
+
+
+@pytest.mark.broker
+def test_a_refused_login_ends_with_2_and_not_as_if_trying_again_helped(place):
+    """It was 75 of 'run' and 'serve', 1 of 'headwater doctor', and 2 of 'edge-agent doctor'."""
+    set_password(place / "users", "porch", "right")
+    with EmbeddedBroker(password_file=place / "users") as broker:
+        (place / "pw").write_text("wrong\n")
+        login = f'url = "{broker.url}"\npassword_file = "pw"'
+        (place / "c.toml").write_text(COORDINATOR.replace('url = "{url}"', login).format())
+        (place / "a.toml").write_text(AGENT.replace('url = "{url}"', f'{login}\nuser = "porch"').format())
+        for words in (
+            "headwater serve --config c.toml",
+            "headwater run --config c.toml",
+            "headwater doctor --config c.toml",
+            "edge-agent run --config a.toml --no-wait",
+            "edge-agent doctor --config a.toml",
+        ):
+            assert (words, code_of(words)) == (words, 2)
+    assert "a login that the broker refuses" in meaning(2)
