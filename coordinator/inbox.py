@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_PRESENCE_BYTES = 100
+
 
 class Inbox:
     """Takes the messages of all agents of one coordinator."""
@@ -66,6 +68,8 @@ class Inbox:
 
     def _on_presence(self, agent: str, payload: bytes) -> None:
         """The last will of an agent's connection: news only of the newest one, which its hello has named."""
+        if len(payload) > MAX_PRESENCE_BYTES:
+            raise MessageError(f"presence of {len(payload)} bytes, at most {MAX_PRESENCE_BYTES} are read")
         state, *said = payload.decode("ascii", "replace").split(" ")
         member = self._roster.get(agent)
         if state != "offline" or member is None or not said or said[0] != member.boot:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .errors import UsageError
 
@@ -91,14 +92,34 @@ def _check_normalization(mean: tuple[float, ...], std: tuple[float, ...], channe
 InputSpec = Annotated[ImageInput | WindowInput, Field(discriminator="kind")]
 
 
+MAX_LABEL = 200
+_STEERING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+
+
+def _shown(name: str) -> str:
+    """A name as logs, tables and reports show it."""
+    if len(name) > MAX_LABEL or any(
+        unicodedata.category(letter) in {"Cc", "Zl", "Zp"} or unicodedata.bidirectional(letter) in _STEERING
+        for letter in name
+    ):
+        raise ValueError(
+            f"expected at most {MAX_LABEL} characters, none of them a control character, a line break or a change of "
+            "the direction of writing"
+        )
+    return name
+
+
+Label = Annotated[str, AfterValidator(_shown)]
+
+
 class Task(Frozen):
     """Inputs, classes and encoder of one federation's learning problem."""
 
     input: InputSpec = Field(default_factory=ImageInput)
-    class_names: tuple[str, ...] = Field(
+    class_names: tuple[Label, ...] = Field(
         min_length=1, max_length=10_000, description="label map: position is the label"
     )
-    encoder: str = Field("small_cnn", description="a file name in edge_agent/models")
+    encoder: Label = Field("small_cnn", description="a file name in edge_agent/models")
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
 
     @property

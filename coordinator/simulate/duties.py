@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from edge_agent.training.session import Arrays, Built, Kept, Session
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.tensors import pieces
+from edge_agent.wire.text import metrics_of
 
 from ..collect import reason_of
 from .newcomers import fit_head
@@ -57,8 +57,7 @@ class HeldOutbox:
         self.content = [*pieces(tensors)]
         size = sum(memoryview(piece).nbytes for piece in self.content)
         ref = wire.BlobRef(digest=sha256_of(*self.content), size_bytes=size, chunk_bytes=CHUNK_BYTES)
-        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=told)
+        return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=metrics_of(metrics))
 
 
 class Sessions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..task import Tensors
 from ..wire.chunks import CHUNK_BYTES, Outgoing
 from ..wire.flow import Sending
 from ..wire.messages import Ack, BlobRef, Control, Grant, Receipt, UpdateManifest
+from ..wire.text import metrics_of
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class Outbox:
         data = pieces(tensors)
         digest, size = sha256_of(*data), sum(map(len, data))
         blob = BlobRef(digest=digest, size_bytes=size, chunk_bytes=CHUNK_BYTES)
-        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=told)
+        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=metrics_of(metrics))
         with self._lock:
             write_atomic(self.path_of(digest), *data)
             write_json(self.note, manifest.model_dump(mode="json"))

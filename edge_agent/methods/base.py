@@ -126,7 +126,7 @@ class Client:
     ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
     survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
     ``device``. Steps are done in ``precision``: bfloat16 is mixed, weights stay float32. ``log`` takes numbers that
-    travel with the update as metrics (``client.log["loss"] = 0.3``).
+    travel with the update as metrics (``client.log["loss"] = 0.3``); names are letters, digits, dots, - and _.
     """
 
     id: str

@@ -21,10 +21,12 @@ from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError
 from ..task import Frozen, Task
 from .envelope import MAX_MESSAGE_BYTES, PROTOCOL, check_version, json_object, sealed, unsealed
-from .text import ConditionName, Text
+from .text import ConditionName, Fact, FactText, Metrics, Start, Text, printable
 
 SHA256 = r"^[0-9a-f]{64}$"
 MAX_RANGES = 64
+MISTAKE_CHARS = 180
+"""How much of one mistake is told: a key of the peer's may be in it."""
 MAX_CREDITS = 4096
 MAX_EPOCH = 1 << 53
 MAX_ROUND = 2_000_000
@@ -32,7 +34,10 @@ MAX_SAMPLES = 1_000_000_000
 
 Digest = Annotated[str, Field(pattern=SHA256)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+_RUN = r"[a-z0-9][a-z0-9-]{0,63}"
+RunId = Annotated[str, Field(pattern=f"^{_RUN}$")]
+AnyRun = Annotated[str, Field(pattern=f"^({_RUN})?$")]
+"""A run id, or empty: of no run."""
 FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """Empty: of a sender that belongs to no federation yet."""
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
@@ -40,14 +45,13 @@ _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
-Metrics = Annotated[dict[str, float | None], Field(max_length=64)]
 
 
 class Control(Frozen):
     """What every control message carries."""
 
     v: int = PROTOCOL
-    boot: str = Field("", max_length=32, description="the sender's start; a new one after each restart")
+    boot: Start = Field("", description="the sender's start; a new one after each restart")
     seq: int = Field(0, ge=0, description="counts up within one boot")
     federation: FederationId = Field("", description="that of the coordinator, or that the agent follows")
     type: str
@@ -82,10 +86,10 @@ class Hello(Control):
     samples: int = Field(ge=0, le=MAX_SAMPLES, description="training samples at hand")
     bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs, empty: none")
     condition: ConditionName = "ok"
-    answers: str = Field("", max_length=32, description="the question of the `Who` that this answers")
+    answers: Start = Field("", description="the question of the `Who` that this answers")
     connection: int = Field(0, ge=0, le=MAX_EPOCH, description="counts up within one boot; the last will has it, too")
     epoch: Epoch = Field(0, description="the highest one that this agent has accepted of the federation")
-    facts: dict[Text, Text | int | float | bool | None] = Field(default_factory=dict, max_length=32)
+    facts: dict[Fact, FactText | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
 
 class Have(Control):
@@ -129,7 +133,7 @@ class Report(Control):
     run: RunId
     about: Text = Field("", max_length=64, description="id of the bundle that the figures are of; empty: trained here")
     bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs now")
-    fingerprint: str = Field("", max_length=64, description="of the encoder's variant that the figures are of")
+    fingerprint: Text = Field("", max_length=64, description="of the encoder's variant that the figures are of")
     precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
     rolled_back: Text = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
@@ -151,7 +155,7 @@ class Fault(Control):
     error: Text = Field(max_length=64)
     message: Text = Field(max_length=2000)
     remedy: Text = Field("", max_length=500, description="what somebody should do about it")
-    run: str = Field("", max_length=64)
+    run: AnyRun = ""
     round: RoundNumber = 0
 
 
@@ -159,7 +163,7 @@ class Heartbeat(Control):
     """The agent lives, this is the round that it works for (empty: none), and how it is."""
 
     type: Literal["heartbeat"] = "heartbeat"
-    run: str = Field("", max_length=64)
+    run: AnyRun = ""
     round: RoundNumber = 0
     condition: ConditionName = "ok"
 
@@ -184,7 +188,7 @@ class Who(Command):
     """Say hello: a sign of life came from an agent that is not on the roster, or two seem to have one id."""
 
     type: Literal["who"] = "who"
-    question: str = Field("", max_length=32, description="repeated in the answer, which is newer than the question")
+    question: Start = Field("", description="repeated in the answer, which is newer than the question")
 
 
 class Welcome(Command):
@@ -200,7 +204,7 @@ class Refused(Command):
     """The agent cannot take part; the reason says what to do."""
 
     type: Literal["refused"] = "refused"
-    whom: str = Field("", max_length=32, description="the start that is meant, where several have one id; empty: all")
+    whom: Start = Field("", description="the start that is meant, where several have one id; empty: all")
     error: Text = Field(max_length=64)
     message: Text = Field(max_length=2000)
 
@@ -306,7 +310,7 @@ class Present(Command):
     host: Text = Field("", max_length=255)
     process: int = Field(0, ge=0)
     serving_s: float | None = Field(None, ge=0, description="for how long it has served; None: it has yet to begin")
-    answers: str = Field("", max_length=32, description="the boot of the coordinator whose message this answers")
+    answers: Start = Field("", description="the boot of the coordinator whose message this answers")
 
 
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
@@ -335,7 +339,8 @@ class _Parser(Generic[Kind]):
         try:
             return kind.model_validate_json(payload)
         except ValidationError as error:
-            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes_of(error, kind)[:5])}") from error
+            mistakes = (printable(mistake)[:MISTAKE_CHARS] for mistake in mistakes_of(error, kind)[:5])
+            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}") from error
 
 
 parse_from_agent: _Parser[Control] = _Parser(*get_args(FromAgent))
@@ -380,4 +385,4 @@ def named_job(payload: bytes) -> tuple[str, int] | None:
     run, number = raw.get("run"), raw.get("round")
     if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
         return None
-    return (run, number) if len(run) <= 64 and 0 <= number <= MAX_ROUND else None
+    return (run, number) if re.fullmatch(_RUN, run) and 0 <= number <= MAX_ROUND else None

@@ -78,6 +78,15 @@ def test_garbage_on_every_topic_an_agent_listens_to_harms_nobody(fed):
     assert_honest_result(fed)
 
 
+def test_a_long_presence_of_a_peer_does_not_reach_the_log(fed, caplog):
+    boot = fed.coordinator.roster.get("mallory").boot
+    fed.mallory.raw(f"offline {boot} {'9' * 100_000}".encode(), fed.topics.presence("mallory"))
+    fed.settle()
+    assert fed.coordinator.refused.counts == {"mallory: MessageError": 1}
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    assert_honest_result(fed)
+
+
 def test_names_that_cannot_be_agents_are_not_remembered(fed):
     root = fed.topics.root
     for number in range(20):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edge_agent.agent.uploads import OFFER_AGAIN_S, Outbox, Uploads
-from edge_agent.errors import ChunkError
+from edge_agent.errors import ChunkError, UsageError
 from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
 from edge_agent.wire.messages import Ack, Grant, Receipt, UpdateManifest
 from edge_agent.wire.tensors import decode
@@ -234,3 +234,10 @@ def test_a_round_that_is_over_drops_its_update_and_no_other(bench):
     assert bench.uploads.holds("run-0001", 1)
     bench.uploads.drop("run-0001", 1)
     assert not bench.uploads.holds("run-0001", 1)
+
+
+@pytest.mark.parametrize("name", ["", "loss/total", "a b", "a\nb", "x" * 65])
+def test_a_metric_that_no_coordinator_would_take_is_named_where_it_is_made(tmp_path, name):
+    with pytest.raises(UsageError, match="rename it in the method's client"):
+        Outbox(tmp_path).put(tensors(), run="run-0001", round_number=1, samples=9, metrics={"loss": 0.5, name: 1.0})
+    assert Outbox(tmp_path).get() is None

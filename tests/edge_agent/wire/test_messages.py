@@ -25,6 +25,8 @@ TASKS = [
 ]
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+starts = st.from_regex(r"[A-Za-z0-9-]{0,32}", fullmatch=True)
+metric_names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 counts = st.integers(0, 1_000_000)
 shares = st.none() | st.floats(0, 1)
 ranges = st.lists(st.tuples(counts, counts), max_size=wire.MAX_RANGES).map(tuple)
@@ -39,7 +41,7 @@ blobs = st.builds(
     chunk_bytes=st.integers(64, 1 << 20),
 )
 FIELDS = {
-    "boot": text,
+    "boot": starts,
     "federation": st.just("") | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
     "connection": counts,
     "host": text,
@@ -52,9 +54,9 @@ FIELDS = {
     "bundle_id": text,
     "fingerprint": text,
     "precision": st.sampled_from(["", "fp32", "int8"]),
-    "answers": text,
-    "question": text,
-    "whom": text,
+    "answers": starts,
+    "question": starts,
+    "whom": starts,
     "rolled_back": text,
     "about": text,
     "one_class": st.booleans(),
@@ -70,7 +72,7 @@ FIELDS = {
     "blob": blobs,
     "bundle": st.none() | blobs,
     "blobs": st.lists(blobs, max_size=4).map(tuple),
-    "metrics": st.dictionaries(text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=8),
+    "metrics": st.dictionaries(metric_names, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=8),
     "head": text,
     "acc_local": shares,
     "acc_global": shares,
@@ -282,6 +284,82 @@ HOSTILE = {
     "an empty blob": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":0'),
     "an accuracy above one": b'{"v":1,"type":"report","run":"r","samples":1,"acc_personal":1.5}',
 }
+
+
+STRAYS = {
+    "line break": "ok\nFORGED line",
+    "escape": "\x1b]0;owned\x07",
+    "right to left": "a\u202eb",
+    "path": "../../etc/passwd",
+    "space": "a b",
+    "long": "a" * 40_000,
+}
+FAULT, PLAIN = {"error": "X", "message": "m"}, {"software": "x", "tier": "train", "samples": 1}
+PLACES = {
+    "boot of a hello": lambda evil: {"type": "hello", **PLAIN, "boot": evil},
+    "boot of a heartbeat": lambda evil: {"type": "heartbeat", "boot": evil},
+    "boot of a fault": lambda evil: {"type": "fault", **FAULT, "boot": evil},
+    "boot of an update": lambda evil: json.loads(update_with("{}")) | {"boot": evil},
+    "answers of a hello": lambda evil: {"type": "hello", **PLAIN, "answers": evil},
+    "run of a fault": lambda evil: {"type": "fault", **FAULT, "run": evil},
+    "run of a heartbeat": lambda evil: {"type": "heartbeat", "run": evil},
+    "metric of an update": lambda evil: json.loads(update_with(json.dumps({evil: 1.0}))),
+    "metric of a report": lambda evil: {"type": "report", "run": "r", "samples": 1, "metrics": {evil: 1.0}},
+    "unknown key": lambda evil: {"type": "bye", evil: 1},
+}
+
+
+@pytest.mark.parametrize("stray", STRAYS.values(), ids=STRAYS)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_names_with_stray_characters_are_refused_and_not_repeated_as_they_are(place, stray):
+    payload = json.dumps({"v": 1, **place(stray)}).encode()
+    with pytest.raises(MessageError) as caught:
+        wire.parse_from_agent(payload)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+FREE = {
+    "fingerprint": ({"type": "report", "run": "r", "samples": 1}, 64),
+    "head": ({"type": "report", "run": "r", "samples": 1}, 64),
+    "software": ({"type": "hello", **PLAIN}, 40),
+    "message": ({"type": "fault", **FAULT}, 2000),
+    "remedy": ({"type": "fault", **FAULT}, 500),
+    "error": ({"type": "fault", **FAULT}, 64),
+}
+
+
+@pytest.mark.parametrize("field", FREE)
+def test_words_of_a_peer_are_bounded_and_made_printable(field):
+    fields, limit = FREE[field]
+    evil = "a\nb\x1b[31m\u202e\u2028c"
+    message = wire.parse_from_agent(json.dumps({"v": 1, **fields, field: evil}).encode())
+    assert getattr(message, field) == "a b [31m  c"
+    with pytest.raises(MessageError):
+        wire.parse_from_agent(json.dumps({"v": 1, **fields, field: "a" * (limit + 1)}).encode())
+
+
+@pytest.mark.parametrize("facts", [{"k" * 65: 1}, {"rss": "v" * 257}], ids=["name", "value"])
+def test_facts_are_bounded(facts):
+    with pytest.raises(MessageError):
+        wire.parse_from_agent(json.dumps({"v": 1, "type": "hello", **PLAIN, "facts": facts}).encode())
+
+
+@pytest.mark.parametrize("place", ["class_names", "encoder"])
+@pytest.mark.parametrize("evil", ["a\nb", "\x1b[2J", "a\u202eb", "a" * 201])
+def test_a_task_whose_names_could_steer_a_terminal_is_refused(place, evil):
+    task = {"class_names": ["läuft", "ice\u00a0cream", "氷"], "encoder": "small_cnn"}
+    assert Task.model_validate(task).class_names[1] == "ice\u00a0cream"
+    task[place] = ["a", evil] if place == "class_names" else evil
+    with pytest.raises(MessageError) as caught:
+        wire.parse_from_coordinator(json.dumps({"v": 1, "type": "task", "task": task}).encode())
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("run", ["../x", "a\nb", "run 1"])
+def test_a_job_of_no_possible_run_is_not_named(run):
+    assert wire.named_job(json.dumps({"v": 1, "type": "job", "run": run, "round": 1}).encode()) is None
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
