@@ -233,7 +233,7 @@ class Selection:
         often = f" {counted(times, 'time')}" if times else ""
         return (
             f"round {collection.round} missed its quorum{often}: {collection.delivered} of {needed}; missing: "
-            f"{listed(collection.outstanding)}; refused: {failures(collection) or 'none'}; "
+            f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
             "mend those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
         )
 

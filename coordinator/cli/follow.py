@@ -118,7 +118,7 @@ class _Lines:
         before, self._without = self._without, dict(opened.body.get("left_out", {}))
         for agent, reason in self._without.items():
             if agent not in before:
-                console.print(f"{self._run}: round {opened.round} goes on without {agent}: {reason}", soft_wrap=True)
+                console.print(f"{self._run}: round {opened.round} continues without {agent}: {reason}", soft_wrap=True)
 
     def still(self) -> None:
         """Nothing has changed: say once what is waited for."""
