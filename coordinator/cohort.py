@@ -47,6 +47,11 @@ class Selection:
         """Agent -> reason, of those that round ``number`` is to do without."""
         return self.exclusions.left_out(number, self.boot) if self.fleet.leaves_out else {}
 
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """Agents that have failed and have not delivered since: asked now and then, and never waited for alone."""
+        return self.exclusions.on_trial if self.fleet.leaves_out else frozenset()
+
     def least(self, collection: Collection) -> int:
         """How many updates a round needs in any case, however few of its cohort can still deliver."""
         return self.fleet.config.cohort.min_agents if self.fleet.leaves_out else len(collection.cohort)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from edge_agent.errors import HeadwaterError
 
+from .exclusion import Exclusions
 from .journal import FINAL, RunRecord, utc_now
 from .store import StateFolder
 from .tally import restore
@@ -23,7 +24,8 @@ def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cance
     state.journal.append(kind, run=run, body={"reason": reason})
     try:
         restore(state, run)
-        state.run(run).write_summary(_summary(state.journal.replay(run), FINAL[kind], reason))
+        left_out = Exclusions.replay(state.journal, run).body()
+        state.run(run).write_summary({**_summary(state.journal.replay(run), FINAL[kind], reason), "left_out": left_out})
     except (HeadwaterError, OSError) as error:
         log.warning("summary_not_written run=%s reason=%s", run, error)
 

@@ -60,7 +60,10 @@ class Exclusions:
         return found
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
-        """Round ``number`` does without these agents."""
+        """Round ``number``, or another attempt at it, does without these agents and nobody else."""
+        for agent in self._rounds.keys() - left_out.keys():
+            rounds, reason = self._rounds[agent]
+            self._rounds[agent] = (rounds - {number}, reason)
         for agent, reason in left_out.items():
             rounds, _ = self._rounds.get(agent, (set(), ""))
             self._rounds[agent] = ({*rounds, number}, reason)
@@ -123,6 +126,7 @@ class Exclusions:
         return {
             agent: {"rounds": sorted(rounds), "reason": reason}
             for agent, (rounds, reason) in sorted(self._rounds.items())
+            if rounds
         }
 
 

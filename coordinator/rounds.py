@@ -248,7 +248,7 @@ class RunLoop:
             self.method.objection,
             joining,
             self._extras,
-            self.selection.exclusions.on_trial if self.fleet.leaves_out else frozenset(),
+            self.selection.on_trial,
             failed_boots=dict(opened.failed_boots),
             left_out=left_out,
         )
@@ -367,7 +367,7 @@ class RunLoop:
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         agents = tuple(sorted({*last, *self.fleet.roster.present("train")}))
         self._ask(self.request.rounds, agents, "finish")
-        reliable = tuple(without(agents, self.selection.left_out(self.request.rounds + 1)))
+        reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.answers.collect(reliable or agents, self.invite)
         self._withdraw()
 

@@ -142,6 +142,43 @@ def test_an_agent_that_works_for_ever_costs_one_deadline_and_then_the_grace(tmp_
     fed.__exit__()
 
 
+def test_the_end_of_a_run_does_not_wait_for_an_agent_that_hangs(tmp_path):
+    fed = fleet(tmp_path, 2)
+    fed.add("hung", seconds=1e9)
+    fed.settle()
+    fed.request(rounds=2)
+    fed.until(lambda: fed.entries("round_closed", round=2))
+    assert fed.finish() < 8
+    assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
+    fed.__exit__()
+
+
+def test_a_run_that_is_cancelled_or_fails_names_who_was_left_out(tmp_path):
+    fed = fleet(tmp_path, 1, "nan")
+    fed.request(rounds=8)
+    fed.until(lambda: fed.entries("round_opened", round=5))
+    fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+    fed.finish()
+    summary = fed.state.run(fed.run).summary()
+    assert summary["status"] == "cancelled"
+    assert summary["left_out"]["mallory"]["rounds"] == [2, 4, 5]
+    fed.__exit__()
+
+
+def test_an_agent_that_a_later_attempt_at_a_round_asks_was_not_left_out_of_it(tmp_path):
+    fed = fleet(tmp_path, 1, "nan")
+    fed.request(rounds=4)
+    fed.until(lambda: fed.entries("round_opened", round=2))
+    fed.kill("a0")
+    fed.wait(60)
+    fed.add("a0", seconds=5)
+    fed.finish()
+    assert asked(fed)[:2] == [1, 2]
+    left_out = fed.state.run(fed.run).summary()["left_out"]["mallory"]["rounds"]
+    assert left_out == [3, 4]
+    fed.__exit__()
+
+
 def test_an_agent_that_is_repaired_and_restarted_is_asked_again_at_once(tmp_path):
     fed = fleet(tmp_path, 2, "nan")
     fed.request(rounds=8)
