@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _run(given)
     except SystemExit as end:
-        if end.code == UsageError.exit_code and "--json" in given:
+        if end.code == UsageError.exit_code and "--json" in given and not _is_by_command(end):
             _print_json("UsageError", "the command line is wrong; stderr says where", UsageError.exit_code)
         raise
     except HeadwaterError as error:
@@ -45,6 +45,13 @@ def _run(given: list[str]) -> None:
             raise  # not a package that is missing, but a mistake of ours
         raise MissingCapability.package(module, "coordinator", "this command") from error
     app(given, prog_name="headwater")
+
+
+def _is_by_command(end: SystemExit) -> bool:
+    """Whether a command has chosen its exit code itself, after it has printed its answer."""
+    from typer import Exit
+
+    return isinstance(end.__context__, Exit)
 
 
 def _in_words(error: OSError) -> HeadwaterError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_a_missing_package_ends_with_5(place, monkeypatch):
 
 
 @pytest.mark.broker
-def test_a_refused_login_ends_with_2_and_not_as_if_trying_again_helped(place):
+def test_a_refused_login_ends_with_2_and_not_as_if_trying_again_helped(place, capsys):
     """It was 75 of 'run' and 'serve', 1 of 'headwater doctor', and 2 of 'edge-agent doctor'."""
     set_password(place / "users", "porch", "right")
     with EmbeddedBroker(password_file=place / "users") as broker:
@@ -147,4 +148,7 @@ def test_a_refused_login_ends_with_2_and_not_as_if_trying_again_helped(place):
             "edge-agent doctor --config a.toml",
         ):
             assert (words, code_of(words)) == (words, 2)
+        capsys.readouterr()
+        assert code_of("headwater doctor --config c.toml --json") == 2
+        assert json.loads(capsys.readouterr().out)["broker"][-1]["step"] == "login", "one object, which is the answer"
     assert "a login that the broker refuses" in meaning(2)
