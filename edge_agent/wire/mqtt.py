@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import secrets
 import socket
 import ssl
 import threading
@@ -285,7 +286,10 @@ def refused_topics(
     Only MQTT 5 has a refusal for a message; brokers drop it without a word in 3.1.1, which agents speak.
     """
     client = paho.Client(
-        CallbackAPIVersion.VERSION2, client_id=f"{client_id}-doctor", protocol=paho.MQTTv5, reconnect_on_failure=False
+        CallbackAPIVersion.VERSION2,
+        client_id=f"{client_id}-doctor-{secrets.token_hex(4)}",  # a broker ends the session that had the same id
+        protocol=paho.MQTTv5,
+        reconnect_on_failure=False,
     )
     _prepare(client, config, client_id)
     answers: dict[int, ReasonCode] = {}
