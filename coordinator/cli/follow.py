@@ -161,13 +161,26 @@ def _waiting(status: dict[str, Any], run: str) -> str:
     now, waiting = status.get("run") or {}, status.get("waiting") or {}
     whom = listed(waiting.get("whom", ()), "")
     what = str(waiting.get("for", "")) + (f" (from {whom})" if whom else "")
+    tries = f"; {advised}" if (advised := advice(status)) else ""
     if (silent := _silent_since(status)) is not None:
-        return f"nothing heard from the coordinator since {silent}; does 'headwater serve' still run?"
+        return f"nothing heard from the coordinator since {silent}; does 'headwater serve' still run?{tries}"
     if now.get("id") == run or status.get("broker_away"):
-        return what
+        return f"{what}{tries}"
     if now.get("id"):
         return f"queued behind {now['id']}, which is in round {now.get('round')} of {now.get('rounds')}"
     return "the coordinator has not begun with it"
+
+
+def advice(status: dict[str, Any]) -> str:
+    """What to try where coordinator, broker, or every agent that a run needs is not heard; empty where they are."""
+    if _silent_since(status) is not None or status.get("broker_away"):
+        return "'headwater doctor --config FILE' tries the coordinator's way to the broker"
+    if status.get("run") and "agents" in status and not any(agent["present"] for agent in status["agents"]):
+        return (
+            "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away, "
+            "'headwater doctor --config FILE' tries the broker from here"
+        )
+    return ""
 
 
 def _silent_since(status: dict[str, Any]) -> str | None:

@@ -12,9 +12,13 @@ from ..hosted.figures import own_figures, told
 from ..journal import RunRecord
 from ..store import StateFolder
 from ..words import counted
-from .follow import read_status
+from .follow import advice, read_status
 from .options import Config, Json, State, print_json, show, state_path, table
 from .queueing import is_serving
+
+NOBODY = (
+    "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
+)
 
 
 def status(config: Config = None, state: State = None, as_json: Json = False) -> None:
@@ -66,6 +70,10 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
         whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
+    if not found["serving"]:
+        yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
+    elif advised := advice(found):
+        yield f"advice: {advised}"
     if found["serving"] and (trouble := found.get("storage")):
         yield f"storage: {trouble}"
     if found["serving"] and found.get("other_coordinator"):
@@ -76,7 +84,7 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
     yield from _own(found["runs"][-1:])
     yield ""
     agents = found.get("agents", [])
-    yield _agents(agents) if agents else "no agents have been heard; 'edge-agent run' starts one"
+    yield _agents(agents) if agents else NOBODY
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))
 
 

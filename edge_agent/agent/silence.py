@@ -44,7 +44,10 @@ class Silence:
         """For whom and until when, in words."""
         if self._since is None:
             why = f" ({self._away})" if self._away else ""
-            return f"waits for the broker {config.broker.url}{why}; tries until it is stopped"
+            return (
+                f"waits for the broker {config.broker.url}{why}; tries until it is stopped. "
+                "'edge-agent doctor --config FILE' tries the way to it"
+            )
         if self._mismatch.reason:
             return (
                 f"the coordinator at {config.broker.url} speaks another protocol ({self._mismatch.reason}); says hello "

@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting, follow, result_of
+from coordinator.journal import utc_now
 from coordinator.store import StateFolder
 from edge_agent.errors import StateError
 
@@ -101,13 +102,38 @@ def test_a_run_without_a_broker_that_is_to_be_there_exits_with_75(call, away, co
 
 def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
     waiting = {"for": "the broker at mqtt://hub cannot be reached (x); trying again until it can", "whom": []}
-    assert _waiting({"broker_away": True, "waiting": waiting}, "run-0001") == waiting["for"]
+    said = _waiting({"broker_away": True, "waiting": waiting}, "run-0001")
+    assert said == f"{waiting['for']}; 'headwater doctor --config FILE' tries the coordinator's way to the broker"
     now = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
     assert _waiting(now, "run-0002") == "queued behind run-0001, which is in round 2 of 9"
     assert _waiting(now, "run-0001") == "w (from a)"
     silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
     assert silent.startswith("nothing heard from the coordinator since 2020-01-01T00:00:00+00:00")
+    assert silent.endswith("'headwater doctor --config FILE' tries the coordinator's way to the broker")
     assert _waiting({**now, "at": "soon"}, "run-0001") == "w (from a)"
+
+
+def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
+    agents = [{"id": "a", "present": False}]
+    waits = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
+    hint = "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away"
+    for gone in ([], agents):
+        said = _waiting({**waits, "agents": gone}, "run-0001")
+        assert said.startswith(f"w (from a); {hint}")
+        assert "'headwater doctor --config FILE'" in said
+    assert _waiting({**waits, "agents": [{"id": "a", "present": True}]}, "run-0001") == "w (from a)"
+
+    with StateFolder(tmp_path / "state").open("headwater serve") as state:
+        add_run(state, closed=1)
+        waiting = {"for": "round 2 needs 2 train agents", "whom": [], "seconds_left": None}
+        now = utc_now().isoformat()
+        content = {"at": now, "run": waits["run"], "waiting": waiting, "agents": []}
+        (tmp_path / "state" / "status.json").write_text(json.dumps(content))
+        out = call("status", "--state", tmp_path / "state")[1]
+    assert f"advice: {hint}" in out
+    assert "'edge-agent doctor --config FILE' says what keeps it away" in out
+    out = call("status", "--state", tmp_path / "state")[1]
+    assert "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries" in out
 
 
 def replaced(folder: Path) -> None:

@@ -453,3 +453,4 @@ def test_a_refused_login_is_what_the_agent_waits_for(tmp_path):
         agent.transport._events.put(Disconnected("broker refuses user 'a0' (Not authorized): enroll", 1.0))
         agent.step(0)
         assert "refuses user 'a0' (Not authorized): enroll" in local(agent)["waits_for"]
+        assert "'edge-agent doctor --config FILE'" in local(agent)["waits_for"]
