@@ -166,9 +166,10 @@ class Collector:
     def manifest(self, agent: str, message: UpdateManifest) -> None:
         """An agent has an update; it is granted, receipted (again), or refused with the reason.
 
-        While the run is stalled and its round not open, nothing is said: the agent keeps its update and offers it anew.
+        While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
+        offers it anew.
         """
-        if self.open_round is None and self._is_stalled():
+        if self.open_round is None and (self._is_stalled() or self._is_to_resume(message)):
             return
         try:
             already = self._already_accepted(agent, message)
@@ -224,6 +225,11 @@ class Collector:
                 self._acknowledge(agent, upload)
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_to_resume(self, message: UpdateManifest) -> bool:
+        """Whether the round that an update is for is not over, and will be opened again after a restart."""
+        opened = self._journal.replay(message.run).open_round
+        return opened is not None and opened.round == message.round
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from federation_duties import TinyDuties
-from federation_harness import Federation
+from federation_harness import Federation, TimedWorker
 
 from coordinator import encoders
 from coordinator.steering import why_stop
@@ -266,3 +266,26 @@ def test_a_device_that_is_asked_to_join_where_there_is_nothing_for_it_says_what_
     job = wire.Job(run="run-0001", round=1, rounds=2, seed=0, method="fedavg", task=TASK, blobs=(), deadline_s=9.0)
     with pytest.raises(MissingCapability, match=re.escape("cohort.tier should be 'train'")):
         join_round(config, job, {}, tmp_path, (None, None))
+
+
+def test_an_update_that_is_offered_while_a_restarted_coordinator_freezes_the_encoder_is_kept(tmp_path, exports):
+    """Its round is not over. Rejected as late, the update would be thrown away and trained again."""
+    with Federation(
+        tmp_path, agents=(), duties=TinyDuties, task=TASK, cohort={"tier": "any", "min_agents": 2}, heartbeat_s=5
+    ) as fed:
+        for name, seconds in (("a0", 5), ("a1", 30)):
+            fed.add(name, seconds=seconds)
+        fed.add("h1", tier="head")
+        fed.settle()
+        fed.request("fedpac", rounds=1, params=FEDPAC)
+        fed.until(lambda: fed.entries("update_accepted"))
+        fed.kill_coordinator()
+        fed.wait(40)
+
+        def export_slowly(coordinator):
+            coordinator.worker = TimedWorker(fed.clock, 8)
+
+        fed.start_coordinator(export_slowly)
+        fed.finish()
+        assert not fed.entries("update_refused", agent="a1")
+        assert fed.metrics()[0]["agents"] == ["a0", "a1"]
