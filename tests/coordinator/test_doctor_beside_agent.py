@@ -8,7 +8,7 @@ import time
 
 import paho.mqtt.client as paho
 import pytest
-from mqtt_harness import NEEDS_MOSQUITTO, wait_for
+from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.broker import EmbeddedBroker
@@ -43,13 +43,6 @@ def events_of(transport, seconds):
     return found
 
 
-def speak(transport, count):
-    """What a coordinator says to the agent while somebody tries its configuration."""
-    for number in range(count):
-        transport.publish(TOPICS.down("porch"), b"%d" % number)
-        time.sleep(0.1)
-
-
 @pytest.mark.broker
 def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_path, capsys, request):
     config = AgentConfig(id="porch", state=tmp_path / "porch", broker=broker, data=DataConfig(source="none:"))
@@ -68,16 +61,21 @@ def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_p
     namesake.on_disconnect = lambda *_: breaks.append("put out")
     namesake.connect("127.0.0.1", broker.port)
     namesake.loop_start()
-    orders, visitors = 40, 2
-    speaker = threading.Thread(target=speak, args=(watch, orders))
+    visitors, orders, heard = 2, [], []
     doctors = [
         threading.Thread(target=main, args=(["doctor", "--json", "--config", str(file)],)) for _ in range(visitors)
     ]
-    for thread in (speaker, *doctors):
-        thread.start()
-    for thread in (speaker, *doctors):
-        thread.join()
-    heard, said = events_of(agent, 1), [event for event in events_of(watch, 1) if isinstance(event, Message)]
+    for doctor in doctors:
+        doctor.start()
+    while any(doctor.is_alive() for doctor in doctors):
+        orders.append(b"%d" % len(orders))
+        watch.publish(TOPICS.down("porch"), orders[-1])
+        while not heard or getattr(heard[-1], "payload", b"") != orders[-1]:
+            event = agent.receive(PATIENCE_S)
+            assert event is not None, "the agent hears what is said to it"
+            heard.append(event)
+    said = [event for event in events_of(watch, 1) if isinstance(event, Message)]
+    heard += events_of(agent, 0.5)
     broken = list(breaks)
     namesake.disconnect()
     namesake.loop_stop()
@@ -85,7 +83,7 @@ def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_p
     watch.close()
     assert broken == [], "no client id is one that another program may have"
     assert [event for event in heard if isinstance(event, Disconnected)] == [], "the agent was not put out"
-    assert [event.payload for event in heard if isinstance(event, Message)] == [b"%d" % n for n in range(orders)]
+    assert [event.payload for event in heard if isinstance(event, Message)] == orders
     assert [event for event in said if event.topic == TOPICS.presence("porch") or event.retained] == []
     assert len({event.payload for event in said}) == visitors, "each has spoken as a start of its own"
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
