@@ -96,6 +96,21 @@ class BlobStore:
             raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
         return data
 
+    def check(self, sha: str) -> Path:
+        """Where a blob lies that is complete and undamaged; its content is not held in memory.
+
+        Raises:
+            StateError: it is missing or damaged.
+        """
+        path = self.path(sha)
+        try:
+            found = sha256_file(path)
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
+        if found != sha:
+            raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
+        return path
+
     def prune(self, keep: Collection[str]) -> int:
         """Bytes freed by removing every blob whose hash is not in ``keep``."""
         freed = 0

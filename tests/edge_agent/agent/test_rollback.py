@@ -216,3 +216,28 @@ def test_a_damaged_record_is_a_fault_and_the_device_keeps_its_bundle(fed, made, 
         assert "remove it" in capsys.readouterr().err
     assert record.read_text() == content
     assert bundles.current(record.parent / "bundles").id == first, "nothing was installed before the record was read"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK"], ids=["missing", "empty", "cut"])
+def test_a_release_whose_file_is_damaged_is_told_and_the_device_keeps_its_bundle(fed, made, content, caplog):
+    first = release(fed, made[0])
+    fed.add("porch", tier="head")
+    fed.until(lambda: runs(fed) == first, limit_s=60)
+    release(fed, made[1])
+    path = fed.state.blobs.path(fed.coordinator.releases.current().digest)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    fed.agents["porch"]._hello()
+    fed.wait(5)
+    trouble = fed.coordinator.status()["storage"]
+    assert str(path) in trouble
+    assert "put it back from a backup, or make a new release" in trouble
+    assert str(path) in caplog.text
+    assert "Traceback" not in caplog.text
+    assert fed.messages(fed.topics.down("porch"), wire.Install)[-1].bundle_id == first, "it was not announced"
+    assert fed.agents["porch"].welcomed
+    assert runs(fed) == bundles.current(fed.folder / "porch" / "bundles").id == first
+    path.write_bytes(made[1].path.read_bytes())
+    fed.agents["porch"]._hello()
+    fed.until(lambda: runs(fed) == made[1].manifest.bundle_id, limit_s=60)
