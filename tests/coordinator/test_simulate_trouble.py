@@ -12,7 +12,7 @@ import pytest
 from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import simulate
+from coordinator import identity, simulate
 from coordinator.cli.simulation_output import reading
 from coordinator.collect import Collector
 from coordinator.journal import Journal
@@ -206,14 +206,21 @@ def test_what_breaks_after_the_last_round_is_told_and_tried_again(tmp_path, imag
 # --- journals that are lost ------------------------------------------------------------------------------------------
 
 
-def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clients_have_kept(tmp_path, images):
+@pytest.mark.parametrize(
+    "started, words",
+    [(False, "the journal is empty, all of its entries are lost"), (True, "knows of no run.*clients.*remove .*--out")],
+)
+def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clients_have_kept(
+    tmp_path, images, started, words
+):
     plan, folder = small_plan(images, "fedper"), tmp_path / "sim"
     stopped_after(plan, folder, 4)
     for path in folder.glob("journal.db*"):
         path.unlink()
-    with Journal(folder / "journal.db"):  # what is left when all was in a log that a power cut took
-        pass
-    with pytest.raises(StateError, match=r"its journal knows of no run.*clients.*remove .*--out"):
+    with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
+        if started:
+            identity.begin(journal, version="0.1.0", boot="later")
+    with pytest.raises(StateError, match=words):
         run(plan, folder)
     assert list((folder / "clients").rglob("kept-*"))
 
