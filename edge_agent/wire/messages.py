@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError
 from ..task import Frozen, Task
-from .envelope import MAX_MESSAGE_BYTES, PROTOCOL, check_version, json_object, sealed, unsealed
+from .envelope import MAX_MESSAGE_BYTES, PROTOCOL, check_version, is_sealed, json_object, sealed, unsealed
 from .text import ConditionName, Fact, FactText, Metrics, Start, Text, printable
 
 SHA256 = r"^[0-9a-f]{64}$"
@@ -378,6 +378,8 @@ def run_name(run_id: str) -> str:
 
 def named_job(payload: bytes) -> tuple[str, int] | None:
     """Run and round of a whole and undamaged `Job` that this side has no words for; None for anything else."""
+    if not is_sealed(payload):
+        return None
     try:
         raw = json_object(unsealed(payload))
     except MessageError:

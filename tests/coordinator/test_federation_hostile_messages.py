@@ -11,6 +11,7 @@ from federation_harness import Federation
 
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.envelope import sealed
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits
     with Federation(tmp_path, agents=1, cohort={"min_agents": 1}, capture=True) as fed:
         fed.settle()
         raw = b'{"v":1,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
-        Stranger(fed, "x").raw(raw, fed.topics.down("a0"))
+        Stranger(fed, "x").raw(sealed(raw), fed.topics.down("a0"))
         fed.settle()
         (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)
         assert (fault.run, fault.round, fault.error) == ("run-0007", 3, "MessageError")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from edge_agent.errors import MessageError, ProtocolMismatch
 from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.wire import envelope
 from edge_agent.wire import messages as wire
 from edge_agent.wire.text import ConditionName
 
@@ -359,7 +361,16 @@ def test_a_task_whose_names_could_steer_a_terminal_is_refused(place, evil):
 
 @pytest.mark.parametrize("run", ["../x", "a\nb", "run 1"])
 def test_a_job_of_no_possible_run_is_not_named(run):
-    assert wire.named_job(json.dumps({"v": 1, "type": "job", "run": run, "round": 1}).encode()) is None
+    assert wire.named_job(envelope.sealed(json.dumps({"v": 1, "type": "job", "run": run, "round": 1}).encode())) is None
+
+
+def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on_the_way():
+    """Whoever names a damaged job as one that failed is left out of the round, which may wait for it for ever."""
+    sent = envelope.sealed(b'{"v":1,"type":"job","run":"run-0001","round":1,"new":true}')
+    assert wire.named_job(sent) == ("run-0001", 1)
+    for place, bit in itertools.product(range(len(sent)), range(8)):
+        damaged = sent[:place] + bytes([sent[place] ^ 1 << bit]) + sent[place + 1 :]
+        assert wire.named_job(damaged) is None, damaged
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
