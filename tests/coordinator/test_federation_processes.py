@@ -109,13 +109,17 @@ class Site:
         with self.state.look() as state:
             return state.journal.entries(run, kinds or None)
 
-    def until(self, condition, what, limit_s=60.0, every_s=0.02):
-        pause, end = threading.Event(), time.monotonic() + limit_s
+    def until(self, condition, what, limit_s=120.0, every_s=0.02):
+        """Return when the condition holds; fail where no log grows for so long."""
+        logs = sorted(self.folder.glob("*.log"))
+        pause, end, sizes = threading.Event(), time.monotonic() + limit_s, ()
         while not condition():
+            if (now := tuple(path.stat().st_size for path in logs)) != sizes:
+                end, sizes = time.monotonic() + limit_s, now
             if time.monotonic() > end:
-                words = {path.name: path.read_text()[-1500:] for path in self.folder.glob("*.log")}
+                words = {path.name: path.read_text()[-1500:] for path in logs}
                 raise AssertionError(
-                    f"not within {limit_s} s: {what}\n" + "\n".join(f"{k}:\n{v}" for k, v in words.items())
+                    f"nothing new within {limit_s} s: {what}\n" + "\n".join(f"{k}:\n{v}" for k, v in words.items())
                 )
             pause.wait(every_s)
 
