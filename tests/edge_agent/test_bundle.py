@@ -137,7 +137,7 @@ HOSTILE = {
     "device": lambda ms: [*ms[:-1], member(ms[-1][0].name, b"", type=tarfile.CHRTYPE)],
     "another order": lambda ms: [*ms[:2], *reversed(ms[2:])],
     "manifest not first": lambda ms: [ms[1], ms[0], *ms[2:]],
-    "owner": lambda ms: [(ms[0][0].replace(uid=7), ms[0][1]), *ms[1:]],
+    "owner": lambda ms: [member(ms[0][0].name, ms[0][1], uid=7), *ms[1:]],
     "not JSON": lambda ms: with_manifest(ms, lambda _: b"{"),
     "JSON list": lambda ms: with_manifest(ms, lambda _: b"[]"),
     "deep JSON": lambda ms: with_manifest(ms, lambda _: b"[" * 100_000),
