@@ -48,8 +48,9 @@ def test_commands_use_one_thread_unless_told(make_bundle, tmp_path):
 
 def test_number_of_threads_can_be_told_by_option_or_environment(make_bundle, tmp_path):
     make_bundle(dim=48)
-    assert counted((*FIT, "--threads", "2"), tmp_path)[0] > 1
-    assert counted(FIT, tmp_path, {"OMP_NUM_THREADS": "2"})[0] > 1
+    several = len(os.sched_getaffinity(0)) > 1  # on one core numpy starts no second thread, whatever it is told
+    assert (counted((*FIT, "--threads", "2"), tmp_path)[0] > 1) == several
+    assert (counted(FIT, tmp_path, {"OMP_NUM_THREADS": "2"})[0] > 1) == several
     assert counted((*FIT, "--threads", "1"), tmp_path, {"OMP_NUM_THREADS": "2"})[0] == 1, "the option wins"
 
 

@@ -62,6 +62,7 @@ for name in ("seven", "eight"):
 """
 
 
+@pytest.mark.slow
 def test_a_processor_without_vnni_computes_the_same_bits(int8, legacy, images, tmp_path, monkeypatch):
     """Haswell, emulated: AVX2 and no VNNI. With 8-bit weights it saturates, which shows that the emulation does."""
     emulator = shutil.which("qemu-x86_64")
