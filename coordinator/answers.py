@@ -47,7 +47,7 @@ class Answers:
         self._asked, self._ask = agents, ask
         until = self._fleet.heard_s() + limit_s
         while (owing := self.owing()) and self._fleet.heard_s() < until:
-            yield Waiting("devices evaluate what they got", owing, until + self._fleet.roster.deaf_s, about="reports")
+            yield Waiting("agents evaluate the final model", owing, until + self._fleet.roster.deaf_s, about="reports")
         self._asked, self._ask = (), None
 
     def take(self, agents: Iterable[str]) -> dict[str, Report]:

@@ -80,7 +80,7 @@ class Selection:
         """Cohort members that may still deliver. The others are given up: they do not count in the quorum any more.
 
         Members that are there and do not take up the work are given up only where the others are enough. Whoever has
-        only lost its connection and is back counts again: it has worked on. One that was started anew has to begin.
+        only lost its connection and is back counts again: it continued its work. One that was restarted begins again.
         """
         patience = {agent: self.fleet.roster.patience(agent) for agent in collection.outstanding}
         there = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
@@ -97,7 +97,7 @@ class Selection:
     def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
         """Agent -> reason, of those who are there and have not delivered, though they had their time.
 
-        Whoever was started anew in the round has not had it.
+        An agent that was restarted during the round has not had that time.
         """
         waited = f"no update within {self.fleet.config.round.deadline_s:g} s"
         idle = f"did not take up the work of round {collection.round}"

@@ -167,7 +167,7 @@ class Collector:
         """An agent has an update; it is granted, receipted (again), or refused with the reason.
 
         While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
-        offers it anew.
+        offers it again.
         """
         if self.open_round is None and (self._is_stalled() or self._is_to_resume(message)):
             return

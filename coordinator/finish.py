@@ -87,7 +87,7 @@ class Finisher:
 
 
 def _is_offline(loop: RunLoop, agent: str) -> bool:
-    """Whether an agent is not there, and has not said what it got."""
+    """Whether an agent is offline and has not reported its metrics."""
     member = loop.fleet.roster.get(agent)
     return agent not in loop.answers.reports and (member is None or not member.is_present)
 

@@ -78,7 +78,7 @@ def result_of(state: StateFolder, record: RunRecord) -> dict[str, Any]:
     """The result of a run that has finished.
 
     Raises:
-        StateError: the result that lies there is of a run with another id.
+        StateError: the result in the folder belongs to a run with another id.
     """
     summary = state.run(record.run).summary() or {}
     run_id = record.request.get("id")
