@@ -20,12 +20,12 @@ from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
 from edge_agent.task import ImageInput, Task
 
-from . import child
 from .cli.follow import follow
 from .config import CoordinatorConfig
-from .request import Request
-from .result_warnings import lines
-from .serving import coordinator
+from .processes import launch
+from .runs.result_warnings import lines
+from .service.app import coordinator
+from .state.run_request import Request
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
@@ -144,7 +144,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, subprocess.
             tier = "train" if style in TRAIN_STYLES else "head"
             path = _write_agent(folder, url, number, style, tier, seed)
             log = (folder / "logs" / f"{tier}-{style}.log").open("wb")
-            command = child.command("edge_agent", "run", "--config", str(path))
+            command = launch.command("edge_agent", "run", "--config", str(path))
             agents[f"{tier}-{style}"] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             log.close()
         yield agents

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import numpy as np
 
 from . import self_test
-from .allocation import give_freed_memory_back
 from .bundle import Bundle, Precision
 from .capabilities import processor
 from .errors import BundleDamaged, DataError, MissingCapability
-from .store import read_json, sha256_file, write_json
+from .limits import give_freed_memory_back
+from .storage import read_json, sha256_file, write_json
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from .encoder import Encoder, Progress
 from .errors import HeadwaterError, StateError
 from .heads import FitData, Head, saved
 from .heads.base import softmax
-from .store import read_tensors, write_tensors
+from .storage import read_tensors, write_tensors
 
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"

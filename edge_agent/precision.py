@@ -25,7 +25,7 @@ from .encoder import Encoder, Progress, arithmetic
 from .errors import BundleDamaged, StateError
 from .heads import FitData
 from .personalize import features_of
-from .store import read_json, write_json
+from .storage import read_json, write_json
 
 _log = logging.getLogger(__name__)
 

@@ -9,19 +9,16 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 from .errors import UnknownName, UsageError
 
 
 class Registry:
-    """The members of one package, one file (or folder) each; not ``base``, private names and ``besides``."""
+    """The members of ``packages``, one file (or folder) each; not ``base``, private names and ``besides``."""
 
-    def __init__(
-        self, kind: str, package: str, *, entry_points: str | None = None, besides: Iterable[str] = ()
-    ) -> None:
-        self.kind, self.package, self.entry_points = kind, package, entry_points
+    def __init__(self, kind: str, *packages: str, entry_points: str | None = None, besides: Iterable[str] = ()) -> None:
+        self.kind, self.packages, self.entry_points = kind, packages, entry_points
         self.besides = frozenset({"base", *besides})
         self._extra: dict[str, Any] = {}
 
@@ -37,8 +34,8 @@ class Registry:
         """
         if name in self._extra:
             return self._extra[name]
-        if name in self._files():
-            return importlib.import_module(f"{self.package}.{name}")
+        if package := self._files().get(name):
+            return importlib.import_module(f"{package}.{name}")
         plugins = self._plugins()
         if name in plugins:
             return plugins[name].load()
@@ -52,23 +49,21 @@ class Registry:
         """
         if missing := sorted(getattr(kind, "__abstractmethods__", ())):
             what, where = ", ".join(missing), f"{kind.__module__}.{kind.__qualname__}"
-            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {self.package}.base says what that is")
+            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {self.packages[0]}.base says what that is")
 
     def add(self, name: str, member: Any) -> None:
         """Register an object or module of one's own for this process (examples and tests do)."""
         self._extra[name] = member
 
-    def _files(self) -> Iterable[str]:
-        folder = _package(self.package).__path__
-        return [
-            m.name for m in pkgutil.iter_modules(folder) if not m.name.startswith("_") and m.name not in self.besides
-        ]
+    def _files(self) -> dict[str, str]:
+        return {
+            found.name: package
+            for package in self.packages
+            for found in pkgutil.iter_modules(importlib.import_module(package).__path__)
+            if not found.name.startswith("_") and found.name not in self.besides
+        }
 
     def _plugins(self) -> dict[str, metadata.EntryPoint]:
         if self.entry_points is None:
             return {}
         return {point.name: point for point in metadata.entry_points(group=self.entry_points)}
-
-
-def _package(name: str) -> ModuleType:
-    return importlib.import_module(name)

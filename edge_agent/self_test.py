@@ -20,7 +20,7 @@ import numpy as np
 from .bundle import Bundle, Precision
 from .data import preprocess
 from .errors import BundleDamaged, StateError
-from .store import read_json, write_json
+from .storage import read_json, write_json
 from .task import ImageInput, InputSpec, Tensors
 
 FP32_TOLERANCE = 1e-4

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from coordinator.config import CoordinatorConfig
-from coordinator.request import Request
-from coordinator.service import Coordinator
-from coordinator.store import StateFolder
+from coordinator.service.coordinator import Coordinator
+from coordinator.state.run_request import Request
+from coordinator.state.store import StateFolder
 from edge_agent import methods
-from edge_agent.agent import Agent, will_of
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire.memory import MemoryBroker

@@ -16,9 +16,9 @@ import torch
 
 from edge_agent import data, methods
 from edge_agent.cli import main as edge_agent
+from edge_agent.client.session import Arrays, Kept, Session
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import to_arrays
-from edge_agent.training.session import Arrays, Kept, Session
 from export.bundle import export_bundle, model_from_state
 
 TASK = Task(input=ImageInput(channels=3, height=32, width=32), class_names=tuple("0123456789"), encoder="small_cnn")

@@ -22,12 +22,12 @@ import torch
 
 from edge_agent import data, methods
 from edge_agent.bundle import Bundle, install
+from edge_agent.client.session import Arrays, Kept, Session
 from edge_agent.encoder import Encoder
 from edge_agent.methods import Update
 from edge_agent.personalize import Result, personalize
 from edge_agent.task import State, Task, WindowInput
 from edge_agent.training.parts import to_arrays
-from edge_agent.training.session import Arrays, Kept, Session
 from export.bundle import export_bundle, model_from_state
 
 TRAINERS = 5

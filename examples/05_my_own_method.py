@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 
 from edge_agent import data, methods
+from edge_agent.client.session import Arrays, Kept, Session
 from edge_agent.methods import MethodParams, Update
 from edge_agent.methods.fedavg import Method as FedAvg
 from edge_agent.task import State, Task, Tensors
 from edge_agent.training.parts import to_arrays
-from edge_agent.training.session import Arrays, Kept, Session
 
 ROUNDS = 8
 

@@ -23,9 +23,8 @@ from edge_agent.training.parts import Parts, feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
 from .encoder import Exported, Exporter, to_onnx
-from .parity import Gate, graph_gates, mean_cosine, parity_gate
+from .parity import Gate, graph_gates, mean_cosine, parity_gate, run
 from .quantize import MAX_WEIGHT, MIN_COSINE, largest_weight, to_int8
-from .runtime import run
 
 _FP32, _INT8, _GOLDEN, _HEAD = "encoder.onnx", "encoder.int8.onnx", "golden.safetensors", "global_head.safetensors"
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from edge_agent import config, data, methods
 from edge_agent.errors import ConfigError, HeadwaterError
-from edge_agent.store import read_tensors
+from edge_agent.storage import read_tensors
 from edge_agent.task import Task
 
 from .bundle import Report, export_bundle, model_from_state, synthetic_inputs

@@ -9,11 +9,11 @@ import signal
 import threading
 from pathlib import Path
 
-from edge_agent.agent import Agent, will_of
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, load
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.work import ThreadWorker
+from edge_agent.worker import ThreadWorker
 
 from . import noop, w1
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edge_agent.allocation import keep_freed_memory
+from edge_agent.limits import keep_freed_memory
 
 from . import w1
 from .processes import say

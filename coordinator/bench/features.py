@@ -15,7 +15,7 @@ import numpy as np
 
 from edge_agent import __version__
 from edge_agent.errors import HeadwaterError, MissingCapability
-from edge_agent.store import read_tensors, write_tensors
+from edge_agent.storage import read_tensors, write_tensors
 
 from . import w1
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from ..serving import coordinator, load_config, stop_on_signals
+from ..service.app import coordinator, load_config, stop_on_signals
 from . import noop, w1
 from .processes import say
 

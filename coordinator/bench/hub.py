@@ -24,9 +24,9 @@ from edge_agent.wire.tensors import Spec, encode
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Message
 
-from ..collect import Collection, Collector
-from ..distribute import Distributor
-from ..store import StateFolder
+from ..fleet.downloads import Distributor
+from ..fleet.uploads import Collection, Collector
+from ..state.store import StateFolder
 from .noop import NAME
 from .processes import say
 

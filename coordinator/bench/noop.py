@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import methods
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.methods.base import Client, Exactness, MethodParams
 from edge_agent.methods.base import Method as Base
 from edge_agent.task import Task, Tensors

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.allocation import keep_freed_memory
+from edge_agent.client.session import choose_device, supported
 from edge_agent.config import Precision
+from edge_agent.limits import keep_freed_memory
 from edge_agent.methods.base import Client, MethodParams
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import train_all_parts
 from edge_agent.training.parts import Parts
-from edge_agent.training.session import choose_device, supported
 
 from .figures import Row, median
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from edge_agent.errors import MeasuringFailed, MissingCapability
 
-from .. import child
+from ..processes import launch
 
 PATIENCE_S = 3.0
 """How long a process may take to end politely before it is made to."""
@@ -90,7 +90,7 @@ def module(
 ) -> Iterator[Measured]:
     """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
     log = folder / f"{name}.log"
-    command = child.command(module, *map(str, arguments))
+    command = launch.command(module, *map(str, arguments))
     with log.open("wb") as words:
         process = subprocess.Popen(
             command,

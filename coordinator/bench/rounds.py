@@ -18,9 +18,9 @@ from edge_agent.task import ImageInput, Task
 from ..broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from ..broker.supervise import SupervisedBroker
 from ..cli.follow import read_status
-from ..journal import Journal
-from ..request import Request
-from ..store import StateFolder
+from ..state.journal import Journal
+from ..state.run_request import Request
+from ..state.store import StateFolder
 from . import noop, w1
 from .figures import Row, median, quantile
 from .processes import Measured, Usage, answer, forget_peak, module, usage, wait_for

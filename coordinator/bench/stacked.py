@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from edge_agent.client.session import choose_device
 from edge_agent.errors import MeasuringFailed
-from edge_agent.training.session import choose_device
 
 from ..simulate import Prepared, open_simulation
 from ..simulate.engines.stacked import device_name

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MissingCapability
-from edge_agent.store import Access, write_atomic
+from edge_agent.storage import Access, write_atomic
 
-from .. import child
+from ..processes import launch
 from .access import COORDINATOR_USER, is_password, read_passwords, set_password
 from .supervise import SupervisedBroker, is_loopback
 
@@ -67,7 +67,7 @@ class EmbeddedBroker(SupervisedBroker):
         arguments = ["--bind", self.bind, "--port", str(self.port), "--federation", self.federation]
         if self.password_file is not None:
             arguments += ["--password-file", str(self.password_file.resolve())]
-        return [*child.command("coordinator.broker", *arguments)]
+        return [*launch.command("coordinator.broker", *arguments)]
 
 
 def _own_password(password_file: Path) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway, UsageError
 
-from ..child import wait_before_restart
+from ..processes.launch import wait_before_restart
 
 log = logging.getLogger(__name__)
 

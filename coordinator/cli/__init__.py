@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
-from edge_agent.threads import limit_threads
+from edge_agent.limits import limit_threads
 
 __all__ = ["main"]
 

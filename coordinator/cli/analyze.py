@@ -10,12 +10,12 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import ConfigError, UsageError
-from edge_agent.store import check_writable
+from edge_agent.storage import check_writable
 
 from .options import Config, Json, Verbose, console, print_json, set_up_logging, show, state_path, table, text
 
 if TYPE_CHECKING:
-    from ..analyze import Place, Settings
+    from ..research.analyze import Place, Settings
 
 What = Annotated[
     str, typer.Argument(metavar="RUN|BUNDLE", help="Simulation or state folder, a run's name, or a bundle file.")
@@ -69,7 +69,7 @@ def analyze(
 
     Example: headwater analyze sim --target 0.8 --out sim/analysis
     """
-    from ..analyze import Settings
+    from ..research.analyze import Settings
 
     set_up_logging(verbose=verbose, quiet=True)
     settings = Settings(
@@ -91,7 +91,7 @@ def analyze(
 
 def _place(what: str, data: Sequence[str], config: Path | None, state: Path | None) -> Place:
     """Where to look. A configuration is read only for a name that no path has."""
-    from ..analyze import Place
+    from ..research.analyze import Place
 
     folder = state.absolute() if state is not None else None
     if folder is None and not Path(what).expanduser().exists() and Path(what).name == what:
@@ -106,7 +106,7 @@ def _place(what: str, data: Sequence[str], config: Path | None, state: Path | No
 def _analyzed(place: Place, settings: Settings) -> dict[str, Any]:
     from edge_agent import heads
 
-    from ..analyze import analyze, find
+    from ..research.analyze import analyze, find
 
     heads.get(settings.head)  # a slip in its name shows before anything is loaded
     if not console.is_terminal:
@@ -116,7 +116,7 @@ def _analyzed(place: Place, settings: Settings) -> dict[str, Any]:
 
 
 def _written(result: dict[str, Any], out: Path) -> Path:
-    from ..analyze.page import write
+    from ..research.analyze.page import write
 
     if not out.is_dir():
         console.print(f"made the folder {out}", soft_wrap=True)

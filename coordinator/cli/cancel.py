@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from edge_agent.errors import StateError, UsageError
-from edge_agent.store import folder_lock
+from edge_agent.storage import folder_lock
 
-from ..ending import end_run
-from ..journal import RunRecord
-from ..store import StateFolder
+from ..runs.finish import end_run
+from ..state.journal import RunRecord
+from ..state.store import StateFolder
 from .options import Config, Json, State, print_json, show, state_path
 from .queueing import standing
 

@@ -20,7 +20,7 @@ from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig
-from ..serving import load_config
+from ..service.app import load_config
 from .options import Json, print_json, show, table
 
 Config = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import UsageError
-from edge_agent.store import Access, access_of, write_atomic
+from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
 from .options import Json, print_json, ready_for, show

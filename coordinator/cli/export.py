@@ -12,16 +12,16 @@ import typer
 from edge_agent import data
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
-from edge_agent.store import write_tensors
+from edge_agent.storage import write_tensors
 from edge_agent.wire.tensors import decode
 
 from ..config import ExportConfig
-from ..encoders import NORM_NOTES
-from ..journal import RunRecord, utc_now
-from ..pooling import pooled_before
-from ..request import Request
-from ..serving import DEFAULT_CONFIG, load_config
-from ..store import StateFolder
+from ..runs.batch_norm import pooled_before
+from ..runs.release import NORM_NOTES
+from ..service.app import DEFAULT_CONFIG, load_config
+from ..state.journal import RunRecord, utc_now
+from ..state.run_request import Request
+from ..state.store import StateFolder
 from .options import Config, Json, State, console, print_json, ready_for, set_up_logging, show, table, text
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from edge_agent.errors import RunFailed, StateError
 
-from ..journal import OpenRound, RunRecord, utc_now
-from ..store import StateFolder
-from ..words import counted, listed
+from ..state.journal import OpenRound, RunRecord, utc_now
+from ..state.store import StateFolder
+from ..text import counted, listed
 from .options import console
 
 LOOK_EVERY_S = 0.2

@@ -13,7 +13,7 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 from edge_agent.methods.base import Grade
-from edge_agent.store import write_atomic
+from edge_agent.storage import write_atomic
 
 from .options import Json, print_json, show, table
 

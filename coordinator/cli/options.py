@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.errors import UsageError
-from edge_agent.store import check_writable
+from edge_agent.storage import check_writable
 
-from ..serving import load_config
+from ..service.app import load_config
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: coordinator.toml in this folder.")

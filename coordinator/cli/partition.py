@@ -10,9 +10,9 @@ import typer
 
 from edge_agent.config import parse
 from edge_agent.errors import UsageError
-from edge_agent.store import write_atomic
+from edge_agent.storage import write_atomic
 
-from ..report.mixture import mixture, picture_kind
+from ..report.charts import mixture, picture_kind
 from . import simulate
 from .options import Json, Verbose, print_json, ready_for, set_up_logging, show, table
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_agent.errors import StateError
-from edge_agent.store import folder_lock
+from edge_agent.storage import folder_lock
 
-from ..journal import Journal, RunRecord
-from ..words import counted, listed
+from ..state.journal import Journal, RunRecord
+from ..text import counted, listed
 
 
 def is_serving(state: Path) -> bool:

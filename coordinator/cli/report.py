@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from edge_agent.errors import UsageError
-from edge_agent.store import write_atomic
+from edge_agent.storage import write_atomic
 
-from ..journal import Journal, RunRecord
 from ..report import write_report
-from ..report.picture import picture
-from ..store import StateFolder
+from ..report.charts import picture
+from ..state.journal import Journal, RunRecord
+from ..state.store import StateFolder
 from .options import Config, Json, State, console, print_json, ready_for, show, state_path
 from .queueing import standing
 

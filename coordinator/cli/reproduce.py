@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
-from edge_agent.store import check_writable, write_atomic, write_json
+from edge_agent.storage import check_writable, write_atomic, write_json
 
-from ..request import Weights
-from ..words import counted
+from ..state.run_request import Weights
+from ..text import counted
 from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
 from .simulate import run_plan
 
 if TYPE_CHECKING:
-    from ..reproduce import Cell, Outcome, Reproduction
+    from ..research.reproduce import Cell, Outcome, Reproduction
 
 Name = Annotated[
     str | None, typer.Argument(metavar="TABLE", help="Name of a table, or its TOML file; none: list the tables.")
@@ -66,7 +66,7 @@ def reproduce(
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
-    from ..reproduce import Reproduction, names, outcomes, read_table
+    from ..research.reproduce import Reproduction, names, outcomes, read_table
 
     set_up_logging(verbose=verbose, quiet=True)
     if name is None:
@@ -98,7 +98,7 @@ def reproduce(
 
 
 def _list(known: Sequence[str], *, as_json: bool) -> None:
-    from ..reproduce import read_table
+    from ..research.reproduce import read_table
 
     tables = {name: read_table(name) for name in known}
     if as_json:
@@ -119,7 +119,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
-    from ..reproduce import with_advice
+    from ..research.reproduce import with_advice
     from ..simulate.clients import GO_ON
 
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
@@ -149,7 +149,7 @@ def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None
 
 def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:
     """Table, figures and curves in their files: what is wanted, and what is there beside it."""
-    from ..reproduce import curves, markdown, outcomes, promises
+    from ..research.reproduce import curves, markdown, outcomes, promises
 
     shown = asked.shown(cells)
     found = outcomes(asked.table, shown)
@@ -161,7 +161,7 @@ def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:
 
 
 def _told(asked: Reproduction, found: Sequence[Outcome]) -> dict[str, Any]:
-    from ..reproduce import promises
+    from ..research.reproduce import promises
 
     return {
         "title": asked.table.title,
@@ -188,8 +188,8 @@ def _command(asked: Reproduction) -> str:
 
 
 def _shown(asked: Reproduction, found: Sequence[Outcome]) -> Iterator[Any]:
-    from ..reproduce import promises
-    from ..reproduce.pages import CAVEAT, said
+    from ..research.reproduce import promises
+    from ..research.reproduce.pages import CAVEAT, said
 
     kept = promises(asked.table, found)
     columns = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")

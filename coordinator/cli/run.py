@@ -12,17 +12,17 @@ from rich.table import Table
 
 from edge_agent.errors import UsageError
 
-from ..checks import checked_method, fresh_on_devices
 from ..config import CoordinatorConfig
 from ..hosted.checking import overlaps
 from ..hosted.figures import told
-from ..journal import RunRecord
 from ..report.figures import notes_of
-from ..request import Request, Weights
-from ..result_warnings import lines
-from ..serving import coordinator, load_config, stop_on_signals
-from ..store import StateFolder
-from ..words import counted, listed
+from ..runs.result_warnings import lines
+from ..service.app import coordinator, load_config, stop_on_signals
+from ..service.preflight import checked_method, fresh_on_devices
+from ..state.journal import RunRecord
+from ..state.run_request import Request, Weights
+from ..state.store import StateFolder
+from ..text import counted, listed
 from .follow import follow, result_of
 from .options import (
     INTERRUPTED,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import typer
 
-from ..checks import check_defaults, without_lost_weights
-from ..journal import Journal
-from ..serving import coordinator, load_config, stop_on_signals
+from ..service.app import coordinator, load_config, stop_on_signals
+from ..service.preflight import check_defaults, without_lost_weights
+from ..state.journal import Journal
 from .options import INTERRUPTED, Config, State, Verbose, console, set_up_logging
 from .queueing import Place, standing
 

@@ -11,10 +11,10 @@ import typer
 
 from edge_agent.config import parse, read_toml
 from edge_agent.errors import UsageError
-from edge_agent.store import check_writable, write_atomic, write_json
+from edge_agent.storage import check_writable, write_atomic, write_json
 
-from ..store import StateFolder
-from ..words import counted
+from ..state.store import StateFolder
+from ..text import counted
 from .options import (
     INTERRUPTED,
     Json,

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..result_warnings import lines
-from ..words import counted, encoder_named
+from ..runs.result_warnings import lines
+from ..text import counted, encoder_named
 from .options import table
 
 SHOWN_ROUNDS = 20

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from ..hosted.figures import own_figures, told
-from ..journal import RunRecord
-from ..store import StateFolder
-from ..words import counted
+from ..state.journal import RunRecord
+from ..state.store import StateFolder
+from ..text import counted
 from .follow import advice, read_status
 from .options import Config, Json, State, print_json, show, state_path, table
 from .queueing import is_serving

@@ -13,7 +13,7 @@ from typing import Any
 
 from edge_agent.errors import HeadwaterError, cause
 
-from ..child import heed_no_signals
+from ..processes.launch import heed_no_signals
 from .line import Line
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_agent.agent import Agent, will_of
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig
 from edge_agent.task import Task, Tensors
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job, Report, UpdateManifest
-from edge_agent.work import Worker
+from edge_agent.worker import Worker
 
 if TYPE_CHECKING:
+    from edge_agent.client.session import Built
     from edge_agent.data import Samples
     from edge_agent.data.partition import Pools
-    from edge_agent.training.session import Built
 
 Note = Callable[[str, Job | None], None]
 """Told of a client and its job before it begins, and of the client and None when it is done."""
@@ -38,7 +38,7 @@ class Common:
     def model(self, job: Job, device: str) -> Built:
         """The model of the job's run, built once."""
         from edge_agent import methods
-        from edge_agent.training.session import Built
+        from edge_agent.client.session import Built
 
         key = (job.run, device)
         if self._model is None or self._model[0] != key:

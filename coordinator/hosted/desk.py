@@ -13,7 +13,7 @@ from typing import Any
 
 from edge_agent.errors import RunFailed, cause
 
-from ..child import command
+from ..processes.launch import command
 from .ending import cause_of_death, exit_code
 from .line import Line
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..journal import Journal
-from ..words import counted
+from ..state.journal import Journal
+from ..text import counted
 
 
 def own_figures(journal: Journal, run: str) -> dict[str, Any]:

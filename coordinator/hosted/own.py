@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import HeadwaterError, RunFailed
-from edge_agent.store import read_tensors
+from edge_agent.storage import read_tensors
 from edge_agent.wire.tensors import pieces
-from edge_agent.work import Worker
+from edge_agent.worker import Worker
 
-from ..aside import Aside
-from ..collect import reason_of
 from ..config import ProxyConfig, WarmStartConfig
-from ..encoders import encoder_sha256
-from ..fleet import Steps, Waiting
-from ..keeping import keep
-from ..words import counted
+from ..fleet.uploads import reason_of
+from ..runs.context import Aside, Steps, Waiting
+from ..runs.release import encoder_sha256
+from ..state.retention import keep
+from ..text import counted
 from .desk import Desk
 
 if TYPE_CHECKING:
-    from ..rounds import RunLoop
-    from ..store import StateFolder
+    from ..runs.round_loop import RunLoop
+    from ..state.store import StateFolder
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from edge_agent.wire.memory import DEFAULT_MAX_PAYLOAD_BYTES
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Event, Message, Traffic
 
-from ..child import command, wait_before_restart
 from ..config import CoordinatorConfig
-from ..words import listed
+from ..processes.launch import command, wait_before_restart
+from ..text import listed
 from .ending import cause_of_death, exit_code
 from .line import AT_WORK, Line
 

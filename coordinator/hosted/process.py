@@ -15,14 +15,14 @@ import threading
 from collections.abc import Iterable
 
 from edge_agent.config import AgentConfig
-from edge_agent.store import folder_lock, sweep
+from edge_agent.storage import folder_lock, sweep
 from edge_agent.wire.memory import MemoryTransport
 from edge_agent.wire.messages import Job
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
-from edge_agent.work import ThreadWorker
+from edge_agent.worker import ThreadWorker
 
-from ..child import heed_no_signals
+from ..processes.launch import heed_no_signals
 from .crew import Crew
 from .line import AT_WORK, Line
 

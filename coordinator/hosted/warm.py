@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from edge_agent import data, methods
+from edge_agent.client.session import choose_device
 from edge_agent.config import parse
 from edge_agent.errors import DataError
 from edge_agent.methods import Method
 from edge_agent.methods.base import Client, MethodParams
-from edge_agent.store import write_tensors
+from edge_agent.storage import write_tensors
 from edge_agent.task import Task
 from edge_agent.training.loops import accuracy, predict_probabilities, train_all_parts
 from edge_agent.training.parts import Parts, feature_dim, to_arrays
-from edge_agent.training.session import choose_device
 
 from ..config import WarmStartConfig
-from ..request import Weights
+from ..state.run_request import Weights
 
 _SALT = 0xAA
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import StateError
-from edge_agent.store import write_atomic
+from edge_agent.storage import write_atomic
 
-from ..journal import RunRecord
-from ..store import RunFolder
+from ..state.journal import RunRecord
+from ..state.store import RunFolder
 from .figures import read_run
 from .page import render
 

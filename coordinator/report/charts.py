@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
+from typing import Any
+
+from edge_agent.errors import StateError, UsageError
+
+from ..state.store import RunFolder
+from ..text import counted
+from .figures import SCOPES, RunFigures, as_number, read_run
 
 WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 44
@@ -179,3 +189,123 @@ def _key(style: str, shape: str) -> str:
 
 def _short(name: str, limit: int = 16) -> str:
     return escape(name if len(name) <= limit else name[: limit - 1] + "…")
+
+
+FORMATS = ("svg", "png", "pdf")
+MOST_BUBBLES = 60
+"""Clients up to which each count is a bubble; more of them become a map of colours."""
+
+
+def picture_kind(suffix: str) -> str:
+    """The kind of picture that a file with this suffix is to hold.
+
+    Raises:
+        UsageError: no such kind.
+    """
+    kind = suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        found = f"'{suffix}'" if suffix else "a name without a suffix"
+        raise UsageError(f"--plot: {found}; expected one of {', '.join('.' + one for one in FORMATS)}")
+    return kind
+
+
+def mixture(told: Mapping[str, Any], kind: str) -> bytes:
+    """The picture of a partition as the bytes of a file of that kind, one of `FORMATS`.
+
+    ``told``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    clients, classes = told["clients"], told["classes"]
+    counts = [one["train"] for one in clients]
+    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
+        size = (min(14.0, 2.2 + 0.24 * len(clients)), min(9.0, 1.6 + 0.26 * len(classes)))
+        figure = Figure(figsize=(max(4.0, size[0]), max(2.6, size[1])), layout="constrained")
+        panel = figure.subplots()
+        (_bubbles if len(clients) <= MOST_BUBBLES else _map)(figure, panel, counts)
+        panel.set_yticks(range(len(classes)), classes)
+        if len(clients) <= MOST_BUBBLES:
+            panel.set_xticks(range(len(clients)), [one["id"] for one in clients], rotation=90)
+        panel.set(xlabel="client", ylabel="class")
+        figure.suptitle(f"partition {told['rule']}: training samples of each class", fontsize=10)
+        out = io.BytesIO()
+        figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return out.getvalue()
+
+
+def _bubbles(_figure: Any, panel: Any, counts: list[list[int]]) -> None:
+    highest = max(map(max, counts)) or 1
+    places = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
+    xs, ys, sizes = zip(*places, strict=True)
+    panel.scatter(xs, ys, s=[140.0 * size / highest for size in sizes], color="#2166ac", alpha=0.85, linewidths=0)
+    panel.set(xlim=(-0.7, len(counts) - 0.3), ylim=(len(counts[0]) - 0.4, -0.6))
+    panel.scatter([], [], s=140.0, color="#2166ac", label=f"{highest} samples")
+    panel.scatter([], [], s=14.0, color="#2166ac", label=f"{max(1, highest // 10)}")
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    panel.grid(alpha=0.15)
+
+
+def _map(figure: Any, panel: Any, counts: list[list[int]]) -> None:
+    columns = [list(column) for column in zip(*counts, strict=True)]
+    shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
+    figure.colorbar(shown, ax=panel, label="samples")
+
+
+_HEADER = 62
+_LEGEND_LEFT, _LEGEND_STEP = 130, 105
+
+
+def picture(folder: RunFolder) -> str:
+    """The SVG; light or dark as its reader prefers.
+
+    Raises:
+        StateError: the run has no figures of devices yet, or they are damaged.
+    """
+    run = read_run(folder.run, folder.summary() or {}, folder.metrics())
+    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
+    if not rows:
+        raise StateError(f"{folder.folder}: no device has said yet what it got; a picture can be made after the run")
+    chart = dot_chart(_words(rows), rows, x_label="accuracy on held-back samples", low=0.0, high=1.0)
+    height = _height_of(chart)
+    placed = chart.replace("<svg ", f'<svg x="0" y="{_HEADER}" width="{WIDTH}" height="{height}" ', 1)
+    whole = f'viewBox="0 0 {WIDTH} {_HEADER + height}" width="{1.5 * WIDTH:g}"'
+    sheet = f'<rect class="sheet" width="{WIDTH}" height="{_HEADER + height}" rx="8"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {whole} role="img"><style>{_style()}</style>'
+        f"{sheet}{_title(run)}{_legend()}{placed}</svg>\n"
+    )
+
+
+def _title(run: RunFigures) -> str:
+    rounds = as_number(run.summary.get("rounds"))
+    what = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"
+    return f'<text class="label" x="14" y="24" font-weight="600">{escape(what)}</text>'
+
+
+def _legend() -> str:
+    keys = []
+    for place, scope in enumerate(SCOPES):
+        x = _LEGEND_LEFT + place * _LEGEND_STEP
+        keys.append(f'{_mark(MARKERS[scope], scope, x, 45)}<text class="label" x="{x + 11}" y="49">acc.{scope}</text>')
+    return "".join(keys)
+
+
+def _words(rows: list[tuple[str, dict[str, float]]]) -> str:
+    said = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
+    return "Accuracy of each device. " + "; ".join(said)
+
+
+def _height_of(chart: str) -> int:
+    found = re.search(r'viewBox="0 0 \d+ (\d+)"', chart)
+    return int(found[1]) if found else 0
+
+
+def _style() -> str:
+    """The page's colours and marks; what is not for charts is left out."""
+    sheet = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    colours = sheet[sheet.index(":root") : sheet.index("* {")]
+    marks = [
+        line for line in sheet.splitlines() if line.startswith(("text {", ".tick", ".label", ".grid", ".fill", ".line"))
+    ]
+    return " ".join([*colours.split(), *marks, ".sheet { fill: var(--sheet); }"])

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import RunFailed
-from edge_agent.store import sweep, without_syncs
+from edge_agent.storage import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
 
-from ..identity import RunNames
-from ..saying import STATUS_EVERY_S
-from ..store import StateFolder
-from ..words import listed
+from ..service.status import STATUS_EVERY_S
+from ..state.identity import RunNames
+from ..state.store import StateFolder
+from ..text import listed
 from .clients import GO_ON, Crowd
 from .dropouts import Dropouts
 from .engines import Engine

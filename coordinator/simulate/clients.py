@@ -20,8 +20,8 @@ from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
-from ..distribute import Distributor
-from ..roster import Roster
+from ..fleet.downloads import Distributor
+from ..fleet.registry import Roster
 from .dropouts import Dropouts, Fate
 from .durations import Durations
 from .duties import NOT_KEPT

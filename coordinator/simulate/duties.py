@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.duties import Duties, kept_before
-from edge_agent.agent.jobs import fault
-from edge_agent.agent.kept import KeptFiles
+from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.runner import fault
+from edge_agent.agent.tasks import Duties, kept_before
+from edge_agent.client.session import Arrays, Built, Kept, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Client
-from edge_agent.store import sha256_of
+from edge_agent.storage import sha256_of
 from edge_agent.task import Task, Tensors
-from edge_agent.training.session import Arrays, Built, Kept, Session
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.tensors import pieces
 from edge_agent.wire.text import metrics_of
 
-from ..collect import reason_of
+from ..fleet.uploads import reason_of
 from .newcomers import fit_head
 from .pools import Pools
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edge_agent.agent.duties import LAST_ROUND
+from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.config import parse
 from edge_agent.errors import StateError, UsageError
-from edge_agent.store import read_json, write_atomic, write_json
+from edge_agent.storage import read_json, write_atomic, write_json
 
-from ..journal import RunRecord
-from ..request import Weights
-from ..store import StateFolder
+from ..state.journal import RunRecord
+from ..state.run_request import Weights
+from ..state.store import StateFolder
 from .duties import kept_in
 from .plan import HOW_NOT_WHAT, Plan
 from .prepared import WEIGHTS, Prepared

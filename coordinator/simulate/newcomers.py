@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from edge_agent import heads
+from edge_agent.client.session import Kept, Session
 from edge_agent.heads import FitData
 from edge_agent.task import Tensors
 from edge_agent.training.loops import accuracy, features_of
-from edge_agent.training.session import Kept, Session
 
 
 def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, float | None]:

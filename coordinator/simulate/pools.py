@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from edge_agent import data
+from edge_agent.client.session import Arrays
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
 from edge_agent.errors import DataError, UsageError
 from edge_agent.task import InputSpec, Task, Tensors
-from edge_agent.training.session import Arrays
 from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan

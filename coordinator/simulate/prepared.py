@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
+from edge_agent.client.session import Built, supported
 from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
 from edge_agent.training.precision import time_steps
-from edge_agent.training.session import Built, supported
 from edge_agent.training.weights import read_weights
 
 from ..config import CoordinatorConfig
-from ..request import Request
+from ..state.run_request import Request
 from .engines.areas import Area
 from .engines.choice import Choice
 from .plan import Plan

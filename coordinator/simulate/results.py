@@ -12,8 +12,8 @@ from typing import Any
 
 from edge_agent.data.partition import Division
 
-from ..journal import Entry
-from ..store import StateFolder
+from ..state.journal import Entry
+from ..state.store import StateFolder
 from .plan import Plan
 from .prepared import Prepared
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from edge_agent.errors import ChunkError, RunFailed, StateError
 from edge_agent.wire.transport import Message
 
-from ..collect import reason_of
-from ..fleet import Fleet
-from ..running import Runs
-from ..service import Coordinator
+from ..fleet.uploads import reason_of
+from ..runs.context import Fleet
+from ..runs.run_queue import Runs
+from ..service.coordinator import Coordinator
 from .clients import GO_ON
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChunkError
-from ..wire.cache import BlobCache
-from ..wire.chunks import Frame, transfer_id
+from ..wire.chunks import BlobCache, Frame, transfer_id
 from ..wire.flow import DOWNLOAD_REPORT_EVERY, IDLE_S, Receiving
 from ..wire.messages import BlobRef, Control, Have, Progress, Want
 

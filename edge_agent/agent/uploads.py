@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import HeadwaterError, StateError
-from ..store import read_json, sha256_file, sha256_of, write_atomic, write_json
+from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
 from ..wire.chunks import CHUNK_BYTES, Outgoing
 from ..wire.flow import Sending

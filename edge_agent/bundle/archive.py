@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ..config import mistakes_of
 from ..errors import BundleDamaged, BundleError, cause
-from ..store import sync_folder
+from ..storage import sync_folder
 from .manifest import (
     CHECKSUM,
     MANIFEST,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BundleDamaged, BundleError, StateError, cause
-from ..store import read_json, read_tensors, sha256_file, write_json
+from ..storage import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
 from ..wire.tensors import first_non_finite
 from .archive import open_bundle, unpack

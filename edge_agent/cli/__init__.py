@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import HeadwaterError, UsageError, cause, without_home
-from ..threads import limit_threads
+from ..limits import limit_threads
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "be an agent: join a federation until told to stop"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BrokerAway, HeadwaterError, MissingCapability, UsageError, cause
-from . import show
+from . import output
 
 if TYPE_CHECKING:
     from ..capabilities import Capabilities
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         "agent": [_as_json(step) for step in own],
         "broker": [_as_json(step) for step in steps],
     }
-    show.result(arguments, content, lambda: _lines(device, config, own, steps))
+    output.result(arguments, content, lambda: _lines(device, config, own, steps))
     return next((step.exit_code for step in (*own, *steps) if not step.is_ok), 0)
 
 
@@ -83,7 +83,7 @@ def _as_json(step: Step) -> dict[str, object]:
 
 def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state folder, data, head."""
-    from ..agent.running import choose_tier
+    from ..agent.app import choose_tier
     from ..capabilities import find
 
     yield attempted("tier", lambda: _look_at_tier(find(), choose_tier(config)))
@@ -99,7 +99,7 @@ def _look_at_tier(device: Capabilities, tier: str) -> str:
 
 
 def _look_at_state(config: AgentConfig) -> str:
-    from ..store import check_writable
+    from ..storage import check_writable
 
     check_writable(config.state)
     return f"{config.state} can be written"
@@ -275,13 +275,13 @@ def _greet(broker: BrokerConfig, ca: Path | None, timeout_s: float) -> str:
 
 
 def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> list[str]:
-    lines = show.pairs(
+    lines = output.pairs(
         [
             ("python", f"{device.python}, {'64' if device.is_64bit else '32'} bit"),
             ("system", f"{device.system}, {device.machine}"),
             ("board", device.board),
             ("processor", f"{device.cores} cores"),
-            ("memory", f"{show.size(device.memory_bytes)}, {show.size(device.available_bytes)} available"),
+            ("memory", f"{output.size(device.memory_bytes)}, {output.size(device.available_bytes)} available"),
             ("accelerators", ", ".join(device.accelerators) or "none found"),
             ("packages", ", ".join(f"{name} {version}" for name, version in device.packages.items())),
             ("suggested tier", _TIERS[device.tier]),

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import opening, show
+from . import inputs, output
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
-    opening.add_bundle(parser)
-    opening.add_data(parser)
-    opening.add_precision(parser)
+    inputs.add_bundle(parser)
+    inputs.add_data(parser)
+    inputs.add_precision(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--head", type=Path, metavar="DIR", help="saved head to score")
     which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Score or compare, and print."""
     if arguments.head is not None:
-        opening.existing(arguments.head, opening.SAVED_HEAD)
-    bundle = opening.bundle(arguments)
-    parts = opening.parts(arguments, bundle)
+        inputs.existing(arguments.head, inputs.SAVED_HEAD)
+    bundle = inputs.bundle(arguments)
+    parts = inputs.parts(arguments, bundle)
     if arguments.head is not None:
         return _score(arguments, bundle, parts)
     return _compare(arguments, bundle, parts)
@@ -45,7 +45,7 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, 
     from ..personalize import Scores, accuracy, extract, load_head, score_global, score_local
 
     saved = load_head(arguments.head, bundle, arguments.precision)
-    encoder = opening.encoder(arguments, bundle, saved.precision)
+    encoder = inputs.encoder(arguments, bundle, saved.precision)
     found = extract(parts, encoder, **_options(arguments))
     scores = Scores(
         accuracy(saved.head.predict_proba, found.test_features, found.test.labels),
@@ -55,9 +55,9 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, 
     content = {**scores.metrics(), "head": saved.head.name, "precision": saved.precision, "n_test": len(found.test)}
     content["one_class"] = found.is_one_class
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{len(found.test)} held back")]
-    rows += [(name, show.percent(share)) for name, share in scores.metrics().items()]
-    notes = [show.ONE_CLASS] if found.is_one_class else []
-    return show.result(arguments, content, lambda: [*show.pairs(rows), *notes])
+    rows += [(name, output.percent(share)) for name, share in scores.metrics().items()]
+    notes = [output.ONE_CLASS] if found.is_one_class else []
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
@@ -67,24 +67,24 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
         heads.get(name)  # a name that nobody has is a mistake of the command line, not of a head
-    encoder = opening.best_encoder(arguments, bundle, parts[0])
+    encoder = inputs.best_encoder(arguments, bundle, parts[0])
     results, failed = evaluate_heads(bundle, parts, names, encoder=encoder, **_options(arguments))
     content = {"heads": [result.metrics() for result in results], "failed": failed}
 
-    return show.result(arguments, content, lambda: _comparison(results, failed))
+    return output.result(arguments, content, lambda: _comparison(results, failed))
 
 
 def _comparison(results: list[Result], failed: dict[str, str]) -> list[str]:
     rows = [
-        (result.head.name, show.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
+        (result.head.name, output.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
         for result in results
     ]
-    lines = show.table(("head", "acc.personal", "exactness", "fit"), rows)
+    lines = output.table(("head", "acc.personal", "exactness", "fit"), rows)
     if results:
-        overall, local = (show.percent(share) for share in (results[0].scores.overall, results[0].scores.local))
+        overall, local = (output.percent(share) for share in (results[0].scores.overall, results[0].scores.local))
         counts = f"{results[0].n_train} samples to fit, {results[0].n_test} held back"
         lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
-        lines += [show.ONE_CLASS] if results[0].one_class else []
+        lines += [output.ONE_CLASS] if results[0].one_class else []
     return lines + [f"{name}: {reason}" for name, reason in failed.items()]
 
 
@@ -92,6 +92,6 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "test_fraction": arguments.test_fraction,
         "seed": arguments.seed,
-        "cache": opening.cache_of(arguments) / "features",
-        "progress": show.progress("features"),
+        "cache": inputs.cache_of(arguments) / "features",
+        "progress": output.progress("features"),
     }

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import opening, show
+from . import inputs, output
 
 if TYPE_CHECKING:
     from ..personalize import Result
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
-    opening.add_bundle(parser)
-    opening.add_data(parser)
-    opening.add_precision(parser)
+    inputs.add_bundle(parser)
+    inputs.add_data(parser)
+    inputs.add_precision(parser)
     parser.add_argument("--head", default="lr", metavar="NAME", help="lr, svm, mlp, prototype … (default: lr)")
     parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
@@ -36,27 +36,27 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit, score, save, print."""
     from .. import heads
     from ..personalize import personalize
-    from ..store import check_writable
+    from ..storage import check_writable
 
     params = parameters(arguments.param)
     heads.create(arguments.head, params)  # neither a typo nor a folder should wait for the features
     check_writable(arguments.out)
-    check_writable(opening.cache_of(arguments))
-    bundle = opening.bundle(arguments)
-    parts = opening.parts(arguments, bundle)
+    check_writable(inputs.cache_of(arguments))
+    bundle = inputs.bundle(arguments)
+    parts = inputs.parts(arguments, bundle)
     result = personalize(
         bundle,
         parts,
         arguments.head,
         params,
-        encoder=opening.best_encoder(arguments, bundle, parts[0]),
+        encoder=inputs.best_encoder(arguments, bundle, parts[0]),
         seed=arguments.seed,
-        cache=opening.cache_of(arguments) / "features",
-        progress=show.progress("features"),
+        cache=inputs.cache_of(arguments) / "features",
+        progress=output.progress("features"),
     )
     result.save(arguments.out)
     content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
-    return show.result(arguments, content, lambda: _lines(result, arguments.out))
+    return output.result(arguments, content, lambda: _lines(result, arguments.out))
 
 
 def parameters(given: list[str]) -> dict[str, Any]:
@@ -81,15 +81,15 @@ def _value(text: str) -> Any:
 
 def _lines(result: Result, out: Path) -> list[str]:
     scores = result.scores
-    lines = show.pairs(
+    lines = output.pairs(
         [
             ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
             ("samples", f"{result.n_train} to fit, {result.n_test} held back"),
-            ("acc.personal", show.percent(scores.personal)),
-            ("acc.global", show.percent(scores.overall)),
-            ("acc.local", show.percent(scores.local)),
+            ("acc.personal", output.percent(scores.personal)),
+            ("acc.global", output.percent(scores.overall)),
+            ("acc.local", output.percent(scores.local)),
             ("time", f"{result.seconds:.2f} s"),
             ("saved in", out),
         ]
     )
-    return [*lines, show.ONE_CLASS] if result.one_class else lines
+    return [*lines, output.ONE_CLASS] if result.one_class else lines

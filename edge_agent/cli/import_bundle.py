@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import opening, show
+from . import inputs, output
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Install and print what is current now."""
-    from ..agent.releases import ReleaseRecord
+    from ..agent.local_state import ReleaseRecord
     from ..bundle import current_id, install
-    from ..store import check_writable, folder_lock
+    from ..storage import check_writable, folder_lock
 
-    opening.existing(arguments.bundle, "a bundle file (*.hwb)")
+    inputs.existing(arguments.bundle, "a bundle file (*.hwb)")
     check_writable(arguments.state)
     with folder_lock(arguments.state, "edge-agent import"):
         notes: dict[str, str] = {}
@@ -54,19 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
         "int8_note": notes.get("int8"),
         "declines": away,
     }
-    return show.result(arguments, content, lambda: _lines(content))
+    return output.result(arguments, content, lambda: _lines(content))
 
 
 def stays_away(state: Path, bundle_id: str, before: str) -> str | None:
     """Note that a bundle was put by hand in place of another; the id of the bundle that is declined from now on."""
-    from ..agent.releases import ReleaseRecord
+    from ..agent.local_state import ReleaseRecord
 
     found = ReleaseRecord(state).put_by_hand(bundle_id, before)
     return None if found is None else found.source.bundle_id
 
 
 def _lines(content: dict[str, Any]) -> list[str]:
-    return show.pairs({**content, "precisions": ", ".join(content["precisions"])}.items())
+    return output.pairs({**content, "precisions": ", ".join(content["precisions"])}.items())
 
 
 def self_test(bundle: Bundle) -> dict[str, str]:

@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import opening, show
+from . import inputs as opening
+from . import output
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     inputs, names = _inputs(arguments, bundle)
     encoder = opening.encoder(arguments, bundle, head.precision if head is not None else None)
-    found = _probabilities(bundle, head, encoder.features(inputs, show.progress("features")))
+    found = _probabilities(bundle, head, encoder.features(inputs, output.progress("features")))
     rows = [_row(name, row, bundle.manifest.task.class_names) for name, row in zip(names, found, strict=True)]
-    return show.result(arguments, {"predictions": rows}, lambda: _lines(rows))
+    return output.result(arguments, {"predictions": rows}, lambda: _lines(rows))
 
 
 def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[np.ndarray, list[str]]:
@@ -76,7 +77,7 @@ def _row(name: str, probabilities: np.ndarray, class_names: tuple[str, ...]) -> 
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
-    return show.table(
+    return output.table(
         ("input", "class", "probability"),
-        [(row["input"], row["class"], show.percent(row["probability"])) for row in rows],
+        [(row["input"], row["class"], output.percent(row["probability"])) for row in rows],
     )

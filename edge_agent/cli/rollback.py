@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import opening, show
+from . import inputs, output
 from .import_bundle import self_test, stays_away
 
 
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Roll back and print what is current now."""
-    from ..agent.releases import ReleaseRecord
+    from ..agent.local_state import ReleaseRecord
     from ..bundle import current, rollback
-    from ..store import folder_lock
+    from ..storage import folder_lock
 
-    opening.existing(arguments.state, "an agent's state folder")
+    inputs.existing(arguments.state, "an agent's state folder")
     root = arguments.state / "bundles"
     with folder_lock(arguments.state, "edge-agent rollback"):
         ReleaseRecord(arguments.state).check()
@@ -35,4 +35,4 @@ def run(arguments: argparse.Namespace) -> int:
         bundle = rollback(root, self_test)
         away = stays_away(arguments.state, bundle.id, "" if before is None else before.id)
     content = {"name": bundle.manifest.name, "method": bundle.manifest.method, "bundle_id": bundle.id, "declines": away}
-    return show.result(arguments, content, lambda: show.pairs(content.items()))
+    return output.result(arguments, content, lambda: output.pairs(content.items()))

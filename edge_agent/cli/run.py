@@ -16,7 +16,7 @@ import logging
 from pathlib import Path
 
 from ..config import AgentConfig, load
-from ..threads import limit_threads
+from ..limits import limit_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
     config = load(AgentConfig, arguments.config, overrides)
     limit_threads(config.training.threads)
-    from ..agent import running
+    from ..agent import app
 
-    running.run(config)
+    app.run(config)
     return 0

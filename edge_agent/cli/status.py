@@ -15,11 +15,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..agent.condition import look_at_disk, problem_of
+from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, load
 from ..errors import HeadwaterError, StateError
-from ..store import folder_lock, read_json
-from . import show
+from ..storage import folder_lock, read_json
+from . import output
 
 _SAID = (
     "tier",
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         found.update(condition="stalled", fault=problem)  # which the agent itself could not write down
-    show.result(arguments, found, lambda: show.pairs(_rows(found)))
+    output.result(arguments, found, lambda: output.pairs(_rows(found)))
     return 0 if found["condition"] in {None, "ok"} else 1
 
 
@@ -76,7 +76,7 @@ def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str,
     head = read_json(state / "head" / "head.json") or {}
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
-    from ..agent.releases import ReleaseRecord
+    from ..agent.local_state import ReleaseRecord
     from ..bundle import current_manifest
 
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
         elif isinstance(value, dict):
-            yield name, ", ".join(f"{key} {show.value_text(inner)}" for key, inner in value.items())
+            yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
         else:
             yield name, ("yes" if value else "no") if isinstance(value, bool) else value
 

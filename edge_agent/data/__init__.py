@@ -23,8 +23,7 @@ from ..errors import ConfigError, DataError, UnknownName, nearest
 from ..registry import Registry
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import Options, Raw, Samples
-from .splitting import split, standardised
+from .base import Options, Raw, Samples, split, standardised
 
 __all__ = [
     "Options",
@@ -46,7 +45,11 @@ _log = logging.getLogger(__name__)
 _SHOWN = 20
 
 registry = Registry(
-    "data source", __name__, entry_points="headwater.data", besides=("partition", "preprocess", "splitting")
+    "data source",
+    __name__,
+    f"{__name__}.sets",
+    entry_points="headwater.data",
+    besides=("partition", "preprocess", "sets"),
 )
 
 

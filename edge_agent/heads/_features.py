@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from ..task import Tensors
-from .base import HeadParams
+from .base import FitData, HeadParams, softmax
 
 FeatureNorm = Literal["none", "l2", "standard"]
 
@@ -45,3 +46,78 @@ def normalise(features: np.ndarray, kind: FeatureNorm, arrays: Tensors) -> np.nd
 def one_hot(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
     """Targets (n, k) float64 for ``labels`` that all occur in the ascending ``classes`` (k,)."""
     return np.asarray(np.eye(len(classes))[np.searchsorted(classes, labels)])
+
+
+_USUAL = (0.02, 0.98)
+
+
+def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """How well each feature tells classes apart, (d,) float64, larger is better, for ``features`` (n, d).
+
+    FedPick Eqs. 5-7: sum_k n_k (mean_k - mean)^2 / sum_k n_k var_k. A feature that never varies scores 0, one that
+    varies between classes only scores infinity.
+    """
+    wide = features.astype(np.float64)
+    between, within = np.zeros(wide.shape[1]), np.zeros(wide.shape[1])
+    mean = wide.mean(axis=0)
+    for label in np.unique(labels):
+        rows = wide[labels == label]
+        between += len(rows) * (rows.mean(axis=0) - mean) ** 2
+        within += len(rows) * rows.var(axis=0)
+    # Means of equal numbers differ in their last bits: below this, a spread is rounding and no information.
+    noise = len(wide) * (np.abs(wide).max(axis=0, initial=0.0) * 1e-12) ** 2
+    perfect = np.where(between > noise, np.inf, 0.0)
+    return np.divide(between, within, out=perfect, where=within > noise)
+
+
+def keep_top(scores: np.ndarray, ratio: float) -> np.ndarray:
+    """Which ``ratio`` (0..1, at least one) of the features score highest, (d,) bool; equal scores: the first ones.
+
+    Where no score is above 0 (one class only, say), nothing is known about any feature and all are kept.
+    """
+    if not (scores > 0).any():
+        return np.ones(len(scores), bool)
+    kept = np.zeros(len(scores), bool)
+    kept[np.argsort(-scores, kind="stable")[: max(1, round(ratio * len(scores)))]] = True
+    return kept
+
+
+def mistake_of_share(share: float) -> str:
+    """What is wrong with picking this share (0..1) of the features; empty where nothing is."""
+    if share < _USUAL[0]:
+        return "almost no feature is picked, so the local classifier sees zeros; lower threshold or lr"
+    if share > _USUAL[1]:
+        return "almost every feature is picked, so nothing is selected; raise threshold, or lower irrelevant_weight"
+    return ""
+
+
+def shared_rows(data: FitData, classes: np.ndarray) -> Tensors:
+    """``shared.weight`` (k, d) and ``shared.bias`` (k,) float32: the shared classifier for the classes that occur.
+
+    Empty where the bundle has none.
+    """
+    if data.global_head is None:
+        return {}
+    return {f"shared.{name}": data.global_head[name][classes].astype(np.float32) for name in ("weight", "bias")}
+
+
+def shared_logits(arrays: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray | None:
+    """Logits (n, k) of the shared classifier, or None where there is none."""
+    if "shared.weight" not in arrays:
+        return None
+    return np.asarray(features @ arrays["shared.weight"].T + arrays["shared.bias"])
+
+
+def together(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:
+    """Probabilities (n, k) float64 of both classifiers' logits.
+
+    ``kind``: "probs", the mean of both softmaxes; "logits", the softmax of the sum; "none", the shared one alone. Where
+    there is no shared classifier the personal one answers.
+    """
+    own = personal.astype(np.float64)
+    if shared is None:
+        return softmax(own)
+    other = shared.astype(np.float64)
+    if kind == "none":
+        return softmax(other)
+    return softmax(own + other) if kind == "logits" else (softmax(own) + softmax(other)) / 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..store import read_tensors, write_tensors
+from ..storage import read_tensors, write_tensors
 from ..task import Tensors
 
 

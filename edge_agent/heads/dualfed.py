@@ -15,7 +15,7 @@ from pydantic import Field
 from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
-from ._ensemble import shared_logits, shared_rows, together
+from ._features import shared_logits, shared_rows, together
 from .base import FitData, HeadParams
 from .base import Head as BaseHead
 

@@ -17,9 +17,17 @@ from pydantic import Field
 from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
-from ._ensemble import shared_logits, shared_rows, together
-from ._features import fit_norm, normalise, one_hot
-from ._selection import fisher_score, keep_top, mistake_of_share
+from ._features import (
+    fisher_score,
+    fit_norm,
+    keep_top,
+    mistake_of_share,
+    normalise,
+    one_hot,
+    shared_logits,
+    shared_rows,
+    together,
+)
 from .base import FitData, HeadParams
 from .base import Head as BaseHead
 from .lr import Params as LogisticParams

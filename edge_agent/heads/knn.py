@@ -10,8 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..task import Tensors
-from ._ensemble import shared_logits, shared_rows
-from ._features import FeatureNorm, NormedParams, fit_norm, normalise
+from ._features import FeatureNorm, NormedParams, fit_norm, normalise, shared_logits, shared_rows
 from .base import FitData, softmax
 from .base import Head as BaseHead
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..task import Tensors
 from ._features import NormedParams, fit_norm, normalise, one_hot
-from ._lbfgs import minimise
+from ._layers import minimise
 from .base import FitData, softmax
 from .base import Head as BaseHead
 

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from ..bundle import Precision
 from ..config import mistakes_of
 from ..errors import FingerprintMismatch, StateError
-from ..store import write_atomic, write_json
+from ..storage import write_atomic, write_json
 from ..task import Frozen, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create

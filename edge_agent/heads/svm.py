@@ -21,10 +21,10 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import MissingCapability, TrainingFailed
-from ..store import read_tensors, write_tensors
+from ..storage import read_tensors, write_tensors
 from ..task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise
-from ._lbfgs import minimise
+from ._layers import minimise
 from .base import FitData, softmax
 from .base import Head as BaseHead
 

@@ -29,7 +29,7 @@ __all__ = [
     "weighted_mean",
 ]
 
-registry = Registry("method", __name__, entry_points="headwater.methods")
+registry = Registry("method", __name__, entry_points="headwater.methods", besides=("families",))
 
 
 def names() -> tuple[str, ...]:

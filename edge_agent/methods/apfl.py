@@ -21,11 +21,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
+from ..training.finetune import pairs, probabilities_with, second
 from ..training.loops import local_optimizer, predict_probabilities, train_by_steps
 from ..training.parts import to_arrays
-from ..training.second import pairs, probabilities_with, second
-from ._personal import TwoNetworks
 from .base import Client, Exactness, MethodParams
+from .families import TwoNetworks
 
 if TYPE_CHECKING:
     from ..training.parts import Parts

@@ -16,12 +16,12 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..task import Tensors
+from ..training.finetune import pairs, second, shared_weights
 from ..training.loops import local_optimizer, train_by_steps
+from ..training.losses import pulled_to
 from ..training.parts import to_arrays
-from ..training.proximal import pulled_to
-from ..training.second import pairs, second, shared_weights
-from ._personal import TwoNetworks
 from .base import Client, MethodParams
+from .families import TwoNetworks
 
 
 class Params(MethodParams):

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from ..task import Task, Tensors
 from ..training.augment import Augment, flips_and_turns
-from ..training.ensembles import Ensemble, ensemble
 from ..training.loops import Loss, evaluate, local_optimizer, train_epochs
 from ..training.losses import supervised_contrastive
+from ..training.networks import Ensemble, ensemble
 from ..training.optimizers import OptimizerState, lasting
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams, ours, refreshed_stats

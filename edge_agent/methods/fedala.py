@@ -22,10 +22,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..task import Tensors
+from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import predict_probabilities, train_all_parts
 from ..training.parts import load_arrays, to_arrays
-from ..training.second import probabilities_with
-from ..training.tuning import fingerprint
 from .base import Client, Exactness, MethodParams
 from .fedavg import Method as FedAvg
 

@@ -16,8 +16,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams
+from .families import Tuned
 from .fedavg import Method as FedAvg
 
 

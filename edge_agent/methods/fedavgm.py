@@ -17,8 +17,8 @@ import numpy as np
 from pydantic import Field
 
 from ..task import State, Tensors
-from ._server import ServerSteps
 from .base import Exactness, MethodParams
+from .families import ServerSteps
 
 
 class Params(MethodParams):

@@ -19,8 +19,8 @@ from pydantic import Field
 from ..task import Tensors
 from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
-from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams, plain
+from .families import Tuned
 
 
 class Params(MethodParams):

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.gumbel import gumbel
 from ..training.loops import Loss, evaluate, local_optimizer, predict_probabilities, train_epochs
+from ..training.networks import gumbel
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams
 from .base import Method as Base

@@ -23,13 +23,13 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..task import State, Task, Tensors
-from ..training.classifiers import simplex
+from ..training.finetune import on_features
 from ..training.loops import Loss, cross_entropy, local_optimizer, train_epochs
 from ..training.losses import balanced_softmax
+from ..training.networks import simplex
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from ..training.tuning import on_features
-from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams
+from .families import Tuned
 
 if TYPE_CHECKING:
     from ..training.parts import Parts

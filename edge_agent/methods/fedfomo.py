@@ -26,13 +26,11 @@ from torch.nn import functional as F
 
 from ..errors import TrainingFailed
 from ..task import State, Task, Tensors
+from ..training.finetune import copy_tensors, second, shared_weights
 from ..training.loops import cross_entropy, evaluate, local_optimizer, train_epochs
 from ..training.parts import load_arrays, to_arrays
-from ..training.second import copy_tensors, second, shared_weights
-from ._clients import names_in, numbers_for, packed
-from ._personal import TwoNetworks
-from ._server import is_learned
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .families import TwoNetworks, is_learned, names_in, numbers_for, packed
 
 if TYPE_CHECKING:
     from ..training.parts import Parts

@@ -1,18 +1,4 @@
-"""FedKD: a large network at home and a small one that travels teach each other; what travels is of low rank.
-
-Source: Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowledge distillation", Nature
-Communications 13 (2022).
-Travels: encoder and head of the student, both ways, batch norm statistics included, with each matrix cut down to the
-smallest rank that keeps a share of its energy; with the update the energy it was cut at.
-Stays: the teacher, and the projection between the features of both.
-Server: even mean of the updates, cut down again before it is sent.
-Differs from the paper: matrices travel multiplied out, for all updates of a run have one shape: no bytes are saved on
-the wire. What their factors would take is told instead, as the metrics ``svd.up_bytes`` and ``svd.down_bytes``. What
-is cut down is the change of a round (the paper) or the weights themselves (PFLlib), as ``decomposed`` says;
-convolutions are matrices of filters, where PFLlib cuts each small window. Each network learns from its own loss only,
-the other's answers and the sum of both cross entropies being constants to it. PFLlib's search for a rank never tries
-the full one, and its divergence is a mean over classes, too: neither is done here.
-"""
+"""Matrices that keep their largest singular values, and what sending their factors would take."""
 
 from __future__ import annotations
 
@@ -26,16 +12,54 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import State, Task, Tensors
+from ..training.finetune import second
 from ..training.loops import Loss, local_optimizer, predict_probabilities, train_epochs
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from ..training.second import second
-from ._lowrank import compressed
-from ._server import AT_HOME, is_learned
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
 from .base import Method as Base
+from .families import AT_HOME, is_learned
 
 if TYPE_CHECKING:
     from ..training.parts import Parts
+
+
+def smallest_rank(singular: np.ndarray, energy: float) -> int:
+    """How many of the singular values (r,), largest first, hold a share ``energy`` (0..1] of their sum of squares."""
+    squares = np.cumsum(np.square(singular.astype(np.float64)))
+    if energy >= 1.0 or not squares[-1]:
+        return len(singular) if energy >= 1.0 else 0
+    # The smallest rank that is enough; a search that stops before full rank would keep nothing where all are needed.
+    return int(np.searchsorted(squares, energy * squares[-1] * (1 - 1e-12))) + 1
+
+
+def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
+    """The array of the smallest sufficient rank, and the bytes that it takes: its factors', or its own if fewer.
+
+    An array of more than two axes is the matrix of its first axis against all others. One with fewer is left alone, and
+    so is what needs full rank, bit for bit.
+    """
+    if array.ndim < 2 or not array.size or array.dtype.kind != "f":
+        return array, array.nbytes
+    matrix = array.reshape(len(array), -1)
+    left, singular, right = np.linalg.svd(matrix, full_matrices=False)
+    rank = smallest_rank(singular, energy)
+    factors = rank * (sum(matrix.shape) + 1) * array.itemsize
+    if rank == len(singular):
+        return array, min(factors, array.nbytes)
+    low = (left[:, :rank] * singular[:rank]) @ right[:rank]
+    return low.reshape(array.shape).astype(array.dtype), min(factors, array.nbytes)
+
+
+def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
+    """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
+    found, total = dict[str, np.ndarray](), 0
+    for name, array in tensors.items():
+        start = base.get(name)
+        low, taken = truncated(array if start is None else array - start, energy)
+        found[name] = low if start is None else (start + low).astype(array.dtype)
+        total += taken
+    return found, total
+
 
 _ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", AT_HOME + "base."
 

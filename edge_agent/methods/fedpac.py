@@ -37,10 +37,10 @@ from ..heads import fedpac as steps
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, local_optimizer, train_epochs
 from ..training.parts import Parts, to_arrays
-from ._clients import names_in, packed
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
 from .base import Method as Base
+from .families import names_in, packed
 
 if TYPE_CHECKING:
     from torch import nn

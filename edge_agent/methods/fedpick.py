@@ -25,12 +25,11 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
-from ..heads._selection import fisher_score, keep_top, mistake_of_share
+from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..task import Task, Tensors
-from ..training.ensembles import ensemble
-from ..training.gumbel import drawn_mask, mask_noise, steady_mask
 from ..training.loops import Loss, evaluate, features_of, local_optimizer, train_epochs
 from ..training.losses import negative_entropy, symmetric_divergence
+from ..training.networks import drawn_mask, ensemble, mask_noise, steady_mask
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
 from .base import Client, Exactness, MethodParams, ours, refreshed_stats
 from .base import Method as Base

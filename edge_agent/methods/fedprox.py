@@ -18,8 +18,8 @@ from pydantic import Field
 
 from ..task import Tensors
 from ..training.loops import cross_entropy, local_optimizer, train_epochs
+from ..training.losses import pulled_back
 from ..training.parts import to_arrays
-from ..training.proximal import pulled_back
 from .base import Client, Exactness, MethodParams
 from .fedavg import Method as FedAvg
 

@@ -16,9 +16,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..task import Tensors
+from ..training.finetune import on_features
 from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
-from ..training.tuning import on_features
 from .base import Client, Exactness, MethodParams
 from .fedper import Method as FedPer
 

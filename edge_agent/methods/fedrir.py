@@ -34,12 +34,12 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..models import create
 from ..task import Task, Tensors
-from ..training.information import GaussianPredictor, gaussian_misfit, vclub
+from ..training.augment import mask_patches
 from ..training.loops import Loss, adam, cross_entropy, evaluate, train_epochs
-from ..training.masking import mask_patches
+from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
+from ..training.networks import SHRINKS, Generator, SpecificEncoder, kl_to_standard_normal, sample
 from ..training.optimizers import OptimizerState, lasting
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim, to_arrays
-from ..training.variational import SHRINKS, Generator, SpecificEncoder, kl_to_standard_normal, sample
 from .base import Client, Exactness, MethodParams, ours, refreshed_stats
 from .base import Method as Base
 

@@ -21,8 +21,8 @@ from pydantic import Field
 
 from ..heads.knn import MIXES, quality, votes
 from ..task import Tensors
+from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
-from ..training.tuning import fingerprint
 from .base import Client, Exactness, MethodParams
 from .fedavg import Method as FedAvg
 

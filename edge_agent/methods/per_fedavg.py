@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from ..task import Tensors
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import to_arrays
-from ._tuned import Tuned
 from .base import Client, Exactness, MethodParams
+from .families import Tuned
 
 if TYPE_CHECKING:
     from ..training.parts import Parts

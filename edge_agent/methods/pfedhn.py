@@ -30,10 +30,9 @@ from ..errors import ConfigError
 from ..task import State, Tensors
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import load_arrays, to_arrays
-from ._clients import names_in, numbers_for, packed
-from ._server import is_learned
 from .base import Client, Exactness, MethodParams, Norm, Update, weighted_mean
 from .base import Method as Base
+from .families import is_learned, names_in, numbers_for, packed
 
 _HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
 _EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"

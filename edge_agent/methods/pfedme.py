@@ -20,13 +20,12 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..task import State, Tensors
+from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import Step, local_optimizer, train_by_steps
+from ..training.losses import pulled_to
 from ..training.parts import to_arrays
-from ..training.proximal import pulled_to
-from ..training.second import copy_tensors, pairs, second
-from ._personal import TwoNetworks
-from ._server import towards
 from .base import Client, MethodParams, Update, weighted_mean
+from .families import TwoNetworks, towards
 
 
 class Params(MethodParams):

@@ -24,9 +24,8 @@ from pydantic import Field
 from ..task import State, Task, Tensors
 from ..training.loops import cross_entropy, local_optimizer, train_epochs
 from ..training.parts import to_arrays
-from ._clients import names_in, packed
-from ._server import AT_HOME, is_learned, towards
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
+from .families import AT_HOME, is_learned, names_in, packed, towards
 from .fedavg import Method as FedAvg
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..heads import get as head_called
 from ..task import State, Task, Tensors
-from ..training.classifiers import orthonormal
 from ..training.loops import Loss, features_of, local_optimizer, train_epochs
+from ..training.networks import orthonormal
 from ..training.parts import encoder_and_head, to_arrays
 from .base import Client, Exactness, MethodParams, Update, weighted_mean
 from .base import Method as Base

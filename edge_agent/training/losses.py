@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 Variant = Literal["in", "out"]
@@ -75,3 +77,67 @@ def symmetric_divergence(first: torch.Tensor, second: torch.Tensor, *, detach_fi
     target_p, target_q = (log_p.detach(), log_q.detach()) if detach_first else (log_p, log_q)
     forth = F.kl_div(log_q, target_p, reduction="batchmean", log_target=True)
     return forth + F.kl_div(log_p, target_q, reduction="batchmean", log_target=True)
+
+
+class GaussianPredictor(nn.Module):
+    """q(out | in) = N(mean, e^logvar), two small perceptrons; log variances stay within -1 and 1."""
+
+    def __init__(self, inputs: int, outputs: int, hidden: int = 128) -> None:
+        super().__init__()
+        self.mean = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+        self.logvar = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs), nn.Tanh())
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Means and log variances, (n, outputs) each."""
+        return self.mean(inputs), self.logvar(inputs)
+
+
+def gaussian_misfit(values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
+    """sum_d (value - mean)^2 / e^logvar + logvar, averaged over rows.
+
+    Twice the negative log-likelihood without its constant; the smaller, the better ``values`` are predicted.
+    """
+    return ((values - mean).square() * torch.exp(-logvar) + logvar).sum(dim=1).mean()
+
+
+def vclub(
+    values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor, others: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The bound vCLUB in nats: mean over i of log q(value_i | i) - mean over j of log q(value_j | i).
+
+    Cheng et al., "CLUB", ICML 2020. It bounds the mutual information from above as far as q is the true conditional.
+    j runs over all rows, or for each i over the one row ``others[i]`` (n,). Normalising terms cancel.
+    """
+    if others is None:  # only the first two moments of all rows matter: n steps instead of n^2
+        first, second = values.mean(dim=0), values.square().mean(dim=0)
+    else:
+        first, second = values[others], values[others].square()
+    gap = second - values.square() + 2 * mean * (values - first)
+    return 0.5 * (gap * torch.exp(-logvar)).sum(dim=1).mean()
+
+
+def pulled_back(parameters: Iterable[torch.Tensor], strength: float) -> Callable[[], None]:
+    """What adds ``strength * (w - w0)`` to each gradient, with w0 the values at the time of this call.
+
+    That is the gradient of strength / 2 * |w - w0|^2. To be called before each step of an optimizer; parameters without
+    a gradient are left alone.
+    """
+    weights = list(parameters)
+    return pulled_to(weights, [weight.detach().clone() for weight in weights], strength)
+
+
+def pulled_to(
+    parameters: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], strength: float
+) -> Callable[[], None]:
+    """As `pulled_back`, to anchors of one's own choice, one for each parameter.
+
+    They are looked at anew each time: an anchor that moves meanwhile pulls to where it is.
+    """
+    pairs = list(zip(parameters, anchors, strict=True))
+
+    def pull() -> None:
+        for weight, anchor in pairs:
+            if weight.grad is not None:
+                weight.grad.add_(weight.detach() - anchor.detach(), alpha=strength)
+
+    return pull

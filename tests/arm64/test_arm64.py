@@ -108,8 +108,8 @@ def made(tmp_path_factory):
     """A bundle of a small convolutional encoder, trained for one round, with images to try it on."""
     import torch
 
+    from edge_agent.client.session import Arrays, Kept, Session
     from edge_agent.training.parts import to_arrays
-    from edge_agent.training.session import Arrays, Kept, Session
     from export.bundle import export_bundle, model_from_state
 
     folder = tmp_path_factory.mktemp("host")

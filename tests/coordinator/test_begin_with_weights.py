@@ -14,15 +14,15 @@ from federation_harness import Federation
 from safetensors.numpy import load_file, save_file
 from simulation_harness import learned_anywhere, run, small_plan, write_images
 
-from coordinator.analyze.subjects.simulation import Simulated
-from coordinator.checks import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm import train_warm
-from coordinator.request import Request, Weights
+from coordinator.research.analyze.targets import Simulated
+from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.simulate import Prepared, open_simulation
+from coordinator.state.run_request import Request, Weights
 from edge_agent import methods
 from edge_agent.errors import ConfigError, UsageError, WeightsError
-from edge_agent.store import read_tensors
+from edge_agent.storage import read_tensors
 from edge_agent.training.parts import to_arrays
 
 HARDLY = {"lr": 1e-12, "local_epochs": 1}

@@ -33,9 +33,9 @@ from coordinator.bench import (
 from coordinator.bench.figures import Row, caveat, machine, median, quantile, rounded
 from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
-from coordinator.journal import Journal
+from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import MeasuringFailed, UsageError
 from edge_agent.task import Task

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.checks import check_defaults, checked_method
 from coordinator.config import CoordinatorConfig
+from coordinator.service.preflight import check_defaults, checked_method
 from edge_agent.errors import ConfigError, UnknownName, UsageError
 
 

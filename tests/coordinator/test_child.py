@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import coordinator
-from coordinator.child import command
 from coordinator.hosted import desk, owner
 from coordinator.hosted.desk import Desk
+from coordinator.processes.launch import command
 from coordinator.simulate.engines import process
 from edge_agent.errors import RunFailed
 

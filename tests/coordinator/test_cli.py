@@ -13,8 +13,8 @@ from coordinator.cli.app import app
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import HEADINGS, MARKS, describe, parameters, section, with_table
 from coordinator.cli.options import console, show, table
-from coordinator.journal import RunRecord
-from coordinator.store import StateFolder
+from coordinator.state.journal import RunRecord
+from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.errors import UsageError
 

@@ -16,8 +16,8 @@ import pytest
 
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting, follow, result_of
-from coordinator.journal import utc_now
-from coordinator.store import StateFolder
+from coordinator.state.journal import utc_now
+from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
 
 TASK = """

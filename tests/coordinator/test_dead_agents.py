@@ -9,9 +9,9 @@ import pytest
 from federation_disturbances import Stranger, killed_at_append
 from federation_harness import Federation
 
-from coordinator.answers import REPORT_DEADLINE_S
 from coordinator.cli.run import tell as show_result
 from coordinator.config import RoundConfig
+from coordinator.runs.reports import REPORT_DEADLINE_S
 
 TRAINING_S = 5.0
 SHIPPED = RoundConfig().model_dump()

@@ -13,7 +13,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.broker.mosquitto import MosquittoBroker
-from edge_agent.agent import will_of
+from edge_agent.agent.event_loop import will_of
 from edge_agent.cli import main
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.wire.mqtt import MqttTransport

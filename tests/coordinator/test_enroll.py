@@ -18,7 +18,6 @@ import pytest
 from mqtt_harness import NEEDS_MOSQUITTO
 from paho.mqtt import client as mqtt
 
-from coordinator import serving
 from coordinator.broker import find_mosquitto
 from coordinator.broker.access import (
     BROKER_ACCOUNT,
@@ -32,6 +31,7 @@ from coordinator.broker.mosquitto import settings_text
 from coordinator.broker.supervise import held_port
 from coordinator.cli import main as headwater
 from coordinator.config import CoordinatorConfig
+from coordinator.service import app
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import StateError, UsageError
@@ -356,7 +356,7 @@ class TestDoctor:
             }
         )
         stop = threading.Event()
-        with serving.coordinator(config) as service:
+        with app.coordinator(config) as service:
             thread = threading.Thread(target=service.serve, args=(stop,))
             thread.start()
             try:

@@ -12,10 +12,10 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.broker.access import set_password
 from coordinator.cli import main as headwater
 from coordinator.cli.follow import follow
-from coordinator.store import StateFolder
+from coordinator.state.store import StateFolder
 from edge_agent.cli import main as edge_agent
 from edge_agent.errors import RunFailed
-from edge_agent.store import folder_lock, write_json
+from edge_agent.storage import folder_lock, write_json
 
 README = Path(__file__).parents[2] / "README.md"
 COORDINATOR = """

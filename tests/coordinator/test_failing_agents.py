@@ -15,9 +15,8 @@ from federation_harness import Federation
 
 from coordinator.cli.run import footnotes
 from coordinator.config import RoundConfig
-from coordinator.exclusion import Exclusions
-from coordinator.journal import OpenRound
-from coordinator.journal.replay import Accepted
+from coordinator.fleet.exclusion import Exclusions
+from coordinator.state.journal import Accepted, OpenRound
 from edge_agent.errors import TrainingFailed
 from edge_agent.wire import messages as wire
 

@@ -10,7 +10,7 @@ from federation_duties import SMALL, TASK, TinyDuties, quick_params
 from federation_harness import Federation
 
 from edge_agent import methods
-from edge_agent.agent.kept import KeptFiles
+from edge_agent.agent.local_state import KeptFiles
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode

@@ -17,8 +17,8 @@ from datetime import datetime
 import pytest
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
-from coordinator.request import Request
-from coordinator.store import StateFolder
+from coordinator.state.run_request import Request
+from coordinator.state.store import StateFolder
 from edge_agent.task import ImageInput, Task
 
 pytestmark = pytest.mark.broker

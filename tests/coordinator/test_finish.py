@@ -9,8 +9,8 @@ import pytest
 from federation_disturbances import lose
 from federation_harness import Federation, Killed
 
-from coordinator import encoders
 from coordinator.cli.run import agents_table, footnotes
+from coordinator.runs import release
 from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.wire import messages as wire
 from edge_agent.wire.tensors import encode
@@ -29,7 +29,7 @@ def exports(monkeypatch):
         parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
         return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id(loop.run), parity=parity))
 
-    monkeypatch.setattr(encoders, "export_run", fake)
+    monkeypatch.setattr(release, "export_run", fake)
     return made
 
 
@@ -201,7 +201,7 @@ def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(t
     def fails(loop, path, purpose):
         raise ExportRejected("parity 0.3 is above 0.001")
 
-    monkeypatch.setattr(encoders, "export_run", fails)
+    monkeypatch.setattr(release, "export_run", fails)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -215,7 +215,7 @@ def test_an_export_that_breaks_is_a_rejected_export_too(tmp_path, monkeypatch):
     def breaks(loop, path, purpose):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(encoders, "export_run", breaks)
+    monkeypatch.setattr(release, "export_run", breaks)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -244,7 +244,7 @@ def test_the_summary_says_what_was_asked_for_and_what_came_out(tmp_path):
 
 
 def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypatch, exports):
-    real, died = encoders.export_run, []
+    real, died = release.export_run, []
 
     def dies_once(loop, path, purpose):
         if not died:
@@ -252,7 +252,7 @@ def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypa
             raise Killed
         return real(loop, path, purpose)
 
-    monkeypatch.setattr(encoders, "export_run", dies_once)
+    monkeypatch.setattr(release, "export_run", dies_once)
     with Federation(tmp_path, agents=2, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.request(rounds=1)

@@ -11,8 +11,8 @@ import pytest
 from federation_duties import TinyDuties
 from federation_harness import Federation, TimedWorker
 
-from coordinator import encoders
-from coordinator.steering import why_stop
+from coordinator.runs import release
+from coordinator.runs.early_stopping import why_stop
 from edge_agent import methods
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire import messages as wire
@@ -40,7 +40,7 @@ def exports(monkeypatch):
         bundle_id = hashlib.sha256(path.stem.encode()).hexdigest()
         return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id, parity=parity))
 
-    monkeypatch.setattr(encoders, "export_run", fake)
+    monkeypatch.setattr(release, "export_run", fake)
     return made
 
 
@@ -105,14 +105,14 @@ def test_a_run_that_needs_its_last_round_does_not_stop_before(tmp_path, exports,
 
 
 def test_a_rejected_export_during_a_run_costs_that_release_only(tmp_path, exports, monkeypatch):
-    real = encoders.export_run
+    real = release.export_run
 
     def sometimes(loop, path, purpose):
         if path.stem.endswith("round-1"):
-            raise encoders.ExportRejected("parity: 3.0, at most 0.0001 is allowed")
+            raise release.ExportRejected("parity: 3.0, at most 0.0001 is allowed")
         return real(loop, path, purpose)
 
-    monkeypatch.setattr(encoders, "export_run", sometimes)
+    monkeypatch.setattr(release, "export_run", sometimes)
     with federation(tmp_path, every=1) as fed:
         fed.add("h1", tier="head")
         fed.request(rounds=3)
@@ -123,7 +123,7 @@ def test_a_rejected_export_during_a_run_costs_that_release_only(tmp_path, export
 
 def test_a_late_answer_about_an_earlier_release_does_not_pass_for_one_about_the_last(tmp_path, exports):
     with federation(tmp_path, every=1) as fed:
-        fed.add("h1", tier="head", seconds=encoders.RELEASE_DEADLINE_S + 30)
+        fed.add("h1", tier="head", seconds=release.RELEASE_DEADLINE_S + 30)
         fed.request(rounds=2)
         fed.finish()
         assert fed.duties["h1"].installed == [hashlib.sha256(exports[0].encode()).hexdigest()]
@@ -258,7 +258,7 @@ def test_a_method_without_such_a_part_asks_devices_that_train_only(tmp_path):
 
 
 def test_a_device_that_is_asked_to_join_where_there_is_nothing_for_it_says_what_to_change(tmp_path):
-    from edge_agent.agent.joining import join_round
+    from edge_agent.agent.tasks import join_round
     from edge_agent.config import AgentConfig, DataConfig
     from edge_agent.errors import MissingCapability
 

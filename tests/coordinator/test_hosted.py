@@ -9,18 +9,18 @@ from federation_duties import quick_params
 from federation_harness import Federation
 from simulation_harness import small_plan, write_images
 
-from coordinator.cohort import lack
 from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
+from coordinator.runs.selection import lack
 from coordinator.simulate import PARTITION, Prepared, open_simulation
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
-from edge_agent.work import InlineWorker
+from edge_agent.worker import InlineWorker
 
 CLIENTS = ("c0", "c1", "c2", "c3")
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.checks import check_defaults
 from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
 from coordinator.hosted import Hosts, checking, owner
 from coordinator.hosted.checking import overlaps
+from coordinator.service.preflight import check_defaults
 from edge_agent import data
+from edge_agent.client.session import choose_device
 from edge_agent.config import load, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError
-from edge_agent.training.session import choose_device
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASK = {"class_names": ["a", "b"], "encoder": "linear", "input": {"kind": "image", "channels": 1}}

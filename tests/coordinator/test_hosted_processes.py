@@ -20,9 +20,9 @@ from federation_duties import SMALL
 from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import Hosts, owner
 from coordinator.hosted.ending import cause_of_death
-from coordinator.request import Request
 from coordinator.simulate import PARTITION, Plan, Prepared, open_simulation
-from coordinator.store import StateFolder
+from coordinator.state.run_request import Request
+from coordinator.state.store import StateFolder
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.wire import messages as wire
 from edge_agent.wire.transport import Message

@@ -13,15 +13,14 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
-from coordinator.identity import RunIds, begin
-from coordinator.journal import Journal
-from coordinator.journal.entry import draft
-from coordinator.request import Request
-from coordinator.service import Coordinator
-from coordinator.store import StateFolder
-from edge_agent.agent.membership import FOLLOW_S
+from coordinator.service.coordinator import Coordinator
+from coordinator.state.identity import RunIds, begin
+from coordinator.state.journal import Journal, draft
+from coordinator.state.run_request import Request
+from coordinator.state.store import StateFolder
+from edge_agent.agent.local_state import FOLLOW_S
 from edge_agent.errors import DuplicateCoordinator
-from edge_agent.store import without_syncs
+from edge_agent.storage import without_syncs
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 

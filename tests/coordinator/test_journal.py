@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.journal import KINDS, Accepted, Entry, Journal, RunRecord
-from coordinator.journal.replay import step
+from coordinator.state.journal import KINDS, Accepted, Entry, Journal, RunRecord, step
 from edge_agent.errors import StateError, UnknownName
-from edge_agent.store import without_syncs
+from edge_agent.storage import without_syncs
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 
@@ -323,7 +322,7 @@ def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
 APPEND_FORTY = """
 import sys
 from pathlib import Path
-from coordinator.journal import Journal
+from coordinator.state.journal import Journal
 with Journal(Path(sys.argv[1])) as journal:
     for _ in range(40):
         journal.append("update_accepted", run="run-0001", round=1, agent=sys.argv[2], digest="aa" * 32)
@@ -345,7 +344,7 @@ def test_what_append_returned_survives_a_kill(tmp_path):
     """The child says a number only after append returned, then is killed: every said number is in the journal."""
     path = tmp_path / "journal.db"
     program = (
-        "import sys; from pathlib import Path; from coordinator.journal import Journal\n"
+        "import sys; from pathlib import Path; from coordinator.state.journal import Journal\n"
         "with Journal(Path(sys.argv[1])) as journal:\n"
         "    while True: print(journal.append('coordinator_started').id, flush=True)\n"
     )

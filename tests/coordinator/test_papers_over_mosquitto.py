@@ -19,10 +19,10 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.broker import MosquittoBroker, find_mosquitto
 from edge_agent import methods
-from edge_agent.agent import Agent, will_of
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.store import read_tensors
+from edge_agent.storage import read_tensors
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import norm_names
 from edge_agent.wire import messages as wire

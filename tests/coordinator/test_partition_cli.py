@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from coordinator.report.mixture import mixture
+from coordinator.report.charts import mixture
 from coordinator.simulate import Plan, Prepared
 from edge_agent.data.partition import Division
 

@@ -11,7 +11,7 @@ from federation_duties import TinyDuties
 from federation_harness import Federation
 
 from edge_agent import methods
-from edge_agent.agent.kept import KeptFiles
+from edge_agent.agent.local_state import KeptFiles
 from edge_agent.bundle import install
 from edge_agent.encoder import Encoder
 from edge_agent.task import ImageInput, Task

@@ -19,9 +19,9 @@ from coordinator.report.figures import read_run
 from coordinator.report.page import render
 from edge_agent import methods
 from edge_agent.errors import RunFailed
-from edge_agent.store import write_tensors
+from edge_agent.storage import write_tensors
 from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.work import InlineWorker
+from edge_agent.worker import InlineWorker
 
 FLAT = Task(
     input=WindowInput(channels=1, length=4, stride=4),

@@ -11,7 +11,7 @@ from coordinator.report import write_report
 from coordinator.report.charts import Axis, nice_ceiling, nice_step
 from coordinator.report.figures import as_number, read_run
 from coordinator.report.page import duration, megabytes, percent, render
-from coordinator.store import RunFolder
+from coordinator.state.store import RunFolder
 from edge_agent.errors import StateError
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.roster import PATIENCE_S, RETURN_S, Roster
+from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Roster
 from edge_agent.wire.messages import Hello
 
 

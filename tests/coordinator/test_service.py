@@ -11,8 +11,8 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.fleet import Waiting
-from coordinator.saying import Voice
+from coordinator.runs.context import Waiting
+from coordinator.service.status import Voice
 from edge_agent.wire import messages as wire
 
 
@@ -102,12 +102,12 @@ def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
 
 
 def test_a_status_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
-    from coordinator import saying
+    from coordinator.service import status
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saying, "write_atomic", full)
+    monkeypatch.setattr(status, "write_atomic", full)
     with Federation(tmp_path) as fed:
         fed.request(rounds=1)
         fed.finish()

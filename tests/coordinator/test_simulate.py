@@ -14,7 +14,7 @@ from coordinator import simulate
 from coordinator.simulate import Prepared, open_simulation, results
 from coordinator.simulate.duties import Shared
 from edge_agent import methods
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.data import Samples, partition
 from edge_agent.errors import TrainingFailed, UsageError
 

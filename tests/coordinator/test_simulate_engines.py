@@ -11,8 +11,8 @@ import pytest
 import torch
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, updates_of, write_images
 
-from coordinator.cohort import choose
 from coordinator.config import CohortConfig
+from coordinator.runs.selection import choose
 from coordinator.simulate import PARTITION, Prepared, open_simulation, planned, prepared
 from coordinator.simulate.dropouts import Dropouts
 from coordinator.simulate.durations import Durations
@@ -22,9 +22,9 @@ from coordinator.simulate.engines.areas import Area
 from coordinator.simulate.engines.choice import Choice
 from coordinator.simulate.engines.pool import Beginning, Pool
 from coordinator.simulate.pools import Pools
+from edge_agent.client import session
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
-from edge_agent.training import session
 from edge_agent.training.precision import StepTimes
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, UpdateManifest

@@ -13,7 +13,7 @@ from simulation_harness import run, small_plan, write_images
 from coordinator.simulate import Prepared, open_simulation
 from edge_agent.bundle import open_bundle
 from edge_agent.data.partition import Division
-from edge_agent.store import read_tensors
+from edge_agent.storage import read_tensors
 from edge_agent.training.parts import load_arrays
 
 

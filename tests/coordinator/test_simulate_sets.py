@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from coordinator.simulate import Plan, pools
-from edge_agent.data import officecaltech, pacs, ucihar
+from edge_agent.data.sets import officecaltech, pacs, ucihar
 from edge_agent.errors import DataError, UsageError
 
 SMALL = {"encoder": "linear", "input": {"height": 4, "width": 4, "mean": 0.0, "std": 1.0}}

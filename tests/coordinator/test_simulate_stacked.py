@@ -14,13 +14,13 @@ from coordinator.cli.simulation_output import reading
 from coordinator.simulate import Prepared, open_simulation
 from coordinator.simulate.engines.trial import ONE_BY_ONE, Starter, Trial
 from edge_agent import methods, models
+from edge_agent.client.session import Kept, Session
+from edge_agent.client.stacked import Stack
 from edge_agent.errors import TrainingFailed
 from edge_agent.methods import base
 from edge_agent.methods.base import Plain
 from edge_agent.models.base import Layers
 from edge_agent.task import Frozen
-from edge_agent.training.session import Kept, Session
-from edge_agent.training.stacked import Stack
 from edge_agent.wire.tensors import decode
 
 PARAMS = {"local_epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.5, "weight_decay": 1e-3}

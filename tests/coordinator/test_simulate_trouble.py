@@ -12,21 +12,22 @@ import pytest
 from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import identity, simulate
+from coordinator import simulate
 from coordinator.cli.simulation_output import reading
-from coordinator.collect import Collector
-from coordinator.journal import Journal
-from coordinator.reproduce import outcome
-from coordinator.rounds import RunLoop
+from coordinator.fleet.uploads import Collector
+from coordinator.research.reproduce import outcome
+from coordinator.runs.round_loop import RunLoop
 from coordinator.simulate import PARTITION, PLAN, Prepared, open_simulation, planned
 from coordinator.simulate.clients import Crowd
-from coordinator.store import BlobStore, StateFolder
+from coordinator.state import identity
+from coordinator.state.journal import Journal
+from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import methods
-from edge_agent.agent.kept import KeptFiles
+from edge_agent.agent.local_state import KeptFiles
 from edge_agent.data import partition
 from edge_agent.data.partition import Division
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
-from edge_agent.store import write_atomic
+from edge_agent.storage import write_atomic
 from edge_agent.wire import chunks
 from edge_agent.wire.messages import Report, UpdateManifest
 

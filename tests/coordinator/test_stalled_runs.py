@@ -12,9 +12,10 @@ import pytest
 from federation_disturbances import Stranger
 from federation_harness import Federation
 
-from coordinator import saying, store
 from coordinator.cli.status import status as status_command
-from coordinator.store import StateFolder
+from coordinator.service import status
+from coordinator.state import store
+from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
 from edge_agent.wire import messages as wire
 
@@ -28,7 +29,7 @@ def full_disk(monkeypatch):
     """No blob, and no status, can be written in a new file."""
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_atomic", full)
-        patch.setattr(saying, "write_atomic", full)
+        patch.setattr(status, "write_atomic", full)
         yield
 
 
@@ -159,7 +160,7 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
 
 def test_a_journal_that_cannot_be_written_ends_neither_process_nor_run(tmp_path, monkeypatch, undisturbed):
     """Every append fails for a minute: a round cannot be opened, an update not noted, a cancellation not done."""
-    from coordinator.journal import Journal
+    from coordinator.state.journal import Journal
     from edge_agent.errors import StateError
 
     def refuse(*_arguments, **_columns):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.store import StateFolder
+from coordinator.state.store import StateFolder
 
 LIMIT_S = 120.0
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.journal import Journal
-from coordinator.store import BlobStore, RunFolder, StateFolder
+from coordinator.state.journal import Journal
+from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.errors import StateError, UsageError
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -14,18 +14,18 @@ from federation_duties import SMALL, TASK, step_of
 from federation_harness import Federation
 from simulation_harness import write_images
 
-from coordinator.checks import checked_method
 from coordinator.config import CoordinatorConfig, WarmStartConfig
 from coordinator.hosted import desk
 from coordinator.hosted.desk import Desk
 from coordinator.hosted.own import OwnWork
 from coordinator.hosted.warm import train_warm
-from coordinator.request import Request
+from coordinator.service.preflight import checked_method
+from coordinator.state.run_request import Request
 from edge_agent import methods
 from edge_agent.config import parse
 from edge_agent.errors import ConfigError, RunFailed, UsageError
-from edge_agent.store import read_tensors
-from edge_agent.work import InlineWorker
+from edge_agent.storage import read_tensors
+from edge_agent.worker import InlineWorker
 
 
 @pytest.fixture

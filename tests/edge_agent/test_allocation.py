@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from edge_agent import allocation
+from edge_agent import limits
 
 WORK = """
 import resource
 import numpy as np
-from edge_agent.allocation import give_freed_memory_back, keep_freed_memory
+from edge_agent.limits import give_freed_memory_back, keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -60,8 +60,8 @@ def test_without_it_pages_come_and_go_with_each_step():
 
 
 def test_an_allocator_that_cannot_be_told_is_left_alone(monkeypatch):
-    monkeypatch.setattr(allocation, "_c_library", lambda: None)
-    allocation.keep_freed_memory.cache_clear()
-    assert allocation.keep_freed_memory() is False
-    allocation.give_freed_memory_back()
-    allocation.keep_freed_memory.cache_clear()
+    monkeypatch.setattr(limits, "_c_library", lambda: None)
+    limits.keep_freed_memory.cache_clear()
+    assert limits.keep_freed_memory() is False
+    limits.give_freed_memory_back()
+    limits.keep_freed_memory.cache_clear()

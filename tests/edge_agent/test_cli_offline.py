@@ -110,7 +110,7 @@ def test_import_installs_into_a_state_folder_that_other_commands_accept(place, c
 
 
 def test_import_waits_for_no_running_agent(place, capsys):
-    from edge_agent.store import folder_lock
+    from edge_agent.storage import folder_lock
 
     with folder_lock(place / "state", "edge-agent run"):
         assert answer(capsys, "import", "b.hwb", "--state", "state", code=1)["error"]["kind"] == "StateError"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent.cli import COMMANDS, main
-from edge_agent.store import folder_lock, write_json
+from edge_agent.storage import folder_lock, write_json
 
 
 @pytest.fixture(autouse=True)

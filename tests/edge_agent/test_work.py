@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from edge_agent.errors import TrainingFailed
-from edge_agent.work import InlineWorker, ThreadWorker
+from edge_agent.worker import InlineWorker, ThreadWorker
 
 PATIENCE_S = 20
 

@@ -8,7 +8,7 @@ import torch
 
 from edge_agent import methods
 from edge_agent.bundle import open_bundle
-from edge_agent.store import write_tensors
+from edge_agent.storage import write_tensors
 from edge_agent.task import canonical_json
 from edge_agent.training.parts import to_arrays
 from export.cli import main

@@ -13,9 +13,8 @@ import pytest
 from onnx import TensorProto
 from onnxruntime import quantization
 
-from export.parity import mean_cosine
+from export.parity import mean_cosine, run
 from export.quantize import MAX_WEIGHT, largest_weight, to_int8
-from export.runtime import run
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_two_products_of_any_activation_and_any_weight_fit_into_16_bits(int8):
 
 ON_ANOTHER_PROCESSOR = """
 import sys, numpy as np
-from export.runtime import run
+from export.parity import run
 from pathlib import Path
 folder = Path(sys.argv[1])
 inputs = np.load(folder / "inputs.npy")

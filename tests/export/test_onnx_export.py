@@ -15,7 +15,7 @@ from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
 from export import encoder as export_encoder
 from export.encoder import strip_opsets, to_onnx
-from export.runtime import run
+from export.parity import run
 
 GREY, COLOUR, WINDOW = ImageInput(channels=1, height=28, width=28), ImageInput(), WindowInput(channels=3, length=40)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from federation_duties import SMALL
 from simulation_harness import run, small_plan
 
-from coordinator.analyze import Place, Settings, analyze, find
+from coordinator.research.analyze import Place, Settings, analyze, find
 
 PARAMS = {
     "dualfed": {**SMALL, "contrastive_weight": 1.0, "projector_width": 8},

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig
 from edge_agent.data import Samples

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 FLOORS = [
-    ("L0", r"edge_agent|edge_agent\.(allocation|errors|config|task|registry|store|capabilities|(bundle|wire)(\..+)?)"),
+    ("L0", r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|(bundle|wire)(\..+)?)"),
     ("L0", r"edge_agent\.methods(\.base)?"),
-    ("L3", r"edge_agent\.(training|models)(\..+)?|edge_agent\.methods\..+"),
+    ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|self_test|(heads|data)(\..+)?)"),
     ("L2", r"edge_agent\..+"),
     ("export", r"export(\..+)?"),
@@ -29,9 +29,9 @@ ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
     r"edge_agent\.encoder": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
-    r"edge_agent\.data\.digits5": {"scipy"},
+    r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
-    r"export\.(runtime|quantize)": {"onnxruntime"},
+    r"export\.(parity|quantize)": {"onnxruntime"},
     r"export\.(cli|quantize|bundle)": {"PIL"},
     r"edge_agent\.agent(\..+)?": {"torch"},
 }
@@ -45,7 +45,7 @@ INNER = {
     "L3": {"L0", "L1", "L3"},
     "export": {"L0", "L1", "L3", "export"},
 }
-FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.memory|wire\.transport|agent|cli|work)(\..+)?|paho.*"
+FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.memory|wire\.transport|agent|cli|worker)(\..+)?|paho.*"
 OURS = {"edge_agent", "export", "coordinator"}
 
 
@@ -75,7 +75,7 @@ def also_allowed(module: str) -> set[str]:
         ("edge_agent.methods.fedper", "L3"),
         ("edge_agent.models", "L3"),
         ("edge_agent.heads.lr", "L1"),
-        ("edge_agent.agent.duties", "L2"),
+        ("edge_agent.agent.tasks", "L2"),
         ("edge_agent.cli", "L2"),
         ("coordinator.broker.serve", "coordinator"),
     ],
@@ -143,9 +143,9 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
     "package, only",
     [
         ("paho", {"edge_agent.wire.mqtt"}),
-        ("onnxruntime", {"edge_agent.encoder", "export.runtime", "export.quantize"}),
+        ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
-        ("sqlalchemy", {"coordinator.journal"}),
+        ("sqlalchemy", {"coordinator.state.journal"}),
         ("ray", {"coordinator.simulate.engines.connection"}),
     ],
 )

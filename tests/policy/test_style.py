@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 60
 DRAWERS = {
     "utils",
     "util",
@@ -32,21 +30,6 @@ UNSAFE_CALLS = {"torch.load", "torch.save", "np.save", "joblib.load", "eval", "e
 
 def functions(source):
     return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def test_files_are_short(sources):
-    long = {source.name: lines for source in sources if (lines := source.text.count("\n")) > MAX_LINES}
-    assert long == {}, "split the file into a folder of the same name"
-
-
-def test_functions_are_short(sources):
-    long = [
-        f"{source.name}.{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for source in sources
-        for node in functions(source)
-        if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
-    ]
-    assert long == []
 
 
 def test_no_module_is_a_drawer(sources):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.agent.kept import KeptFiles, apart, together
+from edge_agent.agent.local_state import KeptFiles, apart, together
 from edge_agent.data.partition import Division
 from edge_agent.task import Tensors
 from edge_agent.wire.messages import Job

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods
+from edge_agent.client.session import Built
 from edge_agent.data.partition import Division
 from edge_agent.task import Task
-from edge_agent.training.session import Built
 
 from ..duties import Shared
 from ..plan import Plan

@@ -6,8 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+from edge_agent.client.session import choose_device
 from edge_agent.errors import MissingCapability
-from edge_agent.training.session import choose_device
 
 from ..plan import EngineName, Plan
 from .connection import imported

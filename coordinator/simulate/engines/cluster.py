@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import __version__
-from edge_agent.agent.duties import kept_before
-from edge_agent.agent.jobs import fault
-from edge_agent.agent.kept import KeptFiles, apart, together
+from edge_agent.agent.local_state import KeptFiles, apart, together
+from edge_agent.agent.runner import fault
+from edge_agent.agent.tasks import kept_before
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError, RunFailed, UsageError
 from edge_agent.wire.chunks import Outgoing

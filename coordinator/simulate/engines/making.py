@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from edge_agent.training.session import choose_device
+from edge_agent.client.session import choose_device
 
 from ..duties import Sessions, Shared
 from ..prepared import Prepared

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...child import command
 from ...hosted.ending import cause_of_death
+from ...processes.launch import command
 from .areas import Area
 from .line import Line
 

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.agent.jobs import fault
+from edge_agent.agent.runner import fault
+from edge_agent.client.stacked import Schedule, Stack, has_norm, obstacle, schedule
 from edge_agent.errors import HeadwaterError, RunFailed
 from edge_agent.methods import Method
 from edge_agent.methods.base import Plain
 from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
-from edge_agent.training.stacked import Schedule, Stack, has_norm, obstacle, schedule
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, UpdateManifest
 

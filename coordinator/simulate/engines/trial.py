@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_unfolding, schedule
 from edge_agent.errors import TrainingFailed
 from edge_agent.methods import Client, Method
 from edge_agent.methods.base import Plain
 from edge_agent.task import Tensors
 from edge_agent.training.parts import Parts
-from edge_agent.training.stacked import Convolutions, Schedule, Stack, has_unfolding, schedule
 
 Measure = Callable[[str, Callable[[], object]], float]
 """Seconds of some work, which is named."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.data.partition import Division
-from edge_agent.store import without_syncs
+from edge_agent.storage import without_syncs
 from edge_agent.wire.messages import Job
 
-from ...child import heed_no_signals
+from ...processes.launch import heed_no_signals
 from ..duties import Shared, answer
 from .areas import Area
 from .base import received

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from .division import Division, Pool, Share, divided
 from .pools import Own, Pools, check_own, own_samples, parts_of, read_pools
-from .quantity import quantity
-from .rules import RULES, Rows, alike, check_rule, dirichlet, fedpac, iid, pathological
+from .rules import RULES, Rows, alike, check_rule, dirichlet, fedpac, iid, pathological, quantity
 
 __all__ = [
     "RULES",

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from ...config import NAME_PATTERN, mistakes_of
 from ...errors import ConfigError, DataError, StateError, nearest
-from ...store import read_json, write_atomic
+from ...storage import read_json, write_atomic
 from ...task import Frozen
 
 FORMAT = 1

@@ -11,7 +11,7 @@ import pytest
 from analysis_harness import simulated
 from simulation_harness import write_images
 
-from coordinator.store import StateFolder
+from coordinator.state.store import StateFolder
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 
 from coordinator.cli import main
-from coordinator.keeping import states_of
-from coordinator.store import StateFolder
-from edge_agent.agent.kept import KeptFiles
+from coordinator.state.retention import states_of
+from coordinator.state.store import StateFolder
+from edge_agent.agent.local_state import KeptFiles
 
 
 def test_the_state_that_is_kept_is_that_of_a_run_that_ended_there(runs, images, folder):
@@ -40,7 +40,7 @@ def test_another_runs_end_leaves_kept_states_alone(images, folder):
     path, _ = simulated(images, folder / "again")
     state = StateFolder(path)
     with state.open("test"):
-        from coordinator.keeping import blobs_in_use
+        from coordinator.state.retention import blobs_in_use
 
         before = states_of(state, "run-0001")
         state.blobs.prune(blobs_in_use(state.journal))
@@ -74,7 +74,7 @@ def test_the_file_says_how_many_states_to_keep_and_the_option_wins(tmp_path):
 
 
 def test_a_request_from_before_states_could_be_kept_keeps_none():
-    from coordinator.request import Request
+    from coordinator.state.run_request import Request
     from edge_agent.task import Task
 
     request = Request("fedavg", {}, 3, 0, Task(class_names=("a",)), keep_every=4)

@@ -10,8 +10,8 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 from simulation_harness import write_images
 
-from coordinator.analyze.looks import Part
-from coordinator.store import StateFolder
+from coordinator.research.analyze.views import Part
+from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.errors import DataError, UsageError
 from edge_agent.wire.tensors import decode
@@ -19,7 +19,7 @@ from edge_agent.wire.tensors import decode
 
 @pytest.fixture(scope="module")
 def bundle(coordinator, folder):
-    from coordinator.request import Request
+    from coordinator.state.run_request import Request
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 
     state = StateFolder(coordinator)
@@ -98,7 +98,7 @@ def test_a_bundle_is_analyzed_where_there_is_no_torch(bundle, data, folder):
         "        if name.split('.')[0] in {'torch', 'torchvision', 'onnx'}:\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Blocker())\n"
-        "from coordinator.analyze import Place, Settings, analyze, find\n"
+        "from coordinator.research.analyze import Place, Settings, analyze, find\n"
         "settings = Settings(tsne=0)\n"
         f"place = Place({str(bundle)!r}, data={tuple(data)!r})\n"
         "print(analyze(find(place, settings), settings)['kind'])\n"

@@ -11,13 +11,13 @@ from analysis_harness import analyzed, reasons, simulated
 from federation_duties import SMALL
 from simulation_harness import write_images
 
-from coordinator.analyze import Place, Settings, find
-from coordinator.keeping import states_of
-from coordinator.store import StateFolder
+from coordinator.research.analyze import Place, Settings, find
+from coordinator.state.retention import states_of
+from coordinator.state.store import StateFolder
 from edge_agent import heads
-from edge_agent.agent.kept import KeptFiles
+from edge_agent.agent.local_state import KeptFiles
 from edge_agent.errors import StateError
-from edge_agent.store import read_tensors, write_tensors
+from edge_agent.storage import read_tensors, write_tensors
 from edge_agent.wire.tensors import decode
 
 
@@ -36,7 +36,7 @@ def test_accuracies_are_those_that_the_simulation_told(runs, method):
 
 def test_separation_and_cka_are_those_of_the_layers_worked_out_by_hand(runs):
     """DualFed on a linear encoder without batch norm: features before and behind the projector, in numpy."""
-    from coordinator.analyze.subjects.simulation import Simulated
+    from coordinator.research.analyze.targets import Simulated
 
     path, _ = runs("dualfed")
     subject = find(Place(str(path)), Settings())

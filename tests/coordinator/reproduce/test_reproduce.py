@@ -11,9 +11,9 @@ import pytest
 from reproduction_harness import TABLE
 from safetensors.numpy import save_file
 
-from coordinator import reproduce
-from coordinator.reproduce import Reproduction, Table, outcome, read_table
-from coordinator.reproduce.pages import said
+from coordinator.research import reproduce
+from coordinator.research.reproduce import Reproduction, Table, outcome, read_table
+from coordinator.research.reproduce.pages import said
 from coordinator.simulate.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
 

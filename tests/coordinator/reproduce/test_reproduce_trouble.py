@@ -7,10 +7,10 @@ import json
 import pytest
 from reproduction_harness import TABLE
 
-from coordinator.ending import end_run
-from coordinator.reproduce import Reproduction, read_table
+from coordinator.research.reproduce import Reproduction, read_table
+from coordinator.runs.finish import end_run
 from coordinator.simulate.clients import Crowd
-from coordinator.store import StateFolder
+from coordinator.state.store import StateFolder
 from edge_agent.errors import ConfigError, RunFailed, StateError
 
 BAD_ROW = '[[rows]]\nname = "Bad"\nmethod = "{method}"\nparams = {params}\nplan = {plan}\n'

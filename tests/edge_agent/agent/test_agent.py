@@ -12,8 +12,8 @@ from federation_disturbances import Stranger, lose
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, vanish
 
-from edge_agent.agent.duties import Duties
-from edge_agent.agent.silence import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
+from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
+from edge_agent.agent.tasks import Duties
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing

@@ -22,8 +22,8 @@ from mqtt_harness import PATIENCE_S
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent.checking import check_beside
-from edge_agent.agent.condition import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
+from edge_agent.agent.tasks import Duties
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
 from edge_agent.errors import (
@@ -75,8 +75,8 @@ def test_an_agent_whose_disk_cannot_be_written_stalls_and_resumes(fed, monkeypat
     agent = fed.add("a0")
     fed.settle()
     with monkeypatch.context() as patch:
-        patch.setattr("edge_agent.agent.write_atomic", refused)
-        patch.setattr("edge_agent.agent.condition.write_atomic", refused)
+        patch.setattr("edge_agent.agent.event_loop.write_atomic", refused)
+        patch.setattr("edge_agent.agent.health.write_atomic", refused)
         try:
             agent.write_status()
         except OSError as error:
@@ -122,7 +122,7 @@ def test_a_round_that_has_enough_updates_goes_on_without_an_agent_that_stalls(fe
 def test_looks_at_a_full_disk_come_less_and_less_often(fed, monkeypatch):
     agent, looks = fed.add("a0"), []
     fed.settle()
-    monkeypatch.setattr("edge_agent.agent.disk.try_disk", lambda *_: looks.append(fed.clock.now) or full())
+    monkeypatch.setattr("edge_agent.agent.runner.try_disk", lambda *_: looks.append(fed.clock.now) or full())
     agent.condition.note("disk", OSError(errno.ENOSPC, "full"))
     fed.wait(600)
     pauses = [round(later - earlier) for earlier, later in pairwise(looks)]
@@ -148,7 +148,7 @@ def test_a_chunk_that_has_no_room_is_not_asked_for_each_second(fed, monkeypatch)
     fed.settle()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        patch.setattr("edge_agent.agent.disk.try_disk", full)
+        patch.setattr("edge_agent.agent.runner.try_disk", full)
         fed.request(rounds=1)
         fed.wait(30)
         assert len(fed.messages(fed.topics.up("a0"), wire.Want)) <= 2

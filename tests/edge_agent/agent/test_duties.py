@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
+from edge_agent.client import session
 from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.errors import DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, Task
-from edge_agent.training import session
 from edge_agent.training.precision import StepTimes
 from edge_agent.wire.messages import Job
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from edge_agent.agent import running
+from edge_agent.agent import app
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import DataError, UnknownName
 
@@ -22,7 +22,7 @@ def imported_after(code: str) -> set[str]:
 
 
 def test_the_program_of_an_agent_imports_nothing_heavy():
-    assert imported_after("import edge_agent.cli.run, edge_agent.agent.running") == set()
+    assert imported_after("import edge_agent.cli.run, edge_agent.agent.app") == set()
 
 
 def test_what_is_imported_is_noticed():
@@ -58,4 +58,4 @@ running._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
 )
 def test_wrong_data_are_told_with_their_reason(source, error, words):
     with pytest.raises(error, match=words):
-        running._check(AgentConfig(data=DataConfig(source=source)))
+        app._check(AgentConfig(data=DataConfig(source=source)))

@@ -8,8 +8,8 @@ import pytest
 from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import install as module
-from edge_agent.agent.duties import Duties
 from edge_agent.agent.install import install_bundle
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleError, DataError

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from edge_agent.agent.duties import LAST_ROUND
-from edge_agent.agent.kept import GENERATIONS, KeptFiles, remove_ended
+from edge_agent.agent.local_state import GENERATIONS, KeptFiles, remove_ended
+from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.errors import StateError
 
 

@@ -9,7 +9,7 @@ import pytest
 from federation_disturbances import Stranger
 from federation_harness import Federation
 
-from edge_agent.agent.mismatch import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mismatch
+from edge_agent.agent.health import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mismatch
 from edge_agent.errors import ProtocolMismatch
 from edge_agent.wire import messages as wire
 

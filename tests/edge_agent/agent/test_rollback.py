@@ -8,8 +8,8 @@ import pytest
 from federation_harness import Federation
 
 from edge_agent import bundle as bundles
-from edge_agent.agent.duties import Duties
-from edge_agent.agent.releases import ReleaseRecord
+from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.agent.tasks import Duties
 from edge_agent.cli import main
 from edge_agent.config import DataConfig, HeadConfig
 from edge_agent.errors import StateError

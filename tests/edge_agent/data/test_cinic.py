@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.data import check, cinic, load
+from edge_agent.data import check, load
+from edge_agent.data.sets import cinic
 from edge_agent.errors import ConfigError, DataError
 
 

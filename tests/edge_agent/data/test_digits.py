@@ -16,7 +16,7 @@ DOMAINS = ("optdigits", "inverted", "photo", "rendered")
 def test_the_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
-    from edge_agent.data.digits.handwritten import load as load_files
+    from edge_agent.data.digits import load as load_files
 
     images, labels = load_files()
     reference = load_digits()
@@ -84,9 +84,9 @@ def test_unknown_domains_and_classes_are_named():
 
 
 def test_without_scikit_learn_the_rendered_digits_are_named_and_work(monkeypatch):
-    from edge_agent.data.digits import handwritten
+    from edge_agent.data import digits
 
-    handwritten.load.cache_clear()
+    digits.load.cache_clear()
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else real(name, *rest)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import io
 
-from edge_agent.data import check, digits5, domains, load
+from edge_agent.data import check, domains, load
+from edge_agent.data.sets import digits5
 from edge_agent.errors import DataError, UnknownName
 from edge_agent.task import ImageInput
 

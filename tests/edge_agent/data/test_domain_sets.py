@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.data import check, domains, load, officecaltech, officehome, pacs
-from edge_agent.data.domainnet import FEDBN_CLASSES
+from edge_agent.data import check, domains, load
+from edge_agent.data.sets import officecaltech, officehome, pacs
+from edge_agent.data.sets.domainnet import FEDBN_CLASSES
 from edge_agent.errors import ConfigError, DataError, UnknownName
 from edge_agent.task import ImageInput
 

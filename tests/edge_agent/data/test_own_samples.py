@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edge_agent import data
-from edge_agent.agent.duties import Duties
-from edge_agent.agent.running import _check
+from edge_agent.agent.app import _check
+from edge_agent.agent.tasks import Duties
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.data import check, load, split, subjects, ucihar
+from edge_agent.data import check, load, split, subjects
+from edge_agent.data.sets import ucihar
 from edge_agent.errors import ConfigError, DataError
 from edge_agent.task import WindowInput
 
@@ -124,6 +125,6 @@ def test_damaged_files_are_named_with_what_was_found(folder, file, change, words
 
 
 def test_a_file_far_too_large_is_not_read(folder, monkeypatch):
-    monkeypatch.setattr("edge_agent.data._sets.MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr("edge_agent.data.sets._layouts.MAX_TEXT_BYTES", 1000)
     with pytest.raises(DataError, match=r"body_acc_x_train\.txt' has \d+ bytes, expected text of at most 1000"):
         load(f"ucihar:{folder}")

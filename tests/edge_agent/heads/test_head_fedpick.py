@@ -11,7 +11,7 @@ from feature_clouds import clouds
 from edge_agent import heads
 from edge_agent.errors import StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
-from edge_agent.heads._selection import fisher_score, keep_top
+from edge_agent.heads._features import fisher_score, keep_top
 from edge_agent.heads.fedpick import Params, Trainer, divergence, logistic_noise, negative_entropy, picked, start
 
 RNG = np.random.default_rng
@@ -38,7 +38,7 @@ def test_mask_and_classifiers_are_torchs_over_twenty_steps(options, shared, dtyp
     from torch.nn import functional as F
 
     from edge_agent.training import losses
-    from edge_agent.training.gumbel import drawn_mask
+    from edge_agent.training.networks import drawn_mask
 
     params = Params(
         lr=0.05, relevant_weight=1.2, irrelevant_weight=0.3, distillation_weight=0.8, mask_width=5, **options

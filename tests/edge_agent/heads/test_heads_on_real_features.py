@@ -10,7 +10,7 @@ import pytest
 from coordinator.bench import features as bench
 from coordinator.bench import w1
 from edge_agent import data, heads, models
-from edge_agent.heads import FitData, _lbfgs
+from edge_agent.heads import FitData, _layers
 from edge_agent.heads import lr as lr_module
 from edge_agent.heads import svm as svm_module
 
@@ -55,7 +55,7 @@ def evaluations(monkeypatch):
             counts[0] += 1
             return objective(point)
 
-        return _lbfgs.minimise(counted, *rest, **options)
+        return _layers.minimise(counted, *rest, **options)
 
     monkeypatch.setattr(lr_module, "minimise", minimise)
     monkeypatch.setattr(svm_module, "minimise", minimise)

@@ -6,8 +6,8 @@ import torch
 
 from edge_agent import methods
 from edge_agent.errors import TrainingFailed
-from edge_agent.training.proximal import pulled_to
-from edge_agent.training.second import pairs
+from edge_agent.training.finetune import pairs
+from edge_agent.training.losses import pulled_to
 
 QUICK = {"lr": 0.1, "batch_size": 4, "local_epochs": 2}
 

@@ -14,8 +14,8 @@ from paper_methods import dualfed, is_statistic
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError
 from edge_agent.methods.base import Update
-from edge_agent.training.ensembles import ensemble
 from edge_agent.training.loops import features_of, local_optimizer, train_epochs
+from edge_agent.training.networks import ensemble
 from edge_agent.training.parts import to_arrays
 
 # --- what travels ------------------------------------------------------------------------------------------------

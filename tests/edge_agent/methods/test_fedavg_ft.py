@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from edge_agent import methods
 from edge_agent.errors import TrainingFailed
-from edge_agent.training import tuning
+from edge_agent.training import finetune
 from edge_agent.training.loops import local_optimizer, train_epochs
 from edge_agent.wire.tensors import encode
 
@@ -47,7 +47,7 @@ def test_tuning_the_head_equals_training_through_the_frozen_encoder(received):
     fed.method.personalize(client, {})
     # The same steps the long way: each batch through the encoder in eval mode.
     model, params = client.model, fed.method.params
-    seed = int.from_bytes(tuning.fingerprint(model)[:7].tobytes(), "little")
+    seed = int.from_bytes(finetune.fingerprint(model)[:7].tobytes(), "little")
     client.rng = np.random.default_rng(seed)
     loss = lambda inputs, labels: F.cross_entropy(model(inputs), labels)
     optimizer = local_optimizer(model.head.parameters(), params, lr=0.1)
@@ -131,8 +131,8 @@ def test_tuning_that_fails_leaves_model_and_memory(received):
 
 def test_the_same_model_is_known_by_its_tensors_and_not_by_its_counters(received):
     _, client = received()
-    before = tuning.fingerprint(client.model)
+    before = finetune.fingerprint(client.model)
     client.model.state_dict()["encoder.layers.1.num_batches_tracked"].add_(1)
-    np.testing.assert_array_equal(tuning.fingerprint(client.model), before)
+    np.testing.assert_array_equal(finetune.fingerprint(client.model), before)
     client.model.state_dict()["encoder.layers.1.running_mean"].add_(1)
-    assert not np.array_equal(tuning.fingerprint(client.model), before)
+    assert not np.array_equal(finetune.fingerprint(client.model), before)

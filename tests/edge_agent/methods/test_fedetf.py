@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError
+from edge_agent.training.finetune import on_features
 from edge_agent.training.loops import features_of
-from edge_agent.training.tuning import on_features
 
 LABELS = {"a": [0, 0, 0, 0, 1], "b": [1, 2, 2, 2]}
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent import methods
-from edge_agent.methods._lowrank import compressed, smallest_rank, truncated
-from edge_agent.methods.fedkd import learned_from, mutual_loss
+from edge_agent.methods.fedkd import compressed, learned_from, mutual_loss, smallest_rank, truncated
 
 QUICK = {"batch_size": 4}
 

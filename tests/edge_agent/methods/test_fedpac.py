@@ -8,13 +8,13 @@ import torch
 from paper_methods import fedpac, softmax
 
 from edge_agent import heads, methods
+from edge_agent.client.session import Arrays, Kept, Session
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import contribute
 from edge_agent.methods.base import Update
 from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.loops import features_of, local_optimizer, train_epochs
-from edge_agent.training.session import Arrays, Kept, Session
 from edge_agent.wire.tensors import encode, specs_of
 
 TINY = Task(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError, TrainingFailed
-from edge_agent.heads._selection import fisher_score, keep_top, mistake_of_share
+from edge_agent.heads._features import fisher_score, keep_top, mistake_of_share
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import encode

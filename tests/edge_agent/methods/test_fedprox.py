@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edge_agent.errors import TrainingFailed
-from edge_agent.training.proximal import pulled_back
+from edge_agent.training.losses import pulled_back
 from edge_agent.wire.tensors import encode
 
 LABELS = {"a": [0, 1, 2, 1, 0], "b": [2, 2, 1, 0]}

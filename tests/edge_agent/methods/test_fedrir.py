@@ -8,10 +8,10 @@ import torch
 from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, parts_of, tensors_of
 
 from edge_agent import heads, methods
+from edge_agent.client.session import Arrays, Kept, Session
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.methods.fedrir import specific_features
 from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.training.session import Arrays, Kept, Session
 from edge_agent.wire.tensors import decode, encode
 
 

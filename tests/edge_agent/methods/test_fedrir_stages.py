@@ -11,7 +11,7 @@ from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, part
 from torch.nn import functional as F
 
 from edge_agent.methods import fedrir as fedrir_module
-from edge_agent.training.variational import SpecificEncoder
+from edge_agent.training.networks import SpecificEncoder
 from edge_agent.wire.tensors import encode
 
 # --- the two stages ----------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError
+from edge_agent.training.finetune import fingerprint
 from edge_agent.training.loops import features_of
-from edge_agent.training.tuning import fingerprint
 from edge_agent.wire.tensors import encode
 
 LABELS = {"a": [0, 1, 1, 0, 1, 0, 0, 1, 1, 0], "b": [1, 2, 2, 2]}

@@ -7,8 +7,8 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError
-from edge_agent.methods._clients import names_in
 from edge_agent.methods.base import Update
+from edge_agent.methods.families import names_in
 from edge_agent.methods.pfedhn import Hypernetwork, Params, clipped, pull_back
 
 SMALL = {"local_steps": 2, "batch_size": 4, "embedding_size": 3, "hidden_layers": 1, "hidden_units": 5}

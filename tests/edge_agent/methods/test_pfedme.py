@@ -8,7 +8,7 @@ from edge_agent import methods
 from edge_agent.methods.base import Update
 from edge_agent.methods.pfedme import follow
 from edge_agent.task import Task, WindowInput
-from edge_agent.training.second import pairs
+from edge_agent.training.finetune import pairs
 
 TINY = Task(
     input=WindowInput(channels=1, length=4),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.training.classifiers import orthonormal, simplex
+from edge_agent.training.networks import orthonormal, simplex
 
 sizes = pytest.mark.parametrize("classes, size", [(2, 2), (3, 3), (3, 12), (10, 64)])
 

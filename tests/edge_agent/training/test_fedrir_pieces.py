@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent.task import ImageInput, Task
-from edge_agent.training.information import GaussianPredictor, gaussian_misfit, vclub
-from edge_agent.training.masking import mask_patches
-from edge_agent.training.variational import Generator, SpecificEncoder, kl_to_standard_normal, sample
+from edge_agent.training.augment import mask_patches
+from edge_agent.training.losses import GaussianPredictor, gaussian_misfit, vclub
+from edge_agent.training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample
 
 
 def image_task(channels: int, height: int, width: int) -> Task:

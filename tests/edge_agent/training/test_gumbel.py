@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from edge_agent.training.gumbel import cut, drawn_mask, gumbel, mask_noise, steady_mask
+from edge_agent.training.networks import cut, drawn_mask, gumbel, mask_noise, steady_mask
 
 SCORES = torch.tensor([0.3, -0.2])
 FIRST, SECOND = torch.tensor([0.5, 0.9]), torch.tensor([0.2, 0.4])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from edge_agent.errors import ChunkError, StateError
-from edge_agent.wire.cache import BlobCache
-from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
 from edge_agent.wire.messages import BlobRef
 
 CHUNK = 64

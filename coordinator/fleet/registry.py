@@ -1,0 +1,194 @@
+"""Who is there: agents by their last sign of life, not by what the broker says of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from edge_agent.wire.messages import Fault, Hello, Report
+from edge_agent.wire.text import DISK_ERROR, ConditionName
+
+from ..state.journal import utc_now
+from .rejections import Refusals
+
+log = logging.getLogger(__name__)
+
+FactValue = Any
+
+PATIENCE_S = 2.0
+"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
+
+RETURN_S = 10.0
+"""The same for those who have not been heard since the coordinator came: they may be between two tries to connect."""
+
+
+@dataclass
+class Member:
+    """One agent as it described itself, and when it was last heard."""
+
+    id: str
+    tier: str
+    boot: str
+    software: str
+    samples: int
+    bundle_id: str
+    facts: dict[str, FactValue] = field(default_factory=dict)
+    heard_at: float = 0.0
+    gone_at: float | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    """What people should know of it, by what it is about."""
+
+    fault: dict[str, str] | None = None
+    """What it failed at last, if that still stands: error, message, remedy, and when it said so."""
+
+    condition: ConditionName = "ok"
+    stalled_at: float = 0.0
+
+    connection: int = 0
+    """Number of its connection to the broker; the last will of an earlier one says nothing of it."""
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it counts as there."""
+        return self.gone_at is None
+
+
+class Roster:
+    """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as gone."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self._connected_at: float | None = clock()
+        self._deaf_since, self._deaf_s = 0.0, 0.0
+        self._faults = Refusals(clock)
+
+    def hello(self, agent: str, message: Hello) -> Member:
+        """An agent introduces itself (again)."""
+        member = Member(
+            agent,
+            message.tier,
+            message.boot,
+            message.software,
+            message.samples,
+            message.bundle_id,
+            dict(message.facts),
+            connection=message.connection,
+        )
+        before = self._members.get(agent)
+        if before is not None:
+            member.samples = member.samples or before.samples
+            if before.boot == member.boot:
+                member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
+                member.stalled_at = before.stalled_at
+        member.heard_at = self._clock()
+        self._members[agent] = member
+        self.is_as(agent, message.condition)
+        return member
+
+    def reported(self, agent: str, message: Report) -> bool:
+        """Note samples and encoder of an agent, and why if it is not the new one; False for one not on the roster."""
+        member = self._members.get(agent)
+        if member is None:
+            return False
+        member.samples = message.samples or member.samples
+        if message.bundle_id:
+            member.bundle_id = message.bundle_id
+            member.notes.pop("rolled_back", None)
+        if message.rolled_back:
+            member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"
+            log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
+        return True
+
+    def failed(self, agent: str, message: Fault) -> None:
+        """An agent says what it could not do; that stands until it says that it is well."""
+        times = self._faults.note(f"{agent}: {message.error}: {message.message}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        words = (message.error, message.message, message.remedy)
+        log.log(level, "agent_fault agent=%s times=%d error=%s message=%s remedy=%s", agent, times or 0, *words)
+        at = utc_now().isoformat(timespec="seconds")
+        member = self._members.get(agent)
+        if member is not None:
+            self.is_as(agent, "stalled" if message.error == DISK_ERROR else "fault")
+            member.fault = {"error": message.error, "message": message.message, "remedy": message.remedy, "at": at}
+
+    def is_as(self, agent: str, condition: ConditionName) -> bool:
+        """Note how an agent says it is; False where it has a fault that this side has not heard of."""
+        member = self._members.get(agent)
+        if member is None:
+            return True
+        if condition == "stalled" != member.condition:
+            member.stalled_at = self._clock()
+        member.condition = condition
+        if condition == "ok":
+            member.fault = None
+        return condition == "ok" or member.fault is not None
+
+    def heard(self, agent: str, boot: str | None = None) -> bool:
+        """Note a sign of life; False when the agent has to introduce itself first (unknown, gone, or rebooted)."""
+        member = self._members.get(agent)
+        if member is None or not member.is_present or (boot is not None and boot != member.boot):
+            return False
+        member.heard_at = self._clock()
+        return True
+
+    def gone(self, agent: str) -> None:
+        """Its will was published, or it said goodbye."""
+        member = self._members.get(agent)
+        if member is not None and member.is_present:
+            member.gone_at = self._clock()
+
+    def expire(self) -> list[str]:
+        """Agents whose lease has just run out; nobody's does while the coordinator itself cannot be reached."""
+        now, since = self._clock(), self._connected_at
+        if since is None:
+            return []
+        silent = [m.id for m in self._members.values() if m.is_present and now - max(m.heard_at, since) > self.lease_s]
+        for agent in silent:
+            self._members[agent].gone_at = now
+        return silent
+
+    def get(self, agent: str) -> Member | None:
+        """What is known of an agent."""
+        return self._members.get(agent)
+
+    def present(self, tier: str | None = None) -> list[str]:
+        """Ids of the agents that are there and can keep something on their disks, sorted; of one tier where given."""
+        able = [m for m in self._members.values() if m.is_present and m.condition != "stalled"]
+        return sorted(m.id for m in able if tier in {None, m.tier})
+
+    def members(self) -> list[Member]:
+        """Everybody heard of, sorted by id."""
+        return [self._members[agent] for agent in sorted(self._members)]
+
+    def connected(self) -> None:
+        """The coordinator has just come (back) to the broker: agents get the time of a lease to be heard again."""
+        self._deaf_s = self.deaf_s
+        self._connected_at = self._clock()
+
+    def disconnected(self) -> None:
+        """The coordinator hears nobody: nothing can be said of who is there, until it is `connected`."""
+        if self._connected_at is not None:
+            self._connected_at, self._deaf_since = None, self._clock()
+
+    @property
+    def deaf_s(self) -> float:
+        """Seconds since the start in which the coordinator could hear nobody: no agent's time runs meanwhile."""
+        return self._deaf_s + (self._clock() - self._deaf_since if self._connected_at is None else 0.0)
+
+    def patience(self, agent: str) -> float | None:
+        """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""
+        member = self._members.get(agent)
+        if member is None:
+            gone_at, patience_s = self._connected_at, RETURN_S
+        else:
+            is_stalled = member.is_present and member.condition == "stalled"
+            gone_at, patience_s = member.stalled_at if is_stalled else member.gone_at, PATIENCE_S
+            if gone_at is None:
+                return None
+        if gone_at is None or self._connected_at is None:
+            return RETURN_S
+        return gone_at + patience_s - self._clock()

@@ -1,0 +1,379 @@
+"""Updates on their way in: nothing is believed, allocated or counted before it has been checked.
+
+An update is accepted when its bytes are on disk under their hash, its tensors are exactly those that the method
+declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A refused update costs
+itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edge_agent.errors import ChunkError, TensorsError, UpdateRefused, cause
+from edge_agent.methods import Update
+from edge_agent.storage import sync_folder
+from edge_agent.task import Tensors
+from edge_agent.wire.chunks import Frame, Incoming, chunk_count
+from edge_agent.wire.flow import WINDOW_BYTES, Receiving
+from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Receipt, UpdateManifest
+from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
+
+from ..state.journal import Accepted, Journal
+from ..state.store import BlobStore
+from .rejections import Refusals
+
+log = logging.getLogger(__name__)
+
+GRANT_APART_S = 1.0
+"""An agent that repeats itself within this time has said the same twice: a second grant would bring all of it twice."""
+
+MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
+"""Smaller chunks than this are taken up to this number of them: else a peer could make us keep lists of millions."""
+
+Send = Callable[[str, Command], None]
+
+
+@dataclass
+class Collection:
+    """What one round has collected so far.
+
+    The quorum is a share of those who can still deliver: whoever is offline for too long, was rejected, or is on trial
+    after failures in earlier rounds is not counted unless its update is there.
+    """
+
+    run: str
+    round: int
+    cohort: tuple[str, ...]
+    expected: Mapping[str, Spec]
+    accepted: dict[str, Accepted] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    objection: Callable[[Tensors], str] = lambda _: ""
+    """Why tensors of the right form still cannot be honest; empty when they can."""
+
+    joining: tuple[str, ...] = ()
+    """Those of the cohort who do not train the encoder; they send ``extras`` alone."""
+
+    extras: Mapping[str, Spec] = field(default_factory=dict)
+    on_trial: frozenset[str] = frozenset()
+    """Those who failed in earlier rounds: asked, and not counted in the quorum."""
+
+    given_up: dict[str, str] = field(default_factory=dict)
+    """Those who went offline or did not take up the work, and which start of each; welcome all the same."""
+
+    failed_boots: dict[str, str] = field(default_factory=dict)
+    """The start of each agent in ``refused``, when it failed."""
+
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Agent -> reason, of those that were there and that this round does without."""
+
+    late: list[tuple[str, int]] = field(default_factory=list)
+    """Updates of rounds that are over: (agent, round that it was for)."""
+
+    @property
+    def outstanding(self) -> tuple[str, ...]:
+        """Cohort members that have neither been accepted nor refused."""
+        return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """Cohort members that train; all of them where nobody does."""
+        return tuple(agent for agent in self.cohort if agent not in self.joining) or self.cohort
+
+    @property
+    def delivered(self) -> int:
+        """How many of those who train have delivered: devices that only join answer in no time."""
+        return sum(agent in self.accepted for agent in self.training)
+
+    def needed(self, share: float, least: int) -> int:
+        """How many updates of those who train are a quorum.
+
+        That is ``share`` of them, or, if those who can still deliver are too few for that, ``share`` of these, but then
+        not fewer than ``least``. One update is the least in any case.
+        """
+        uncounted = {*self.given_up, *self.on_trial, *self.refused}
+        counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
+        of_all, of_counted = (math.ceil(share * len(agents) - 1e-9) for agents in (self.training, counted))
+        return max(1, min(of_all, max(least, of_counted)))
+
+    def has_quorum(self, share: float, least: int) -> bool:
+        """Whether as many as are `needed` have delivered."""
+        return self.delivered >= self.needed(share, least)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether every member has failed: with the same seed it would fail the next time, too."""
+        return not self.accepted and not self.outstanding
+
+    def expects(self, agent: str) -> Mapping[str, Spec]:
+        """The tensors that an update of this agent holds, no more and no less."""
+        return self.extras if agent in self.joining else self.expected
+
+    def takes(self, message: UpdateManifest) -> bool:
+        """Whether the update was made for this round."""
+        return (self.run, self.round) == (message.run, message.round)
+
+
+@dataclass
+class _Upload:
+    manifest: UpdateManifest
+    receiving: Receiving
+    granted_at: float = float("-inf")
+
+
+class Collector:
+    """All uploads of the open round. One coordinator has one."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        journal: Journal,
+        send: Send,
+        clock: Callable[[], float],
+        is_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_stalled``: whether the run under way cannot open its round for now."""
+        self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
+        self._is_stalled = is_stalled
+        self._uploads: dict[str, _Upload] = {}
+        self.open_round: Collection | None = None
+        self.bytes_from: dict[str, int] = {}
+        self.finished_uploads = 0
+        self.refused = Refusals(clock)
+        """Refused updates since the start, by ``agent: reason``."""
+
+    def open(self, collection: Collection) -> None:
+        """Take updates for this round from now on."""
+        self.open_round = collection
+
+    def close(self) -> None:
+        """Take no more updates for the open round; what is half here is forgotten."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.discard()
+        self._uploads.clear()
+        self.open_round = None
+
+    def pause(self) -> None:
+        """The coordinator stops: what is half here stays on disk, to be gone on with."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.close()
+        self._uploads.clear()
+
+    def manifest(self, agent: str, message: UpdateManifest) -> None:
+        """An agent has an update; it is granted, receipted (again), or refused with the reason.
+
+        While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
+        offers it again.
+        """
+        if self.open_round is None and (self._is_stalled() or self._is_to_resume(message)):
+            return
+        try:
+            already = self._already_accepted(agent, message)
+            if not already:
+                self._check_manifest(agent, message)
+        except UpdateRefused as refusal:
+            self._refuse(agent, message, str(refusal))
+            return
+        if already:
+            self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
+        else:
+            self._grant(agent, message)
+
+    def chunk(self, agent: str, frame: Frame) -> None:
+        """One chunk from an agent; acknowledged now and then, and judged when it was the last.
+
+        Raises:
+            ChunkError: the agent has no upload under way that this belongs to.
+        """
+        upload = self._uploads.get(agent)
+        if upload is None:
+            raise ChunkError("no upload was granted")
+        self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
+        complete = upload.receiving.add(frame, self._clock())
+        if complete:
+            del self._uploads[agent]
+            self.finished_uploads += 1
+            self._judge(agent, upload)
+        elif upload.receiving.report_due(self._clock()):
+            self._acknowledge(agent, upload)
+
+    def is_uploading(self, agent: str) -> bool:
+        """Whether an update of this agent is on its way."""
+        return agent in self._uploads
+
+    def greet(self, agent: str) -> None:
+        """An agent is there (again): it may have lost what was granted, and what was under way is lost."""
+        if upload := self._uploads.get(agent):
+            upload.granted_at = float("-inf")
+
+    def failed(self, agent: str, reason: str, boot: str) -> None:
+        """An agent, in that start of it, could not make an update for the open round: it is not waited for."""
+        collection = self.open_round
+        if collection is not None and agent in collection.outstanding:
+            self.refused.note(f"{agent}: {reason}")
+            self._note_refusal(collection, agent, reason, boot)
+
+    def tick(self) -> None:
+        """Acknowledge what has not been acknowledged for a while."""
+        now = self._clock()
+        for agent, upload in self._uploads.items():
+            if upload.receiving.report_due(now):
+                self._acknowledge(agent, upload)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_to_resume(self, message: UpdateManifest) -> bool:
+        """Whether the round that an update is for is not over, and will be opened again after a restart."""
+        opened = self._journal.replay(message.run).open_round
+        return opened is not None and opened.round == message.round
+
+    def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
+        collection = self.open_round
+        if collection is not None and collection.takes(message):
+            known = collection.accepted.get(agent)
+            if known is not None and known.digest != message.blob.digest:
+                raise UpdateRefused(f"an update of {agent} for round {message.round} is already accepted; one counts")
+            return known is not None
+        kinds = ("update_accepted",)
+        entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
+        return any(entry.digest == message.blob.digest for entry in entries)
+
+    def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
+        collection = self.open_round
+        if collection is None or not collection.takes(message):
+            now = f"round {collection.round} of {collection.run}" if collection else "no round"
+            raise UpdateRefused(f"late: the update is for round {message.round} of {message.run}, open is {now}")
+        if agent not in collection.cohort:
+            raise UpdateRefused(f"{agent} was not asked for an update in round {message.round}")
+        if agent in collection.refused:
+            raise UpdateRefused(f"already refused in round {message.round}: {collection.refused[agent]}")
+        if message.samples < 1:
+            raise UpdateRefused("trained on 0 samples; an update needs at least 1")
+        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunk_count(message.blob) > MAX_SMALL_CHUNKS:
+            raise UpdateRefused(
+                f"{chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
+                f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
+            )
+        content = sum(spec.nbytes for spec in collection.expects(agent).values())
+        if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
+            raise UpdateRefused(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
+
+    def _grant(self, agent: str, message: UpdateManifest) -> None:
+        upload = self._uploads.get(agent)
+        if upload is None or upload.manifest.blob != message.blob:
+            if upload is not None:
+                upload.receiving.incoming.discard()
+            incoming = Incoming(message.blob, self._folder(agent))
+            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock()))
+        if self._clock() - upload.granted_at < GRANT_APART_S:
+            return
+        upload.granted_at = self._clock()
+        upload.receiving.restart(upload.granted_at)
+        if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
+            del self._uploads[agent]
+            self._judge(agent, upload)
+            return
+        credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
+        missing = upload.receiving.incoming.chunks.missing()
+        self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _acknowledge(self, agent: str, upload: _Upload) -> None:
+        receiving, manifest = upload.receiving, upload.manifest
+        missing = receiving.gaps()
+        self._send(agent, Ack(run=manifest.run, digest=manifest.blob.digest, received=receiving.seen, missing=missing))
+
+    def _judge(self, agent: str, upload: _Upload) -> None:
+        message, collection = upload.manifest, self.open_round
+        digest = message.blob.digest
+        arrived = self._folder(agent) / f"{digest}.whole"
+        try:
+            upload.receiving.incoming.finish(arrived, durable=True, is_final=False)
+        except ChunkError as error:
+            log.warning("update_damaged agent=%s reason=%s", agent, error)
+            self._grant(agent, message)
+            return
+        if collection is None:
+            return
+        try:
+            self._check_content(arrived, collection, agent)
+        except (UpdateRefused, TensorsError) as refusal:
+            arrived.unlink(missing_ok=True)
+            self._refuse(agent, message, str(refusal))
+            return
+        arrived.replace(self._blobs.path(digest))  # only now is it a blob that others may rely on
+        sync_folder(self._blobs.folder)
+        self._accept(collection, agent, message)
+
+    def _folder(self, agent: str) -> Path:
+        return self._blobs.folder / "partial" / agent
+
+    def _check_content(self, arrived: Path, collection: Collection, agent: str) -> None:
+        with arrived.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        specs, _ = inspect(mapped)
+        check_specs(specs, collection.expects(agent))
+        tensors = decode(mapped)
+        bad = first_non_finite(tensors)
+        if bad is not None:
+            raise UpdateRefused(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+        if objection := collection.objection(tensors):
+            raise UpdateRefused(objection)
+
+    def _accept(self, collection: Collection, agent: str, message: UpdateManifest) -> None:
+        metrics = {name: value for name, value in message.metrics.items() if value is not None}
+        body = {"samples": message.samples, "metrics": metrics}
+        digest = message.blob.digest
+        self._journal.append(
+            "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
+        )
+        collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
+        self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
+
+    def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        times = self.refused.note(f"{agent}: {reason}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        log.log(level, "update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
+        collection = self.open_round
+        if collection is None or not collection.takes(message):
+            self._note_late(agent, message, reason)
+        elif agent in collection.outstanding:
+            self._note_refusal(collection, agent, reason, message.boot)
+        digest = message.blob.digest
+        self._send(agent, Receipt(run=message.run, digest=digest, accepted=False, reason=reason[:1000]))
+
+    def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Count an update of a round that is over: once, and only of those who were asked in it."""
+        journal, run, number = self._journal, message.run, message.round
+        opened = journal.entries(run, ("round_opened",), round=number)
+        was_asked = any(agent in entry.body["cohort"] for entry in opened)
+        if not was_asked or journal.entries(run, ("update_refused",), round=number, agent=agent):
+            return
+        journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
+        if self.open_round is not None:
+            self.open_round.late.append((agent, number))
+
+    def _note_refusal(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
+        body = {"reason": reason[:1000], "boot": boot}
+        self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
+        collection.refused[agent], collection.failed_boots[agent] = reason, boot
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as one line for a journal entry or a table."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{cause(error)}"
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
+    """The accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
+    for agent in sorted(collection.accepted):
+        accepted = collection.accepted[agent]
+        with blobs.path(accepted.digest).open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        yield Update(agent, accepted.samples, decode(mapped))

@@ -1,0 +1,1 @@
+"""Commands for researchers: analysis of finished runs and reproduction of published tables."""

@@ -1,0 +1,502 @@
+"""What can be analyzed: a simulation, a run of a coordinator, or a bundle, recognised by what lies at a place."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+
+from edge_agent import bundle as bundles
+from edge_agent import data, heads, methods
+from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.tasks import LAST_ROUND
+from edge_agent.bundle import Bundle
+from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.config import NAME_PATTERN
+from edge_agent.data.partition.rules import GROUPS
+from edge_agent.encoder import Encoder
+from edge_agent.errors import ExportRejected, HeadwaterError, StateError, UsageError, nearest
+from edge_agent.heads import FitData
+from edge_agent.personalize import global_probabilities
+from edge_agent.task import State, Task, Tensors
+from edge_agent.wire.tensors import decode
+
+from ...runs.batch_norm import pooled_before
+from ...simulate import CLIENTS, PARTITION, Prepared, planned
+from ...simulate.folder import computing_as_begun
+from ...state.retention import states_of
+from ...state.run_request import Request
+from ...state.store import StateFolder
+from .views import Holding, LeftOut, Look, Mixing, Part, Settings, Subject, masked
+
+if TYPE_CHECKING:
+    import torch
+
+    from edge_agent.methods.base import Client
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to look: a path or a run's name, the state folder for names, and clients' data where those are given."""
+
+    subject: str
+    state: Path | None = None
+    data: Sequence[str] = ()
+    cache: Path | None = None
+
+
+def find(place: Place, settings: Settings) -> Subject:
+    """The subject at a place.
+
+    Raises:
+        UsageError: nothing there that can be analyzed, or data that are missing or too many.
+        DataError: data that are not there, or do not fit.
+        StateError: what is there is damaged.
+    """
+    path = Path(place.subject).expanduser()
+    if (path / "simulation.json").is_file():
+
+        return Simulated.at(path, place.data)
+    if (path / "journal.db").is_file():
+        return _run(path, None, place, settings)
+    if (path.parent.parent / "journal.db").is_file() and path.parent.name == "runs":
+        above = path.parent.parent
+        if (above / "simulation.json").is_file():
+            return find(Place(str(above), data=place.data), settings)
+        return _run(above, path.name, place, settings)
+    if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
+
+        return Bundled.at(path, place, settings)
+    if place.state is not None and not path.exists() and path.name == place.subject:
+        return _run(place.state, place.subject, place, settings)
+    raise UsageError(_nothing(path))
+
+
+def _run(state: Path, run: str | None, place: Place, settings: Settings) -> Subject:
+
+    return Recorded.at(state, run, place, settings)
+
+
+def _nothing(path: Path) -> str:
+    expected = "expected a simulation's folder, a coordinator's state folder, a run's name, or a bundle file"
+    if path.exists():
+        return f"{path} is nothing that can be analyzed; {expected}"
+    siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, siblings)
+    hint = f"did you mean '{path.parent / close}'? " if close else ""
+    return f"{path}: it is not there; {hint}{expected}"
+
+
+Features = Callable[[np.ndarray], np.ndarray]
+"""Inputs (n, ...) in, features (n, d) float32 out."""
+
+_NAMED = re.compile(r"([^=:?/]+)=(.+)", re.DOTALL)
+
+
+def holdings(sources: Sequence[str], task: Task, settings: Settings) -> dict[str, Holding]:
+    """Client -> samples, split as a device would split them; sources without a name are called after their place.
+
+    Raises:
+        UsageError: a name that cannot be a client's, or one that occurs twice.
+        DataError: samples that are missing, or of classes or a form that the task does not have.
+    """
+    found: dict[str, Holding] = {}
+    for given in sources:
+        name, source = named(given)
+        if name in found:
+            raise UsageError(f"--data {given}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
+        samples = data.load(source, task.input, task.class_names)
+        train, test = data.split(samples, settings.test_fraction, settings.seed)
+        found[name] = Holding(Part(train.inputs, train.labels), Part(test.inputs, test.labels))
+    return dict(sorted(found.items()))
+
+
+def named(given: str) -> tuple[str, str]:
+    """Name and source of what was given by ``--data``.
+
+    Raises:
+        UsageError: the name cannot be a client's.
+    """
+    match = _NAMED.fullmatch(given)
+    if match is not None and not re.fullmatch(NAME_PATTERN, match[1]):
+        raise UsageError(f"--data {given}: '{match[1]}' cannot be a client's name, expected {NAME_PATTERN}")
+    if match is not None:
+        return match[1], match[2]
+    last = given.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition(":")[2].lower()
+    return re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:50] or "data", given
+
+
+@dataclass(frozen=True)
+class Common:
+    """One encoder for everybody, the shared classifier where there is one, and the device head to fit on top."""
+
+    features: Features
+    classifier: Tensors | None
+    method_params: Mapping[str, Any]
+    num_classes: int
+
+    def look(self, client: str, mine: Holding, settings: Settings, left_out: LeftOut, *, closely: bool) -> Look:
+        """What this encoder makes of one client's samples."""
+        some = mine.test.some(settings.samples, settings.seed)
+        found = Look(
+            client=client,
+            labels=some.labels,
+            views={"encoder": self.features(some.inputs)},
+            probe={},
+            answers={},
+            truth=mine.test.labels,
+            counts=np.bincount(mine.train.labels, minlength=self.num_classes),
+        )
+        if not closely or not found.is_finite():
+            return found
+        trained = Part(self.features(mine.train.inputs), mine.train.labels)
+        answers = dict(self._answers(client, self.features(mine.test.inputs), trained, settings, left_out))
+        return replace(found, answers=answers, trained=trained)
+
+    def _answers(
+        self, client: str, tested: np.ndarray, trained: Part, settings: Settings, left_out: LeftOut
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        if self.classifier is not None:
+            yield "global", global_probabilities(self.classifier, tested).argmax(axis=1)
+        try:
+            head = heads.create(settings.head)
+            head.fit(
+                FitData(trained.inputs, trained.labels, self.num_classes, self.classifier, self.method_params),
+                np.random.default_rng(settings.seed),
+            )
+        except UsageError:
+            raise
+        except HeadwaterError as error:
+            left_out.note(f"accuracies of client {client} with head {settings.head}", str(error))
+            return
+        yield settings.head, head.predict_proba(tested).argmax(axis=1)
+
+
+class Bundled(Subject):
+    """One frozen encoder; nothing is known of rounds, of traffic, or of what stayed on devices."""
+
+    kind = "bundle"
+
+    def __init__(self, path: Path, bundle: Bundle, held: dict[str, Holding], encoder: Encoder) -> None:
+        manifest = bundle.manifest
+        super().__init__(str(path), manifest.name, manifest.method, manifest.task.class_names)
+        self._held = held
+        classifier = bundle.global_head()
+        self._common = Common(encoder.features, classifier, manifest.method_params, manifest.task.num_classes)
+        self.left_out.note("communication", "a bundle has no figures of the run that it came from")
+        self.left_out.note("client-wise CKA", "all clients use this one encoder, so it would be 1")
+        self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")
+
+    @classmethod
+    def at(cls, path: Path, place: Place, settings: Settings) -> Bundled:
+        """The bundle at ``path``, a file or a folder.
+
+        Raises:
+            UsageError: no data were given.
+            DataError: data that do not fit.
+            BundleError: the bundle is damaged or of another version.
+        """
+        stack = ExitStack()
+        try:
+            bundle = _opened(path, stack)
+            if not place.data:
+                raise UsageError(
+                    f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
+                    "for example --data a=images:photos"
+                )
+            held = holdings(place.data, bundle.manifest.task, settings)
+            made = cls(path, bundle, held, Encoder.open(bundle, "fp32", cache=False))
+        except BaseException:
+            stack.close()
+            raise
+        finalize(made, stack.close)
+        return made
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Those of ``--data``."""
+        return tuple(self._held)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """One state, which has no number; it is called 0."""
+        return (0,)
+
+    def holding(self, client: str) -> Holding:
+        """One client's samples."""
+        return self._held[client]
+
+    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:  # noqa: ARG002 - one encoder
+        """One look for each client."""
+        for client in self.tested():
+            yield self._common.look(client, self._held[client], settings, self.left_out, closely=True)
+
+
+def _opened(path: Path, stack: ExitStack) -> Bundle:
+    """The bundle, verified; a file is unpacked where nothing of it stays."""
+    if path.is_file():
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-analyze-")))
+        return bundles.install(path, folder / "bundles")
+    if (path / "manifest.json").is_file():
+        return bundles.open_folder(path)
+    found = bundles.current(path / "bundles")
+    if found is None:
+        raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
+    return found
+
+
+BATCH = 512
+
+
+class Recorded(Subject):
+    """The coordinator's side of a run; personal parts are on the devices and stay there."""
+
+    kind = "run"
+
+    def __init__(self, folder: StateFolder, run: str, request: Request, held: dict[str, Holding]) -> None:
+        super().__init__(str(folder.path), run, request.method, request.task.class_names)
+        self._folder, self._request, self._held = folder, request, held
+        self._method = methods.create(request.method, request.params)
+        with folder.look():
+            self._states = states_of(folder, run)
+        self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")
+        if held:
+            self.left_out.note("client-wise CKA", "all clients receive this one encoder, so it would be 1")
+        else:
+            self.left_out.note("features and accuracies of classes", "no samples: give --data NAME=SOURCE")
+
+    @classmethod
+    def at(cls, state: Path, run: str | None, place: Place, settings: Settings) -> Recorded:
+        """The run of that name in a state folder; without a name the latest that has closed a round.
+
+        Raises:
+            UnknownName: no such run.
+            UsageError: no run there with a closed round.
+            StateError: no journal there, or a damaged one.
+        """
+        folder = StateFolder(state)
+        with folder.look():
+            record = folder.journal.replay(run or _latest(folder))
+        if not record.round:
+            raise UsageError(f"{record.run} has no closed round yet; there is nothing to analyze before the first one")
+        request = Request.from_body(record.request)
+        return cls(folder, record.run, request, holdings(place.data, request.task, settings))
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Those of ``--data``."""
+        return tuple(self._held)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """Rounds whose states were kept."""
+        return tuple(self._states)
+
+    def holding(self, client: str) -> Holding:
+        """One client's samples."""
+        return self._held[client]
+
+    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:  # noqa: ARG002 - one encoder
+        """One look for each client, as far as the encoder of that round is whole."""
+        state = self._state(number)
+        try:
+            features = _features(self._method, self._request, {**state, **self._pooled(number)})
+        except ExportRejected as error:
+            self.left_out.note(f"features after round {number}", str(error))
+            return
+        classifier, classes = self._method.global_head(state), self._request.task.num_classes
+        common = Common(features, classifier, self._method.params.model_dump(mode="json"), classes)
+        for client in self.tested():
+            closely = number == self.rounds[-1]
+            yield common.look(client, self._held[client], settings, self.left_out, closely=closely)
+
+    def mixing(self, number: int) -> Mixing | None:
+        """The weights of a method that combines classifiers."""
+        return mixing_of(self._method, self._state(number)) if hasattr(self._method, "combination") else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's ``metrics.jsonl``."""
+        return self._folder.run(self.run).metrics()
+
+    def _state(self, number: int) -> State:
+        return decode(self._folder.blobs.read(self._states[number]))
+
+    def _pooled(self, number: int) -> State:
+        with self._folder.look():
+            return pooled_before(self._folder, self.run, number)
+
+
+def mixing_of(method: Any, state: State) -> Mixing | None:
+    """The weights in a state of a method with ``combination``; None before the first round."""
+    names, weights = method.combination(state)
+    return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
+
+
+def _features(method: methods.Method, request: Request, state: State) -> Features:
+    import torch
+
+    from edge_agent.training.loops import features_of
+    from export.bundle import model_from_state
+
+    model = model_from_state(method, request.task, state)
+
+    def features(inputs: np.ndarray) -> np.ndarray:
+        found: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
+        return found
+
+    return features
+
+
+def _latest(folder: StateFolder) -> str:
+    names: Sequence[str] = folder.journal.runs()
+    for run in reversed(names):
+        if folder.journal.replay(run).round:
+            return run
+    raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
+
+
+class Simulated(Subject):
+    """A simulation that was run here, whole or so far."""
+
+    kind = "simulation"
+
+    def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
+        super().__init__(str(path), run, prepared.method.name, prepared.task.class_names)
+        self._path, self._prepared, self._folder = path, prepared, folder
+        with folder.look():
+            self._states = states_of(folder, run)
+            self._is_over = folder.journal.replay(run).is_over
+        if len(self._states) == 1:
+            self.left_out.note("earlier rounds", "the run kept its last state only; --keep-every keeps more")
+
+    @classmethod
+    def at(cls, path: Path, data: Sequence[str]) -> Simulated:
+        """The simulation in ``path``.
+
+        Raises:
+            UsageError: data were given, or no round has closed yet.
+            DataError: its data are not there any more.
+            StateError: files are damaged.
+        """
+        if data:
+            raise UsageError(f"{path} is a simulation and knows its data: leave --data out")
+        plan, folder = planned(path), StateFolder(path)
+        with folder.look():
+            runs = folder.journal.runs()
+            closed = folder.journal.replay(runs[0]).round if runs else 0
+        if plan is None or not closed:
+            raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
+        with folder.look():
+            prepared = computing_as_begun(folder, runs[0], Prepared.of(plan, path / PARTITION))
+        return cls(path, prepared, folder, runs[0])
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """All of the partition."""
+        return tuple(self._prepared.division.clients)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """Rounds whose states were kept."""
+        return tuple(self._states)
+
+    def holding(self, client: str) -> Holding:
+        """One client's samples, copied out of the pools."""
+        train, test = self._prepared.pools.arrays(self._prepared.division.clients[client])
+        return Holding(Part(train.inputs, train.labels), Part(test.inputs, test.labels))
+
+    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:
+        """One look for each client, at what it would begin the next round with."""
+        state, method = decode(self._folder.blobs.read(self._states[number])), self._prepared.method
+        shared = method.broadcast(state)
+        for name in self.tested():
+            mine = self.holding(name)
+            received = {**shared, **method.downlink(state, name)}
+            session = self._session(name, mine)
+            rounds = self._prepared.plan.rounds
+            client = session.before_round(received, self._kept(name, number), round_number=number + 1, rounds=rounds)
+            look = masked(self._look(client, mine, settings, probe))
+            yield self._closer(look, client, mine) if number == self.rounds[-1] and look.is_finite() else look
+
+    def mixing(self, number: int) -> Mixing | None:
+        """The weights of a method that combines classifiers."""
+        if not hasattr(self._prepared.method, "combination"):
+            return None
+        return mixing_of(self._prepared.method, decode(self._folder.blobs.read(self._states[number])))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's ``metrics.jsonl``."""
+        return self._folder.run(self.run).metrics()
+
+    def groups(self) -> dict[str, str]:
+        """Clients of FedPAC's partition by its rule, those of ``pathological`` by the classes that they train on."""
+        rule = self._prepared.division.rule
+        if rule == "fedpac":
+            names = [", ".join(self.class_names[label] for label in group) for group in GROUPS]
+            return {client: names[place % len(names)] for place, client in enumerate(self.clients)}
+        if rule == "pathological":
+            return {client: self._classes(client) for client in self.clients}
+        return {}
+
+    def _classes(self, client: str) -> str:
+        labels = self._prepared.pools.train.labels[np.asarray(self._prepared.division.clients[client].train)]
+        return ", ".join(self.class_names[label] for label in np.unique(labels))
+
+    def _session(self, name: str, mine: Holding) -> Session:
+        plan = self._prepared.plan
+        parts = (Arrays(part.inputs, part.labels) for part in (mine.train, mine.test))
+        return Session(
+            self._prepared.method,
+            self._prepared.task,
+            name,
+            *parts,
+            seed=plan.seed,
+            device=plan.device,
+            model=self._prepared.model,
+        )
+
+    def _kept(self, client: str, number: int) -> Kept:
+        """What stood with the client after that round, personalized after the last one where the run has ended."""
+        files = KeptFiles(self._path / CLIENTS / client / "runs" / self.run)
+        is_last = number == self.rounds[-1] and self._is_over
+        try:
+            return Kept(*files.before((LAST_ROUND if is_last else number) + 1))
+        except StateError as error:
+            raise StateError(f"client '{client}' after round {number}: {error}") from error
+
+    def _look(self, client: Client, mine: Holding, settings: Settings, probe: np.ndarray) -> Look:
+        some, method = mine.test.some(settings.samples, settings.seed), self._prepared.method
+        return Look(
+            client=client.id,
+            labels=some.labels,
+            views=_views(client, method, some.inputs),
+            probe=_views(client, method, probe),
+            answers={},
+            truth=mine.test.labels,
+            counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
+        )
+
+    def _closer(self, look: Look, client: Client, mine: Holding) -> Look:
+        method, tested = self._prepared.method, _tensor(client, mine.test.inputs)
+        scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
+        answers = {s: found.argmax(dim=1).cpu().numpy() for s, found in scopes.items() if found is not None}
+        trained = Part(_views(client, method, mine.train.inputs)["encoder"], mine.train.labels)
+        return replace(look, answers=answers, trained=trained)
+
+
+def _views(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
+    found = method.views(client, _tensor(client, inputs))
+    return {name: tensor.cpu().numpy() for name, tensor in found.items()}
+
+
+def _tensor(client: Client, inputs: np.ndarray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(inputs, np.float32)).to(client.device)

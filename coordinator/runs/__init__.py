@@ -1,0 +1,1 @@
+"""Runs and their rounds: selection, dispatch, aggregation, metrics, release of the encoder."""

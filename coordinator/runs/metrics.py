@@ -1,0 +1,138 @@
+"""What a round took and brought: one line of a run's figures, which the journal can give again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..fleet.uploads import Collection
+from ..state.journal import Accepted, Journal, OpenRound, RunRecord, step
+from ..state.store import StateFolder
+from .context import Fleet
+
+FIGURES = ("seconds", "waiting_s", "bytes_up", "bytes_down", "late")
+"""What only the process that did the round knows; it goes into the journal with the round's end."""
+
+
+@dataclass
+class Tally:
+    """Time and bytes at the start of a round, and how much of the time went by in waiting for agents to come."""
+
+    started_at: float
+    bytes_up: dict[str, int]
+    bytes_down: dict[str, int]
+    waiting_s: float = 0.0
+
+    @classmethod
+    def begin(cls, fleet: Fleet) -> Tally:
+        """As they stand now."""
+        return cls(fleet.stopwatch(), dict(fleet.collector.bytes_from), dict(fleet.distributor.bytes_to))
+
+    def traffic(self, fleet: Fleet) -> dict[str, list[int]]:
+        """Bytes up and down since then, by agent."""
+        up, down = fleet.collector.bytes_from, fleet.distributor.bytes_to
+        return {
+            agent: [up.get(agent, 0) - self.bytes_up.get(agent, 0), down.get(agent, 0) - self.bytes_down.get(agent, 0)]
+            for agent in sorted({*up, *down})
+        }
+
+    def figures(self, fleet: Fleet, collection: Collection) -> dict[str, Any]:
+        """The round's `FIGURES`: ``seconds`` from sending out the work to the end, ``waiting_s`` before that.
+
+        Beside them ``traffic``: the bytes of each agent.
+        """
+        traffic = {agent: moved for agent, moved in self.traffic(fleet).items() if any(moved)}
+        return {
+            "seconds": round(fleet.stopwatch() - self.started_at - self.waiting_s, 4),
+            "waiting_s": round(self.waiting_s, 4),
+            "bytes_up": sum(up for up, _ in traffic.values()),
+            "bytes_down": sum(down for _, down in traffic.values()),
+            "traffic": traffic,
+            "late": [{"agent": agent, "round": number} for agent, number in collection.late],
+        }
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a run takes, from its start on: rounds that earlier processes have closed are in it.
+
+    What a process did in a round before it was killed is nowhere, and the time until the next one came does not count.
+    """
+
+    earlier_s: float
+    earlier: Mapping[str, tuple[int, int]]
+    now: Tally
+
+    @classmethod
+    def begin(cls, fleet: Fleet, run: str) -> Account:
+        """As this process begins with the run, or goes on with it."""
+        seconds, earlier = 0.0, dict[str, tuple[int, int]]()
+        for entry in fleet.state.journal.entries(run, ("round_closed",)):
+            seconds += entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)
+            for agent, (up, down) in entry.body.get("traffic", {}).items():
+                before = earlier.get(agent, (0, 0))
+                earlier[agent] = (before[0] + up, before[1] + down)
+        return cls(seconds, earlier, Tally.begin(fleet))
+
+    def seconds(self, fleet: Fleet) -> float:
+        """Time at work on the run."""
+        return self.earlier_s + fleet.stopwatch() - self.now.started_at
+
+    def traffic(self, fleet: Fleet, agent: str) -> tuple[int, int]:
+        """Bytes that came from an agent and that went to it."""
+        (up, down), (more_up, more_down) = self.earlier.get(agent, (0, 0)), self.now.traffic(fleet).get(agent, (0, 0))
+        return up + more_up, down + more_down
+
+
+def line(
+    number: int,
+    figures: Mapping[str, Any],
+    accepted: Mapping[str, Accepted],
+    refused: Mapping[str, str],
+    missing: tuple[str, ...],
+    left_out: Mapping[str, str],
+) -> dict[str, Any]:
+    """The round's line in ``metrics.jsonl``."""
+    return {
+        "kind": "round",
+        "round": number,
+        **{name: figures.get(name) for name in FIGURES},
+        "agents": sorted(accepted),
+        "missing": list(missing),
+        "refused": [{"agent": agent, "reason": why} for agent, why in sorted(refused.items())],
+        "left_out": [{"agent": agent, "reason": why} for agent, why in sorted(left_out.items())],
+        "acc": {scope: _metric(accepted, f"acc.{scope}") for scope in ("global", "personal")},
+        "loss": _metric(accepted, "loss"),
+    }
+
+
+def restore(state: StateFolder, run: str) -> None:
+    """Put the lines of closed rounds that ``metrics.jsonl`` lacks into it: a kill came between journal and figures.
+
+    Raises:
+        StateError: the figures that are there are damaged.
+    """
+    closed = {entry.round for entry in state.journal.entries(run, ("round_closed",)) if entry.round is not None}
+    if not closed:
+        return
+    folder = state.run(run)
+    there = {record.get("round") for record in folder.metrics() if record.get("kind") == "round"}
+    for number in sorted(closed - there):
+        folder.append_metrics(_from_journal(state.journal, run, number))
+
+
+def _from_journal(journal: Journal, run: str, number: int) -> dict[str, Any]:
+    record, figures = RunRecord(run, {}, round=number - 1), dict[str, Any]()
+    for entry in journal.entries(run, round=number):
+        if entry.kind == "round_closed":
+            figures = entry.body
+            break  # what comes after it was late
+        record = step(record, entry)
+    opened = record.open_round or OpenRound(number, 1, (), {})
+    missing = tuple(a for a in opened.cohort if a not in opened.updates and a not in opened.refused)
+    return line(number, figures, opened.updates, opened.refused, missing, opened.body.get("left_out", {}))
+
+
+def _metric(accepted: Mapping[str, Accepted], name: str) -> dict[str, float]:
+    return {agent: update.metrics[name] for agent, update in sorted(accepted.items()) if name in update.metrics}

@@ -1,0 +1,143 @@
+"""What nobody who reads a run's result may miss: clients worse off than alone, a collapse, a loss that explodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from ..text import counted, listed
+
+WORST_SHARE = 0.1
+"""The worst tenth of the clients, at least one of them."""
+
+STANDARD_ERRORS = 2.0
+"""A difference of more than so many standard errors is more than noise."""
+
+COLLAPSED = 0.5
+"""A worst tenth below this share of the mean over all clients has collapsed."""
+
+EXPLODED = 2.0
+"""A loss above so many times both its first value and that of guessing, log K, has exploded."""
+
+SHOWN_CLIENTS = 10
+"""Clients below their local baseline that get a line each in text and log; the result has all of them."""
+
+Warned = dict[str, Any]
+"""One warning: ``kind``, the ``clients`` it is about, and ``message`` for people."""
+
+
+def warnings_of(
+    agents: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, float]], num_classes: int
+) -> list[Warned]:
+    """All warnings about a finished run.
+
+    ``agents``: a record for each client with ``id``, ``acc`` by scope, ``support`` (held-out samples behind it) and
+    ``one_class``. ``losses``: client -> training loss, for each round in order.
+    """
+    scored = [one for one in agents if one["acc"].get("personal") is not None and one["support"]]
+    return [*_collapsed(scored), *_below_local(scored), *_exploded(losses, num_classes), *_one_class(agents)]
+
+
+def absent_of(
+    records: Sequence[Mapping[str, Any]], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
+) -> Iterator[Warned]:
+    """A warning for each agent that took part in a run and was offline at its end, or failed and was left out.
+
+    ``records``: the figures of the closed rounds in order. ``failing``: agent -> why it delivers no more.
+    """
+    heard, delivered = dict[str, int](), dict[str, int]()
+    for record in records:
+        asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["refused"]))
+        heard.update(dict.fromkeys(asked, record["round"]))
+        delivered.update(dict.fromkeys(record["agents"], record["round"]))
+    for agent, number in sorted(heard.items()):
+        last = f"its last update is of round {delivered[agent]}" if agent in delivered else "it delivered no update"
+        if offline(agent):
+            message = f"agent '{agent}' went offline during the run, last heard in round {number} of {rounds}; {last}"
+            yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
+        elif agent in failing:
+            message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
+            yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
+
+
+def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One line for each warning, and one for all clients below their local baseline beyond `SHOWN_CLIENTS`."""
+    below = [one for one in warnings if one["kind"] == "below_local"]
+    unshown = {id(one) for one in below[SHOWN_CLIENTS:]}
+    yield from (str(one["message"]) for one in warnings if id(one) not in unshown)
+    if unshown:
+        yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
+
+
+def adjusted(accuracy: float, samples: int) -> float:
+    """The accuracy with a right and a wrong answer added (Agresti and Caffo): sound for few samples, never 0 or 1."""
+    return (accuracy * samples + 1) / (samples + 2)
+
+
+def standard_error(*accuracies: float, samples: int) -> float:
+    """Binomial standard error of an accuracy, or of the difference of two, on so many held-out samples each.
+
+    Two accuracies are of the same samples and rise together as a rule: the true error of their difference is smaller.
+    """
+    rates = [adjusted(accuracy, samples) for accuracy in accuracies]
+    return math.sqrt(sum(rate * (1 - rate) for rate in rates) / (samples + 2))
+
+
+def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    for one in scored:
+        personal, local, support = one["acc"]["personal"], one["acc"].get("local"), one["support"]
+        if local is None:
+            continue
+        noise = STANDARD_ERRORS * standard_error(personal, local, samples=support)
+        if adjusted(local, support) - adjusted(personal, support) > noise:
+            held_out = counted(support, "held-out sample")
+            message = (
+                f"client '{one['id']}': acc.personal {personal:.3f} is below its local baseline, acc.local "
+                f"{local:.3f}, by more than noise ({noise:.3f}, two standard errors on {held_out})"
+            )
+            yield {"kind": "below_local", "clients": [one["id"]], "message": message}
+
+
+def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
+    if len(scored) < 2:
+        return
+    mean = fmean(one["acc"]["personal"] for one in scored)
+    ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
+    worst = ranked[: max(1, math.ceil(WORST_SHARE * len(ranked)))]
+    theirs, support = fmean(one["acc"]["personal"] for one in worst), sum(one["support"] for one in worst)
+    if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, samples=support) < COLLAPSED * mean:
+        clients = [one["id"] for one in worst]
+        message = (
+            f"the worst tenth of the clients has collapsed: acc.personal {theirs:.3f} ({listed(clients)}), "
+            f"{mean:.3f} over all clients"
+        )
+        yield {"kind": "collapsed_tenth", "clients": clients, "message": message}
+
+
+def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
+    first, last = dict[str, float](), dict[str, float]()
+    for of_round in losses:
+        for client, loss in of_round.items():
+            first.setdefault(client, loss)
+            last[client] = loss
+    guessing = math.log(max(2, num_classes))
+    found = [client for client, loss in last.items() if loss > EXPLODED * max(first[client], guessing)]
+    if found:
+        most = max(found, key=lambda client: last[client])
+        message = (
+            f"the training loss has exploded at {listed(sorted(found))}: at '{most}' it rose from {first[most]:.4g} to "
+            f"{last[most]:.4g}; lower the step size, or the weights of the loss's terms"
+        )
+        yield {"kind": "exploding_loss", "clients": sorted(found), "message": message}
+
+
+def _one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    clients = [one["id"] for one in agents if one.get("one_class")]
+    if clients:
+        message = (
+            f"{counted(len(clients), 'client')} with data of one class only ({listed(clients)}): their accuracies say "
+            "nothing about telling classes apart, and raise the means"
+        )
+        yield {"kind": "one_class", "clients": clients, "message": message}

@@ -1,0 +1,289 @@
+"""Who is asked in a round, who of them can still deliver, and who else can take part when they are too few."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edge_agent.errors import RunFailed
+
+from ..config import CohortConfig, CoordinatorConfig
+from ..fleet.exclusion import Exclusions, without
+from ..fleet.registry import RETURN_S
+from ..fleet.uploads import Collection
+from ..state.journal import OpenRound
+from ..text import counted, listed
+from .context import Fleet, Steps, Waiting
+
+log = logging.getLogger(__name__)
+
+IDLE_HEARTBEATS = 3
+"""Heartbeats in a row that name other work, or none, although the agent was asked again after each of them."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Who takes part in a round that is under way: agents that it did without, and those it asks once more."""
+
+    new: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+
+
+@dataclass
+class Selection:
+    """Who takes part in the rounds of one run."""
+
+    fleet: Fleet
+    seed: int
+    exclusions: Exclusions = field(default_factory=Exclusions)
+    _idle: Counter[str] = field(default_factory=Counter)
+
+    def left_out(self, number: int) -> dict[str, str]:
+        """Agent -> reason, of those that round ``number`` is to do without."""
+        return self.exclusions.left_out(number, self.boot) if self.fleet.leaves_out else {}
+
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """Agents that have failed and have not delivered since: asked now and then, and never waited for alone."""
+        return self.exclusions.on_trial if self.fleet.leaves_out else frozenset()
+
+    def least(self, collection: Collection) -> int:
+        """How many updates a round needs in any case, however few of its cohort can still deliver."""
+        return self.fleet.config.cohort.min_agents if self.fleet.leaves_out else len(collection.cohort)
+
+    def has_quorum(self, collection: Collection) -> bool:
+        """Whether the updates that are here are enough to close the round."""
+        return collection.has_quorum(self.fleet.config.round.quorum, self.least(collection))
+
+    def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
+        """Wait until enough agents are there; returns the cohort (as the generator's value).
+
+        Those who are left out are asked all the same where the others are too few. After a restart of the coordinator
+        those who have delivered before get the time to come back, or the first to come would be the whole cohort.
+        """
+        config = self.fleet.config.cohort
+        while returning := self._returning():
+            yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
+        while True:
+            present = self.fleet.roster.present("train")
+            for available in (without(present, self.left_out(number)), present):
+                if chosen := choose(available, config, seed=self.seed, round_number=number):
+                    return chosen
+            yield Waiting(f"round {number} needs {lack(present, self.fleet.config)}")
+
+    def awaited(self, collection: Collection) -> tuple[str, ...]:
+        """Cohort members that may still deliver. The others are given up: they do not count in the quorum any more.
+
+        Members that are there and do not take up the work are given up only where the others are enough. Whoever has
+        only lost its connection and is back counts again: it continued its work. One that was restarted begins again.
+        """
+        patience = {agent: self.fleet.roster.patience(agent) for agent in collection.outstanding}
+        there = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
+        working = tuple(agent for agent in there if self._idle[agent] < IDLE_HEARTBEATS)
+        awaited = working if collection.delivered + len(working) >= self.fleet.config.cohort.min_agents else there
+        for agent in working:
+            if self.boot(agent) and collection.given_up.get(agent) in {"", self.boot(agent)}:
+                del collection.given_up[agent]
+        for agent in without(collection.outstanding, awaited):
+            member = self.fleet.roster.get(agent)
+            collection.given_up.setdefault(agent, member.boot if member is not None else "")
+        return awaited
+
+    def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
+        """Agent -> reason, of those who are there and have not delivered, though they had their time.
+
+        An agent that was restarted during the round has not had that time.
+        """
+        waited = f"no update within {self.fleet.config.round.deadline_s:g} s"
+        idle = f"did not take up the work of round {collection.round}"
+        present = set(self.fleet.roster.present())
+        late = without(collection.outstanding, collection.given_up) if is_late else ()
+        return {
+            agent: idle if self._idle[agent] >= IDLE_HEARTBEATS else waited
+            for agent in collection.outstanding
+            if agent in present and (agent in late or self._idle[agent] >= IDLE_HEARTBEATS)
+        }
+
+    def collect(self, collection: Collection, deadline: float) -> Steps:
+        """Until everybody who still can has answered, or quorum and grace, or the deadline (of `Fleet.heard_s`)."""
+        grace_s = self.fleet.config.round.grace_s
+        self._idle.clear()
+        quorum_at: float | None = None
+        while awaited := self.awaited(collection):
+            now = self.fleet.heard_s()
+            if not self.has_quorum(collection):
+                quorum_at = None
+            elif quorum_at is None:
+                quorum_at = now
+            limit = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
+            if now >= limit:
+                return
+            offline = without(collection.outstanding, awaited)
+            got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
+            beside = f", without {listed(offline)}" if offline else ""
+            about = f"round {collection.round}"
+            yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.fleet.roster.deaf_s, about)
+
+    def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
+        """Whether a round without a quorum ends all the same, for want of those who have had their time.
+
+        That is so when half of the cohort has delivered. Fewer than half are given another deadline,
+        ``round.max_attempts`` in all: the others may just be slow. ``overdue`` counts the attempts that ended so.
+
+        Raises:
+            RunFailed: it was the last one, and too few have delivered.
+        """
+        is_last = overdue >= self.fleet.config.round.max_attempts
+        has_half = 2 * collection.delivered >= len(collection.training)
+        if unanswered and (is_last or has_half) and collection.delivered >= max(1, self.least(collection)):
+            return True
+        if is_last or not (unanswered or self.fleet.leaves_out):
+            raise RunFailed(self._why_failed(collection, overdue))
+        return False
+
+    def more(self, collection: Collection) -> Generator[Waiting, None, Addition]:
+        """Wait until the round has enough members who can deliver; returns the new ones (as the generator's value).
+
+        Raises:
+            RunFailed: all who were asked have failed, and nobody else is known to do better.
+        """
+        while True:
+            if self.has_quorum(collection):  # what was under way has come all the same
+                return Addition()
+            if (addition := self._addition(collection)) is not None:
+                return addition
+            others = self.exclusions.delivered - collection.refused.keys()
+            if collection.is_hopeless and not others:
+                raise RunFailed(
+                    f"round {collection.round}: every agent that was asked has failed: {failures(collection)}"
+                )
+            yield self._lack(collection)
+
+    def closed(self, collection: Collection, unanswered: dict[str, str], boots: dict[str, str]) -> None:
+        """Note who has failed in a round, and say who will be left out of the next ones.
+
+        ``boots``: the start of each agent that has not delivered.
+        """
+        if not self.fleet.leaves_out:
+            return
+        found = collection.accepted, collection.refused, collection.failed_boots
+        done = OpenRound(collection.round, 1, collection.cohort, {}, *found)
+        for agent, why in self.exclusions.closed(done, unanswered, boots).items():
+            log.warning("left_out run=%s agent=%s %s", collection.run, agent, why)
+
+    def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
+        """Agent -> reason, of those that are there and that round ``number`` does without."""
+        present = self.fleet.roster.present()
+        return {a: why for a, why in self.left_out(number).items() if a in present and a not in cohort}
+
+    def status(self, number: int) -> dict[str, dict[str, object]]:
+        """Those that round ``number`` is to do without, in which round they are asked again, and why, as JSON."""
+        return {
+            agent: {"until_round": self.exclusions.asked_again_in(agent), "reason": why}
+            for agent, why in self.left_out(number).items()
+        }
+
+    def at_work(self, agent: str, *, is_at_work: bool) -> None:
+        """A heartbeat of a member of the open round: does it work on what it was asked to do?"""
+        if is_at_work or self.fleet.collector.is_uploading(agent):
+            del self._idle[agent]
+        else:
+            self._idle[agent] += 1
+
+    def boot(self, agent: str) -> str:
+        """The start of an agent that is there; empty for one that is not."""
+        member = self.fleet.roster.get(agent)
+        return member.boot if member is not None and member.is_present else ""
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _addition(self, collection: Collection) -> Addition | None:
+        """Whom to ask in addition, perhaps nobody; None while the round would still have too few members."""
+        present, again = self.fleet.roster.present(), self._restarted(collection)
+        awaited = [agent for agent in self.awaited(collection) if agent in present]
+        strangers = without(self.fleet.roster.present("train"), collection.cohort)
+        least = max(1, self.fleet.config.cohort.min_agents)
+        for new in (without(strangers, self.left_out(collection.round)), strangers):
+            able = len(awaited) + len(again) + len(new)
+            if able and collection.delivered + able >= least:
+                lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
+                return Addition(self._some(new, lacking, collection.round), again)
+        return None
+
+    def _returning(self) -> tuple[str, ...]:
+        """Agents that have delivered in this run and may be between two tries to connect since the coordinator came."""
+        roster = self.fleet.roster
+        unheard = (agent for agent in sorted(self.exclusions.delivered) if roster.get(agent) is None)
+        return tuple(agent for agent in unheard if (roster.patience(agent) or 0) > 0)
+
+    def _some(self, agents: Sequence[str], number: int, round_number: int) -> tuple[str, ...]:
+        rng = np.random.default_rng([self.seed, round_number, len(agents)])
+        size = min(len(agents), max(0, number))
+        return tuple(sorted(str(agent) for agent in rng.choice(list(agents), size=size, replace=False))) if size else ()
+
+    def _restarted(self, collection: Collection) -> tuple[str, ...]:
+        """Members that have failed in this round and were started anew since: somebody may have repaired them."""
+        if not self.fleet.leaves_out:
+            return ()
+        boots = collection.failed_boots
+        return tuple(a for a in collection.refused if boots.get(a) and self.boot(a) not in {"", boots[a]})
+
+    def _why_failed(self, collection: Collection, times: int) -> str:
+        needed = counted(collection.needed(self.fleet.config.round.quorum, self.least(collection)), "update")
+        often = f" {counted(times, 'time')}" if times else ""
+        return (
+            f"round {collection.round} missed its quorum{often}: {collection.delivered} of {needed}; missing: "
+            f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
+            "mend those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
+        )
+
+    def _lack(self, collection: Collection) -> Waiting:
+        number, needed = collection.round, max(1, self.fleet.config.cohort.min_agents)
+        got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
+        failed = f"; failed: {failures(collection)}" if collection.refused else ""
+        what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
+        return Waiting(what, collection.outstanding, None, f"round {number}")
+
+
+def failures(collection: Collection) -> str:
+    """Who has failed in a round, and why, on one line."""
+    return "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items()))
+
+
+def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:
+    """The cohort, sorted; the same agents, seed and round give the same cohort. Empty when too few are available.
+
+    ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
+    With ``fraction_max`` any number of them from the one share to the other is as likely.
+    """
+    if len(available) < config.min_agents:
+        return ()
+    rng = np.random.default_rng([seed, round_number])
+    wanted = max(config.min_agents, _share(len(available), config, rng))
+    wanted = min(wanted, config.max_agents or wanted)
+    size = min(len(available), math.ceil(wanted * config.over_selection))
+    chosen = rng.choice(len(available), size=size, replace=False)
+    ordered = sorted(available)
+    return tuple(sorted(ordered[index] for index in chosen))
+
+
+def lack(present: Sequence[str], config: CoordinatorConfig) -> str:
+    """How many train agents a round needs, how many of them are not there, and which of them should be: those here."""
+    least = config.cohort.min_agents
+    away = [client.id for client in config.hosted if client.id not in present]
+    hosted = f"; hosted, but away: {listed(away)}" if away else ""
+    needed = counted(least, "train agent")
+    return f"{needed}, {least - len(present)} more must come; here: {listed(present)}{hosted}"
+
+
+def _share(available: int, config: CohortConfig, rng: np.random.Generator) -> int:
+    """How many of the available agents the configured share is."""
+    least = round(config.fraction * available)
+    if config.fraction_max is None:
+        return least
+    return int(rng.integers(least, round(config.fraction_max * available), endpoint=True))

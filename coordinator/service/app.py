@@ -1,0 +1,132 @@
+"""A coordinator ready to serve: its state folder locked, its broker there, signals heeded, all put away at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from edge_agent.config import BrokerConfig, load
+from edge_agent.errors import ConfigError
+from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Transport
+from edge_agent.worker import ThreadWorker
+
+from ..broker import EmbeddedBroker
+from ..config import CoordinatorConfig
+from ..hosted import Hosts, Joined
+from ..hosted.checking import overlaps
+from ..hosted.desk import Desk
+from ..hosted.own import OwnWork
+from ..state.store import StateFolder
+from .coordinator import Coordinator
+from .peers import PROBE_S
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_S = 10.0
+"""How long a start waits to know whether it may serve before it goes on to say what it waits for."""
+
+DEFAULT_CONFIG = Path("coordinator.toml")
+
+
+@contextlib.contextmanager
+def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
+    """A started coordinator; leaving the context puts everything away so that the next start goes on from there.
+
+    Raises:
+        StateError: another process works in the state folder, or it is damaged.
+        DuplicateCoordinator: another coordinator serves the federation.
+        BrokerAway: the broker does not answer and ``broker.wait`` is false.
+    """
+    with contextlib.ExitStack() as stack:
+        state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
+        broker = stack.enter_context(broker_for(config))
+        mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
+        worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
+        own = OwnWork(config.proxy, Desk(state.path / "hosted" / "computing.log"), ThreadWorker(mqtt.wake))
+        probe_s = 0.0 if config.broker is None else PROBE_S  # nobody serves at a broker that has just been started
+        service = Coordinator(
+            config, state, transport, worker=worker, aside=own, broker_url=broker.url, probe_s=probe_s
+        )
+        for overlap in overlaps(config):
+            log.warning("samples_serve_twice %s", overlap)
+        stack.callback(service.close)
+        service.start()
+        _wait_to_serve(service)
+        yield service
+
+
+def _wait_to_serve(service: Coordinator) -> None:
+    """Until nobody else is known to serve the federation; a broker that is away is waited for by whoever serves.
+
+    Raises:
+        DuplicateCoordinator: another coordinator serves it.
+    """
+    until = time.monotonic() + START_LIMIT_S
+    while not service.is_serving and not service.is_without_broker and time.monotonic() < until:
+        service.step(service.idle_s())
+
+
+def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:
+    """The transport to agents, with that to the clients that are hosted here, where there are any."""
+    if not config.hosted:
+        return main
+    topics, ids = Topics(config.federation), [client.id for client in config.hosted]
+    hosts = Hosts.of(config, main.wake)
+    return Joined(main, hosts, topics, ids, hosts.away)
+
+
+@contextlib.contextmanager
+def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
+    """How to reach the broker; the embedded one is started and watched where the configuration names no other."""
+    if config.broker is not None:
+        yield config.broker
+        return
+    embedded = config.embedded
+    broker = EmbeddedBroker(
+        embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
+    )
+    with broker:
+        log.info("broker_started url=%s", broker.url)
+        yield broker.config()
+
+
+class Stop(threading.Event):
+    """Set by a signal; ``signal`` is its number, 0 before one has come."""
+
+    signal = 0
+
+    def by_signal(self, number: int, _frame: object) -> None:
+        """The handler."""
+        self.signal = number
+        self.set()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """An event that SIGTERM and Ctrl-C set, instead of tearing anything."""
+    stop = Stop()
+    before = {number: signal.signal(number, stop.by_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def load_config(path: Path | None, state: Path | None = None) -> CoordinatorConfig:
+    """The configuration in ``path`` (``coordinator.toml`` by default); ``state`` overrides its state folder.
+
+    Raises:
+        ConfigError: no such file, or mistakes, all of them listed.
+    """
+    chosen = path or DEFAULT_CONFIG
+    if not chosen.exists():
+        raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
+    return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

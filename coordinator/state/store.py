@@ -1,0 +1,315 @@
+"""What the coordinator keeps on disk: journal, blobs named by their SHA-256, and one folder for each run.
+
+Layout of a state folder::
+
+    lock            held by the one coordinator that works here
+    journal.db      see `coordinator.state.journal`; everything else can be checked against it
+    blobs/<sha256>  checkpoints, downlinks, updates, bundles
+    runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to go on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_agent.config import NAME_PATTERN
+from edge_agent.errors import StateError, UsageError, cause
+from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
+
+from .journal import Journal
+
+_BEGAN_S = time.time()
+"""When this process began, in seconds since 1970: what was being written then, nobody writes any more."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.store.write_atomic` names them
+
+
+class BlobStore:
+    """Files named by the SHA-256 of their content; a name that is there is complete and on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, *data: bytes | memoryview) -> str:
+        """SHA-256 (hex) of the pieces of ``data``, on disk when this returns. A damaged copy is replaced."""
+        sha = sha256_of(*data)
+        if not self._is_sound(sha):
+            write_atomic(self.path(sha), *data)
+        return sha
+
+    def adopt(self, source: Path, sha: str) -> Path:
+        """Where the file ``source`` now lives under its hash; it is moved, and on disk when this returns.
+
+        Raises:
+            StateError: its content is not what ``sha`` says; the file stays where it is.
+        """
+        target = self.path(sha)
+        found = sha256_file(source)
+        if found != sha:
+            raise StateError(f"{source}: its SHA-256 is {found}, expected {sha}; fetch it again")
+        if self._is_sound(sha):
+            source.unlink()
+            return target
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as file:
+            sync(file.fileno())
+        shutil.move(source, target)
+        sync_folder(self.folder)
+        return target
+
+    def path(self, sha: str) -> Path:
+        """Where a blob of that hash is or would be.
+
+        Raises:
+            StateError: ``sha`` is not 64 hexadecimal digits.
+        """
+        if not _SHA256.fullmatch(sha):
+            raise StateError(f"'{sha[:80]}' is not a SHA-256 in lower-case hexadecimal; no blob can have this name")
+        return self.folder / sha
+
+    def __contains__(self, sha: str) -> bool:
+        return self.path(sha).is_file()
+
+    def read(self, sha: str) -> bytes:
+        """A blob's content, checked against its name.
+
+        Raises:
+            StateError: it is missing or damaged.
+        """
+        path = self.path(sha)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != sha:
+            raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
+        return data
+
+    def check(self, sha: str) -> Path:
+        """Where a blob lies that is complete and undamaged; its content is not held in memory.
+
+        Raises:
+            StateError: it is missing or damaged.
+        """
+        path = self.path(sha)
+        try:
+            found = sha256_file(path)
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
+        if found != sha:
+            raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
+        return path
+
+    def prune(self, keep: Collection[str]) -> int:
+        """Bytes freed by removing every blob whose hash is not in ``keep``."""
+        freed = 0
+        for path in self._files():
+            if path.name not in keep:
+                freed += path.stat().st_size
+                path.unlink()
+        return freed
+
+    def usage_bytes(self) -> int:
+        """Bytes that all blobs take together."""
+        return sum(path.stat().st_size for path in self._files())
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left; only for the process that holds the folder's lock."""
+        for folder in (self.folder, *(self.folder / "partial").glob("*")):
+            sweep(folder)
+
+    def _files(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if _SHA256.fullmatch(path.name)]
+
+    def _is_sound(self, sha: str) -> bool:
+        path = self.path(sha)
+        return path.is_file() and sha256_file(path) == sha
+
+
+class RunFolder:
+    """Figures of one run, for reports: they are derived from what the journal says and may be written twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self.folder.name
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object in each line."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        """One JSON object: what was asked for and what came out."""
+        return self.folder / "summary.json"
+
+    @property
+    def report_path(self) -> Path:
+        """The page that `coordinator.report` writes."""
+        return self.folder / "report.html"
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line, on disk when this returns; a line torn by an earlier crash is cut off first.
+
+        Raises:
+            StateError: the record is not JSON (NaN and infinity are not).
+        """
+        try:
+            line = json.dumps(dict(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise StateError(f"{self.metrics_path}: a record is not JSON ({error}); nothing was written") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.metrics_path.open("a+b") as file:
+            _cut_torn_line(file)
+            file.write(line)
+            file.flush()
+            sync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records in order; empty before the first, without a last line that a crash has torn.
+
+        Raises:
+            StateError: a line is not a JSON object.
+        """
+        try:
+            lines = self.metrics_path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [self._record(number, line) for number, line in enumerate(lines, 1)]
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace the summary."""
+        write_json(self.summary_path, summary)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary; None before there is one.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        return read_json(self.summary_path)
+
+    def touched_ns(self) -> int:
+        """When anything in the folder was last written, in nanoseconds since 1970."""
+        return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
+
+    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise StateError(f"{self.metrics_path}: line {number} is not JSON ({error}); remove the line") from error
+        if not isinstance(record, dict):
+            raise StateError(f"{self.metrics_path}: line {number} is not a JSON object; remove the line")
+        return record
+
+
+class StateFolder:
+    """Everything that one coordinator keeps. `open` is for the coordinator, `look` for commands beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = Journal(path / "journal.db")
+        self.blobs = BlobStore(path / "blobs")
+
+    @contextlib.contextmanager
+    def open(self, owner: str) -> Iterator[StateFolder]:
+        """This folder, locked for one process, its journal checked from the first entry to the last.
+
+        Raises:
+            StateError: another process works here, or the journal is damaged, cut short or gone.
+        """
+        with folder_lock(self.path, owner), contextlib.closing(self.journal.open(is_begun=self._has_content())):
+            self.journal.verify()
+            self.blobs.sweep()
+            for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
+                sweep(folder, older_than_s=_BEGAN_S)
+            yield self
+
+    @contextlib.contextmanager
+    def look(self, *, create: bool = False) -> Iterator[StateFolder]:
+        """This folder without the lock: for reading, and for asking for runs while a coordinator works here.
+
+        Raises:
+            StateError: there is no journal (and ``create`` does not allow to make one), or it is damaged.
+        """
+        with contextlib.closing(self.journal.open(create=create, is_begun=self._has_content())):
+            yield self
+
+    def run(self, run: str) -> RunFolder:
+        """The folder of one run, which may not exist yet.
+
+        Raises:
+            UsageError: ``run`` cannot be the name of a run.
+        """
+        if not re.fullmatch(NAME_PATTERN, run):
+            raise UsageError(f"'{run[:80]}' cannot be a run; runs are named like 'run-0001', see 'headwater status'")
+        return RunFolder(self.path / "runs" / run)
+
+    def runs(self) -> list[RunFolder]:
+        """Folders of all runs that have figures, the one written to last at the end."""
+        folders = [RunFolder(path) for path in (self.path / "runs").glob("*") if path.is_dir()]
+        return sorted(folders, key=lambda folder: (folder.touched_ns(), folder.run))
+
+    def _has_content(self) -> bool:
+        """Whether there is something that a journal has to tell of: an empty one would be damage, not a beginning.
+
+        Starting at round 0 again beside blobs would pass for normal work.
+
+        Raises:
+            StateError: there is, and no journal.
+        """
+        if not any(self.blobs.folder.glob("*")) and not any((self.path / "runs").glob("*")):
+            return False
+        if not self.journal.path.exists():
+            raise StateError(
+                f"{self.path}: there are blobs or runs but no journal.db; put it back from a backup, "
+                "or choose a new state folder (a fresh start is never made silently)"
+            )
+        return True
+
+
+def sweep(folder: Path, older_than_s: float | None = None) -> None:
+    """Remove files of ours that interrupted writes left in ``folder``; only those last written before that moment.
+
+    Other processes may be writing a report or a status just now, so their files are left alone.
+    """
+    for path in folder.glob(".*.tmp"):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it was moved to its place, or swept by another
+            if older_than_s is None or path.stat().st_mtime < older_than_s:
+                path.unlink()
+
+
+def _cut_torn_line(file: Any) -> None:
+    """Leave the file at the end of its last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    position = end
+    while position > 0:
+        begin = max(0, position - 4096)
+        file.seek(begin)
+        newline = file.read(position - begin).rfind(b"\n")
+        if newline >= 0:
+            position = begin + newline + 1
+            break
+        position = begin
+    if position < end:
+        file.truncate(position)
+    file.seek(0, os.SEEK_END)

@@ -1,0 +1,413 @@
+"""An agent's life: connect, say hello, (get work, do it, send the result) again and again, install bundles, go on.
+
+One loop handles events and timers; long work runs beside it. What was computed is kept on disk until the coordinator
+has said in its own words that it has it. Everything is said again after a reconnect, so no message has to arrive.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import __version__
+from ..config import AgentConfig
+from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
+from ..storage import write_atomic
+from ..task import Task
+from ..wire import messages as wire
+from ..wire.chunks import BlobCache, decode_frame
+from ..wire.envelope import SPOKEN
+from ..wire.messages import run_name
+from ..wire.topics import Topics
+from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
+from ..worker import InlineWorker, Worker
+from .downloads import Downloads
+from .health import FINAL_S, HELLO_AGAIN_S, Condition, Mismatch, Silence, disk_error
+from .local_state import Membership
+from .runner import Disk, Jobs
+from .tasks import Duties
+from .uploads import Uploads
+
+__all__ = ["Agent", "will_of"]
+
+log = logging.getLogger(__name__)
+
+HELLO_APART_S = 0.5
+MAX_TICK_S = 0.5
+
+
+def will_of(config: AgentConfig, boot: str) -> WillOf:
+    """What the broker says of this agent when a connection of it breaks; it names the connection, not the agent."""
+    topic = Topics(config.federation).presence(config.id)
+    return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
+
+
+class Agent:
+    """One device's agent. `start`, then `step` again and again (or `serve`), then `close`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        transport: Transport,
+        duties: Duties,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        worker: Worker | None = None,
+        boot: str | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol."""
+        self.config, self.transport, self.duties, self.clock = config, transport, duties, clock
+        self.worker = worker or InlineWorker()
+        self.boot = boot or secrets.token_hex(8)
+        self.topics = Topics(config.federation)
+        self._broadcasts = self.topics.broadcast("")
+        self.cache = BlobCache(config.state / "cache", config.cache_bytes)
+        self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
+        self.uploads = Uploads(duties.outbox, self._send, self._publish_chunk, clock)
+        self.condition = Condition()
+        self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
+        self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
+        self.membership = Membership(config.state / "federation.json", clock)
+        self.welcomed = False
+        self.refused: HeadwaterError | None = None
+        self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
+        self._seq = self._connection = 0
+        self._beat_at = self._hello_at = float("-inf")
+        self._silence = Silence(self._mismatch, clock)
+        self._told_condition = self.condition.name
+        self._checked: Task | None = None
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen; hello follows once connected."""
+        self.config.state.mkdir(parents=True, exist_ok=True)
+        self.transport.subscribe(*self.topics.for_agent(self.config.id))
+        self.transport.start()
+        self.jobs.refit(self._hello)
+
+    def serve(self, stop: threading.Event) -> None:
+        """`step` until told to stop.
+
+        Raises:
+            ProtocolMismatch: the coordinator has spoken another protocol for minutes.
+            DuplicateId: another agent with this id is alive.
+        """
+        while not stop.is_set():
+            self.step(self.idle_s())
+            self.raise_if_refused()
+
+    def raise_if_refused(self) -> None:
+        """Return quietly unless the coordinator will never take this agent.
+
+        Raises:
+            ProtocolMismatch: the coordinator has spoken another protocol for minutes.
+            DuplicateId: another agent with this id is alive.
+        """
+        if self.refused is not None:
+            raise self.refused
+
+    def close(self) -> None:
+        """Say goodbye; downloads and the outbox stay on disk."""
+        self._send(wire.Bye())
+        self.downloads.pause()
+        self.worker.close()
+        self.transport.close()
+
+    def step(self, timeout_s: float) -> bool:
+        """Handle at most one event and whatever is due; True when there was an event."""
+        event = self.transport.receive(timeout_s)
+        if isinstance(event, Message):
+            self._on_message(event)
+        elif isinstance(event, Connected):
+            log.info("connected broker=%s", self.config.broker.url)
+            self._connection = event.connection
+            self._hello_at = self.clock()  # said as soon as an answer can be heard
+            self._begin_alone()
+        elif isinstance(event, Subscribed):
+            self._on_subscribed(event.filters)
+        elif isinstance(event, Disconnected):
+            self.welcomed = False
+            self._silence.broker_away(event.reason)
+            self.membership.answered()
+        self.worker.collect()
+        self._tick()
+        return event is not None
+
+    def idle_s(self) -> float:
+        """How long `step` may wait for an event before something else is due."""
+        return max(0.0, min(MAX_TICK_S, self.downloads.due_in()))
+
+    # --- timers ----------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self.clock()
+        self.disk.tick(now)
+        self.disk.safely(self.downloads.tick)
+        self.disk.safely(self.uploads.tick)
+        if self._mismatch.is_due():
+            self._hello()
+        if (other := self.membership.to_follow()) is not None:
+            self._follow(*other)
+            self._begin_alone()
+            self._hello()
+        if not self.welcomed:
+            if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
+                self._hello()
+            self._silence.tell(self.config)
+        elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._told_condition:
+            self._beat()
+
+    def on_os_error(self, error: OSError, what: str) -> None:
+        """Something could not be read or written: a full disk stalls the agent, which resumes by itself."""
+        self.disk.failed(error, what)
+
+    def _begin_alone(self) -> None:
+        self.welcomed = False
+        self._silence.begin()
+
+    def _hello(self, answers: str = "") -> None:
+        if self.refused is not None:
+            return
+        self._hello_at = self.clock()
+        presence = f"online {self.boot} {self._connection}".encode()
+        self.transport.publish(self.topics.presence(self.config.id), presence)
+        hello = wire.Hello(
+            software=__version__,
+            tier=self.duties.tier,
+            samples=self.duties.samples,
+            bundle_id=self.duties.bundle_id,
+            condition=self.condition.name,
+            answers=answers,
+            connection=self._connection,
+            epoch=self.membership.epoch,
+            facts=self.duties.facts(),
+        )
+        self._send(hello)
+
+    def _beat(self) -> None:
+        self._beat_at = self.clock()
+        self._told_condition = self.condition.name
+        busy = self.jobs.job
+        run, number = (busy.run, busy.round) if busy else ("", 0)
+        beat = wire.Heartbeat(run=run, round=number, condition=self._told_condition)
+        self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
+
+    # --- what arrives ----------------------------------------------------------------------------------------------
+
+    def _on_subscribed(self, filters: tuple[str, ...]) -> None:
+        if self.topics.down(self.config.id) in filters:
+            self._hello()
+        self.downloads.listening(filters)
+
+    def _on_message(self, event: Message) -> None:
+        if event.retained:  # a coordinator never asks a broker to keep anything, so somebody else did
+            log.warning("retained_refused topic=%s; clear it at the broker", event.topic)
+            return
+        try:
+            if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
+                self._on_words(event.payload)
+            elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
+                self._on_chunk(event.payload)
+        except ProtocolMismatch as error:
+            self._on_mismatch(str(error))
+        except HeadwaterError as error:
+            log.warning("message_refused topic=%s reason=%s", event.topic, error)
+        except OSError as error:
+            self.on_os_error(error, f"message_failed topic={event.topic}")
+        except Exception:  # a mistake of ours: no single message may end the agent
+            log.exception("message_broke topic=%s", event.topic)
+
+    def _on_words(self, payload: bytes) -> None:
+        try:
+            message = wire.parse_from_coordinator(payload)
+        except MessageError as error:
+            named = wire.named_job(payload)
+            if named is not None:  # of a newer coordinator, say: it need not wait for us
+                self._send(self.condition.note("work", error).to_coordinator(*named))
+            raise
+        self._on_control(message)
+
+    def _on_chunk(self, payload: bytes) -> None:
+        try:
+            finished = self.downloads.frame(decode_frame(payload))
+        except ChunkError as error:
+            log.warning("chunk_refused reason=%s", error)
+            if disk_error(error) is not None:
+                self.condition.note("disk", error)
+        else:
+            if finished:
+                self.disk.safely(self.jobs.go_on)
+
+    def _on_control(self, message: wire.Command) -> None:
+        if isinstance(message, wire.Refused):
+            self._on_refused(message)
+        elif not message.federation:
+            raise MessageError(f"{type(message).__name__} names no federation; expected the id of one")
+        elif not self.membership.allows(message):
+            self._not_obeyed(message)
+        elif isinstance(message, wire.Announce):
+            self._on_announce(message)
+        elif isinstance(message, wire.Welcome):
+            self._on_welcome(message)
+        elif isinstance(message, wire.Who):
+            self._hello(message.question)
+        elif self.membership.is_current(message):
+            self._on_work(message)
+        else:
+            self._ask_who_is_there()
+
+    def _on_work(self, message: wire.Command) -> None:
+        if self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
+            log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
+        elif isinstance(message, wire.TaskNotice):
+            self._on_task(message.task)
+        elif isinstance(message, wire.Job):
+            self.jobs.on_job(message)
+        elif isinstance(message, wire.Install):
+            self.jobs.on_install(message)
+        elif isinstance(message, wire.Cancel):
+            self.jobs.on_cancel(message)
+        elif isinstance(message, wire.Grant):
+            self.uploads.grant(message)
+            self.jobs.go_on()  # an update that is gone from the disk is made again
+        elif isinstance(message, wire.Ack):
+            self.uploads.ack(message)
+        elif isinstance(message, wire.Receipt):
+            self.jobs.on_receipt(message)
+
+    def _on_task(self, task: Task) -> None:
+        """Look whether data and head of this device fit, unless that is known."""
+        if task == self._checked and self.condition.name == "ok":
+            return
+
+        def done(_: object, error: BaseException | None) -> None:
+            self._checked = task
+            if error is None:
+                self.condition.clear("data")
+                return
+            problem = self.condition.note("data", error)
+            log.error("data_do_not_fit error=%s message=%s", problem.error, problem.message)
+            self._send(problem.to_coordinator())
+
+        self.worker.submit("check", lambda: self.duties.check(task), done)
+
+    def _on_announce(self, message: wire.Announce) -> None:
+        if message.epoch > self.membership.epoch > 0:  # whatever has just been said was said to its predecessor
+            self._begin_alone()
+            self._hello()
+        elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
+            self._hello()
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        is_news = not self.welcomed or not self.membership.is_current(message)
+        self._follow(message.federation, message.epoch)
+        self.welcomed = True
+        self.membership.answered()
+        self._mismatch.clear()
+        self._beat_at = self.clock()
+        if is_news:
+            federation = message.federation[:12]
+            log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
+            self.uploads.offer_again()
+        if (problem := self.condition.problem) is not None:  # it may be another coordinator than the one that heard
+            self._send(problem.to_coordinator())
+
+    # --- whose orders count ----------------------------------------------------------------------------------------
+
+    def _not_obeyed(self, message: wire.Command) -> None:
+        """Do not do what is asked; a hello tells its sender whom we follow, and finds out who is there."""
+        self.membership.ignored(message)
+        self._ask_who_is_there()
+
+    def _ask_who_is_there(self) -> None:
+        if self.welcomed:
+            self._begin_alone()
+        if self.clock() - self._hello_at >= HELLO_APART_S:
+            self._hello()
+
+    def _follow(self, federation: str, epoch: int) -> None:
+        """Take orders of that federation and epoch from now on; what belongs to another federation is dropped."""
+        left = self.membership.federation
+        if federation != left:
+            dropped = self.jobs.forget_all()
+            if left or dropped:
+                what = (left[:12] or "unknown", federation[:12], dropped or "nothing")
+                log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
+        self.membership.accept(federation, epoch)
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        if message.federation and not self.membership.allows(message):
+            self._not_obeyed(message)
+            return
+        if message.whom not in {"", self.boot}:
+            log.warning("duplicate_id another agent with the id '%s' was refused; give it another id", self.config.id)
+            return
+        if message.error == ProtocolMismatch.__name__:
+            self._on_mismatch(message.message)
+            return
+        log.error("refused error=%s message=%s", message.error, message.message)
+        if message.error == DuplicateId.__name__:
+            self.refused = DuplicateId(message.message)
+
+    def _on_mismatch(self, reason: str) -> None:
+        """Somebody speaks another protocol: ask again, and end only when that is all that comes for minutes."""
+        spoken = f"agent {__version__} {SPOKEN}"
+        if self._mismatch.note(reason):
+            log.error(
+                "protocol_mismatch reason=%s: %s; says hello again in %.0f s", spoken, reason, self._mismatch.next_s()
+            )
+        if self._mismatch.is_final():
+            self.refused = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
+            log.error("protocol_mismatch_final reason=%s", self.refused)
+
+    # --- sending ---------------------------------------------------------------------------------------------------
+
+    def _stamped(self, message: wire.Control) -> wire.Control:
+        self._seq += 1
+        stamp = {"boot": self.boot, "seq": self._seq, "federation": self.membership.federation}
+        return message.model_copy(update=stamp)
+
+    def _send(self, message: wire.Control) -> None:
+        self.transport.publish(self.topics.up(self.config.id), wire.encode(self._stamped(message)))
+
+    def _publish_chunk(self, frame: bytes) -> None:
+        self.transport.publish(self.topics.up_chunks(self.config.id), frame)
+
+    def _listen(self, digest: str) -> None:
+        self.transport.subscribe(self.topics.broadcast(digest))
+
+    def _unlisten(self, digest: str) -> None:
+        self.transport.unsubscribe(self.topics.broadcast(digest))
+
+    def write_status(self) -> None:
+        """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
+        status = status_of(self, None if self.welcomed else self._silence.waits_for(self.config))
+        write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)
+
+
+def status_of(agent: Agent, waits_for: str | None) -> dict[str, Any]:
+    """The content of ``status.json``; ``waits_for`` is None for an agent that a coordinator has welcomed."""
+    job, problem, membership = agent.jobs.job, agent.condition.problem, agent.membership
+    return {
+        "id": agent.config.id,
+        "tier": agent.duties.tier,
+        "welcomed": agent.welcomed,
+        "waits_for": waits_for,
+        "federation_id": membership.federation or None,
+        "epoch": membership.epoch,
+        "other_coordinator": membership.note(),
+        "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
+        "working": agent.jobs.is_working,
+        "bundle_id": agent.duties.bundle_id,
+        "rolled_back": agent.duties.rolled_back or None,
+        "condition": agent.condition.name,
+        "fault": None if problem is None else problem.as_json(),
+    }

@@ -1,0 +1,290 @@
+"""What keeps this agent from its work: the last fault of each kind, with its remedy, here and for the coordinator.
+
+The whole message stays on the device, in its log and its status. The coordinator gets the class of the error and what
+to do about it; what could name local files or classes is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import errors
+from ..config import AgentConfig
+from ..errors import HeadwaterError, cause
+from ..storage import write_atomic
+from ..wire.messages import Fault
+from ..wire.text import DISK_ERROR, ConditionName
+
+Kind = Literal["disk", "data", "work", "bundle", "start"]
+"""What failed: writing to the disk, a look at local data, a job of a run, a bundle, the start of the agent."""
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
+LEAST_FREE_BYTES = 1 << 20
+"""With less room than this an agent cannot even keep what it needs for itself."""
+
+_PROBE_BYTES = 64 * 1024
+_PATH = re.compile(r"(?<![\w:/.])~?/[^\s'\":;,)]+")
+_OF_DATA = "local data do not fit what is asked of this device"
+_REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
+    (errors.DataError, "correct the data, or [data] in the agent's configuration"),
+    (errors.ConfigError, "correct the agent's configuration and restart the agent"),
+    (errors.UnknownName, "correct the agent's configuration and restart the agent"),
+    (errors.MissingCapability, "install what is missing on the device, or give it another tier"),
+    (errors.BundleError, "export and release the encoder again"),
+    (errors.TrainingFailed, "look at the data of this device and at the step size"),
+    (errors.StateError, "look into the agent's log; what is damaged in its state folder can be removed"),
+    (errors.DuplicateId, "give one of the two agents another id"),
+    (errors.ProtocolMismatch, "upgrade the side that speaks the older protocol"),
+    (MemoryError, "give the agent more memory, or another tier"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault: what failed, its whole message, what to do, and when it was (UTC, ISO 8601)."""
+
+    kind: Kind
+    error: str
+    message: str
+    public: str
+    remedy: str
+    at: str
+
+    def to_coordinator(self, run: str = "", number: int = 0) -> Fault:
+        """The fault as the coordinator gets to see it, about that job; about none where no run is given."""
+        return Fault(error=self.error, message=self.public, remedy=self.remedy, run=run, round=number)
+
+    def as_json(self) -> dict[str, str]:
+        """For the status of this device."""
+        return {name: value for name, value in asdict(self).items() if name != "public"}
+
+
+class Condition:
+    """The problems that this agent has now, one of each kind."""
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)) -> None:
+        self._now = now
+        self._problems: dict[Kind, Problem] = {}
+
+    @property
+    def name(self) -> ConditionName:
+        """``stalled`` while the disk cannot be written, ``fault`` after another failure, else ``ok``."""
+        return "stalled" if self.is_stalled else "fault" if self._problems else "ok"
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing can be kept on the disk now."""
+        return "disk" in self._problems
+
+    @property
+    def problem(self) -> Problem | None:
+        """What people should know first: the disk, else the newest."""
+        return self._problems.get("disk") or next(reversed(self._problems.values()), None)
+
+    def note(self, kind: Kind, error: BaseException) -> Problem:
+        """Something failed; returns what is told of it. Errors of the disk count as such, whatever failed by them."""
+        found = problem_of(kind, error, self._now())
+        self._problems.pop(found.kind, None)
+        self._problems[found.kind] = found
+        return found
+
+    def clear(self, *kinds: Kind) -> bool:
+        """These work again; whether one of them had not."""
+        before = len(self._problems)
+        for kind in kinds:
+            self._problems.pop(kind, None)
+        return len(self._problems) < before
+
+
+def problem_of(kind: Kind, error: BaseException, at: datetime) -> Problem:
+    """What is told of an error: class and remedy to the coordinator, everything on this device."""
+    whole = whole_message(error)
+    moment = at.isoformat(timespec="seconds")
+    if (reason := disk_error(error)) is not None:
+        remedy = "free space on the device's disk, or mount it for writing; the agent resumes by itself"
+        return Problem("disk", DISK_ERROR, whole, f"its disk cannot be written: {cause(reason)}", remedy, moment)
+    remedy = next((words for error_kind, words in _REMEDIES if isinstance(error, error_kind)), "look into its log")
+    if isinstance(error, errors.DataError):
+        public = _OF_DATA
+    elif isinstance(error, errors.StateError | errors.ConfigError | OSError):
+        public = "see 'edge-agent status' on the device"
+    else:
+        public = _PATH.sub("…", whole)
+    return Problem(kind, type(error).__name__[:64], whole, public, remedy, moment)
+
+
+def whole_message(error: BaseException) -> str:
+    """An error in words, at most 2,000 characters; the file with it where the system names one."""
+    if isinstance(error, HeadwaterError):
+        return str(error)[:2000] or "no message"
+    named = getattr(error, "filename", None) if isinstance(error, OSError) else None
+    return (f"{named}: " if named is not None else "") + cause(error)[:1800]
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The error of a full, read-only or broken disk that ``error`` is, or that it was raised from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
+            return seen
+        seen = seen.__cause__
+    return None
+
+
+def try_disk(folder: Path, needed_bytes: int = 0) -> None:
+    """Return quietly when ``folder`` can be written and ``needed_bytes`` have room.
+
+    Raises:
+        OSError: they have not.
+    """
+    probe = folder / "disk-probe"
+    try:
+        write_atomic(probe, bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+    needed = max(needed_bytes, LEAST_FREE_BYTES)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(errno.ENOSPC, f"{free} bytes are free, {needed} are needed", str(folder))
+
+
+def look_at_disk(folder: Path) -> dict[str, Any] | None:
+    """What is wrong with the disk of ``folder``, for a status that the agent cannot write there; None: nothing."""
+    import os
+
+    if not hasattr(os, "statvfs"):
+        return None
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return problem_of("disk", OSError(errno.EIO, cause(error)), datetime.now(timezone.utc)).as_json()
+    if found.f_flag & getattr(os, "ST_RDONLY", 0):
+        code = errno.EROFS
+    elif found.f_bavail * found.f_frsize < _PROBE_BYTES or (found.f_files and not found.f_favail):
+        code = errno.ENOSPC
+    else:
+        return None
+    found_wrong = OSError(code, os.strerror(code), str(folder))
+    return problem_of("disk", found_wrong, datetime.now(timezone.utc)).as_json()
+
+
+log = logging.getLogger(__name__)
+
+HELLO_AGAIN_S = 2.0
+ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
+"""Time without an answer to hello after which the agent says so, and after which it says so again."""
+
+
+class Silence:
+    """How long an agent has had no answer, from the moment that it could have had one."""
+
+    def __init__(self, mismatch: Mismatch, clock: Callable[[], float]) -> None:
+        self._mismatch, self._clock = mismatch, clock
+        self._since: float | None = None
+        self._said_at = 0.0
+        self._away = ""
+
+    def begin(self) -> None:
+        """From now on somebody could answer."""
+        self._since = self._said_at = self._clock()
+
+    def broker_away(self, reason: str) -> None:
+        """Nobody can be heard until the broker is back."""
+        self._since, self._away = None, reason
+
+    def tell(self, config: AgentConfig) -> None:
+        """Log that nobody answers: after a while, and then from time to time."""
+        now, since = self._clock(), self._since
+        pause = ALONE_S if since == self._said_at else ALONE_AGAIN_S
+        if since is not None and now - self._said_at >= pause:
+            self._said_at = now
+            log.warning("unanswered seconds=%.0f %s", now - since, self.waits_for(config))
+
+    def waits_for(self, config: AgentConfig) -> str:
+        """For whom and until when, in words."""
+        if self._since is None:
+            why = f" ({self._away})" if self._away else ""
+            return (
+                f"waits for the broker {config.broker.url}{why}; tries until it is stopped. "
+                "'edge-agent doctor --config FILE' tries the way to it"
+            )
+        if self._mismatch.reason:
+            return (
+                f"the coordinator at {config.broker.url} speaks another protocol ({self._mismatch.reason}); says hello "
+                f"again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} minutes"
+            )
+        if config.broker.user not in {None, config.id}:
+            return (
+                f"no coordinator answers: this agent's id is '{config.id}', its MQTT user '{config.broker.user}', and "
+                "a broker with users lets an agent speak and listen under its own id alone; change id or broker.user. "
+                "'edge-agent doctor --config FILE' tries the broker's rules"
+            )
+        return (
+            f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
+            f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
+            "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
+        )
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+FINAL_S = 300.0
+LEAST_ANSWERS = 5
+FORGOTTEN_S = 2 * LONGEST_PAUSE_S
+"""Silence after which a mismatch is over: whoever it came from is not there any more."""
+
+
+class Mismatch:
+    """``reason`` is what the other side speaks; empty while there is no mismatch."""
+
+    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+        self._clock, self._rng = clock, rng
+        self.clear()
+
+    def clear(self) -> None:
+        """A coordinator that is understood has answered."""
+        self.reason = ""
+        self._since = self._heard_at = 0.0
+        self._ask_at, self._pause_s = float("inf"), FIRST_PAUSE_S
+        self._has_asked, self._answers = False, 0
+
+    def note(self, reason: str) -> bool:
+        """Something of another version has come; True when this is the first of it."""
+        now, is_new = self._clock(), not self.reason
+        if is_new:
+            self._since = now
+            self._plan(now)
+        elif self._has_asked:
+            self._answers += 1
+        self.reason, self._heard_at, self._has_asked = reason, now, False
+        return is_new
+
+    def is_final(self) -> bool:
+        """Whether it has been heard for so long, as the answer to so many hellos, that asking again is in vain."""
+        return self._answers >= LEAST_ANSWERS and self._heard_at - self._since >= FINAL_S
+
+    def is_due(self) -> bool:
+        """Whether it is time for another hello, which then counts as said."""
+        now = self._clock()
+        if self.reason and now - self._heard_at >= FORGOTTEN_S:
+            self.clear()
+        if now < self._ask_at:
+            return False
+        self._has_asked = True
+        self._plan(now)
+        return True
+
+    def next_s(self) -> float:
+        """Seconds until the next hello."""
+        return max(0.0, self._ask_at - self._clock())
+
+    def _plan(self, now: float) -> None:
+        self._ask_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)

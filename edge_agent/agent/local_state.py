@@ -1,0 +1,309 @@
+"""What a client keeps of a run between rounds, restarts and missed rounds: personal tensors and named memory.
+
+One file for each of the last two rounds, and of those rounds that are to be kept. A round starts from the newest file
+of an earlier round, so doing a round again after a crash starts from the same place and ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from ..errors import CodecError, StateError, cause
+from ..storage import read_json, read_tensors, write_json, write_tensors
+from ..task import Frozen, Tensors
+from ..wire.messages import Command, Epoch, FederationId, Install
+
+log = logging.getLogger(__name__)
+
+_PERSONAL, _MEMORY = "personal.", "memory."
+GENERATIONS = 2
+
+
+def remove_ended(folder: Path, current: str, keep: int) -> list[str]:
+    """Remove the oldest runs' folders below ``folder``, so that ``keep`` are left, ``current`` among them.
+
+    Returns the names of those removed. A device that takes part in run after run would fill its disk otherwise; a run
+    that is resumed after so many others begins afresh here, as on a device that is new to it.
+    """
+    others = [path for path in folder.glob("*") if path.is_dir() and path.name != current]
+    oldest_last = sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    removed = oldest_last[max(keep - 1, 0) :]
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(path.name for path in removed)
+
+
+class KeptFiles:
+    """The kept files of one run. With ``keep_every`` k, what stood after rounds k, 2 k, … stays as well."""
+
+    def __init__(self, folder: Path, keep_every: int = 0) -> None:
+        self.folder, self._keep_every = folder, keep_every
+
+    def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
+        """Keep what came out of a round; on disk when this returns. Of a client that never keeps a thing: no file.
+
+        What was kept of later rounds goes: whoever does an earlier one now was set back to it.
+        """
+        both, before = together(personal, memory), self.rounds()
+        if not both and not before:
+            return
+        write_tensors(self._path(round_number), both)
+        for later in (number for number in before if number > round_number):
+            self._path(later).unlink(missing_ok=True)
+        for old, following in list(pairwise(self.rounds()))[: 1 - GENERATIONS or None]:
+            if not self._stood(old, following):
+                self._path(old).unlink(missing_ok=True)
+
+    def rounds(self) -> list[int]:
+        """The rounds of which there is a file, in order."""
+        return sorted(int(path.stem.removeprefix("kept-")) for path in self.folder.glob("kept-*.safetensors"))
+
+    def before(self, round_number: int) -> tuple[Tensors, Tensors]:
+        """(personal tensors, memory) of the newest round before this one; empty when there is none.
+
+        Raises:
+            StateError: the newest file is damaged; it says how to start afresh.
+        """
+        earlier = [number for number in self.rounds() if number < round_number]
+        if not earlier:
+            return {}, {}
+        path = self._path(earlier[-1])
+        try:
+            return apart(read_tensors(path))
+        except CodecError as error:
+            raise StateError(
+                f"{path}: damaged ({error}); put it back from a backup, or remove it to go on from an earlier round, "
+                "or from the beginning, with other results than without the damage"
+            ) from error
+
+    def _stood(self, first: int, until: int) -> bool:
+        """Whether what came out of round ``first`` still stood after a round that is kept, ``until`` replacing it."""
+        return bool(self._keep_every) and (until - 1) // self._keep_every * self._keep_every >= first
+
+    def _path(self, round_number: int) -> Path:
+        return self.folder / f"kept-{round_number:07d}.safetensors"
+
+
+def together(personal: Tensors, memory: Tensors) -> Tensors:
+    """Personal tensors and memory under names that `apart` tells apart."""
+    both = {_PERSONAL + name: array for name, array in personal.items()}
+    return {**both, **{_MEMORY + name: array for name, array in memory.items()}}
+
+
+def apart(both: Tensors) -> tuple[Tensors, Tensors]:
+    """(personal tensors, memory) of what `together` has put together."""
+    return _under(_PERSONAL, both), _under(_MEMORY, both)
+
+
+def _under(prefix: str, tensors: Tensors) -> Tensors:
+    return {name.removeprefix(prefix): array for name, array in tensors.items() if name.startswith(prefix)}
+
+
+FOLLOW_S = 10.0
+"""How long the agent's own coordinator may leave hello unanswered before the agent follows another that answers."""
+
+SAID_AGAIN_S, NOTED_S = 60.0, 60.0
+"""How often the log repeats that orders are ignored, and how long after the last one the status shows it."""
+
+
+class _Followed(Frozen):
+    federation: FederationId
+    epoch: Epoch
+
+
+@dataclass
+class _Other:
+    """A coordinator of another federation than the agent's own. Times are monotonic seconds."""
+
+    federation: str
+    epoch: int
+    since: float
+    heard_at: float
+
+
+class Membership:
+    """What lies in the file at ``path``; `federation` is empty before an agent has been welcomed for the first time."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path, self._clock = path, clock
+        found = self._read()
+        self.federation, self.epoch = found.federation, found.epoch
+        self._other: _Other | None = None
+        self._ignored = ""
+        self._ignored_at = self._said_at = float("-inf")
+
+    def allows(self, message: Command) -> bool:
+        """Whether the message is of the federation that is followed, and of no coordinator that has a successor."""
+        return not self.federation or (message.federation == self.federation and message.epoch >= self.epoch)
+
+    def is_current(self, message: Command) -> bool:
+        """Whether the message is of the coordinator that has welcomed this agent last: its orders are carried out."""
+        return (message.federation, message.epoch) == (self.federation, self.epoch)
+
+    def ignored(self, message: Command) -> None:
+        """Note a message that is not allowed: one line in the log now and then, and who may have to be followed."""
+        now = self._clock()
+        if message.federation == self.federation:
+            why = f"of epoch {message.epoch}, epoch {self.epoch} has been heard"
+        else:
+            why = f"of federation {message.federation[:12]}, this agent follows {self.federation[:12]}"
+            self._note_other(message, now)
+        self._ignored, self._ignored_at = f"{why}: two coordinators, or a state folder that was replaced", now
+        if now - self._said_at >= SAID_AGAIN_S:
+            self._said_at = now
+            log.warning("order_ignored type=%s %s", message.type, self._ignored)
+
+    def answered(self) -> None:
+        """The agent's own coordinator is there, or nobody can be heard: no other is to be followed now."""
+        self._other = None
+
+    def to_follow(self) -> tuple[str, int] | None:
+        """Federation and epoch to follow from now on; None almost always.
+
+        Those of another coordinator that has been there for all the time that the own one had for an answer.
+        """
+        other, now = self._other, self._clock()
+        if other is None:
+            return None
+        if now - other.since >= FOLLOW_S and other.heard_at - other.since >= FOLLOW_S / 2:
+            self._other = None
+            return other.federation, other.epoch
+        if now - other.heard_at >= FOLLOW_S:
+            self._other = None
+        return None
+
+    def note(self) -> str | None:
+        """That orders were ignored in the last `NOTED_S` seconds, for people; None where there were none."""
+        return f"ignores orders {self._ignored}" if self._clock() - self._ignored_at < NOTED_S else None
+
+    def accept(self, federation: str, epoch: int) -> None:
+        """Follow that federation and epoch from now on. A disk that cannot be written is logged, not raised."""
+        if (federation, epoch) == (self.federation, self.epoch):
+            return
+        self.federation, self.epoch = federation, epoch
+        self._ignored_at = float("-inf")  # who was ignored may be whom it follows now
+        try:
+            write_json(self._path, {"federation": federation, "epoch": epoch})
+        except OSError as error:
+            log.warning("federation_not_written path=%s reason=%s", self._path, cause(error))
+
+    def _read(self) -> _Followed:
+        try:
+            raw = read_json(self._path)
+            return _Followed(federation="", epoch=0) if raw is None else _Followed.model_validate(raw)
+        except (StateError, ValidationError) as error:  # the next welcome writes it again
+            log.warning("federation_unreadable path=%s reason=%s", self._path, cause(error))
+            return _Followed(federation="", epoch=0)
+
+    def _note_other(self, message: Command, now: float) -> None:
+        if self._other is None or self._other.federation != message.federation:
+            self._other = _Other(message.federation, message.epoch, now, now)
+        else:
+            self._other.epoch, self._other.heard_at = max(self._other.epoch, message.epoch), now
+
+
+class _Taken(Frozen):
+    """A bundle, the number of its release, and the federation that counts it; 0 where it came by hand."""
+
+    bundle_id: str = ""
+    release: int = Field(0, ge=0)
+    federation: FederationId = ""
+
+
+class RolledBack(Frozen):
+    """Somebody put another bundle in place of ``source``."""
+
+    source: _Taken
+    runs: str
+    """Id of the bundle that is to stay."""
+
+
+class _Record(Frozen):
+    taken: _Taken = _Taken()
+    rolled_back: RolledBack | None = None
+
+
+class ReleaseRecord:
+    """The record in one agent's state folder."""
+
+    def __init__(self, state: Path) -> None:
+        self._path = state / "releases.json"
+
+    def took(self, message: Install) -> None:
+        """The bundle of this release is in use now."""
+        taken = _Taken(bundle_id=message.bundle_id, release=message.release, federation=message.federation)
+        self._write(_Record(taken=taken))
+
+    def check(self) -> None:
+        """Return quietly where the record can be read, or there is none yet.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        self._read()
+
+    def put_by_hand(self, bundle_id: str, instead_of: str) -> RolledBack | None:
+        """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns what stays away from now on.
+
+        Installing again what was rolled back from ends the rollback.
+        """
+        before = self._read()
+        if bundle_id == instead_of:
+            return before.rolled_back
+        if before.rolled_back is not None and bundle_id == before.rolled_back.source.bundle_id:
+            self._write(_Record(taken=before.rolled_back.source))
+            return None
+        if before.rolled_back is not None:
+            source = before.rolled_back.source
+        elif instead_of:
+            source = before.taken if before.taken.bundle_id == instead_of else _Taken(bundle_id=instead_of)
+        else:
+            return None
+        now = RolledBack(source=source, runs=bundle_id)
+        self._write(_Record(rolled_back=now))
+        return now
+
+    def why_declined(self, message: Install) -> str:
+        """Why this device does not take a release; empty where it does."""
+        found = self._read().rolled_back
+        if found is None:
+            return ""
+        source = found.source
+        newest = source.release if source.federation == message.federation else 0
+        is_newer = message.bundle_id != source.bundle_id and message.release > newest
+        return "" if is_newer else _in_words(found)
+
+    def rolled_back(self) -> str:
+        """That somebody put another bundle in place of a release, and which; empty where nobody did."""
+        found = self._read().rolled_back
+        return "" if found is None else _in_words(found)
+
+    def _read(self) -> _Record:
+        raw = read_json(self._path)
+        try:
+            return _Record() if raw is None else _Record.model_validate(raw)
+        except ValidationError as error:
+            raise StateError(
+                f"{self._path}: not what an agent writes; remove it to take every release again"
+            ) from error
+
+    def _write(self, record: _Record) -> None:
+        content: dict[str, Any] = record.model_dump(mode="json")
+        write_json(self._path, content)
+
+
+def _in_words(found: RolledBack) -> str:
+    source = found.source
+    of = f" (release {source.release})" if source.release else ""
+    return (
+        f"keeps bundle {found.runs[:12]}: somebody rolled this device back by hand from bundle "
+        f"{source.bundle_id[:12]}{of}; it takes a newer release"
+    )

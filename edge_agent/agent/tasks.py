@@ -1,0 +1,371 @@
+"""What a device does when asked: train a round, personalize after the last one, install a bundle and refit its head.
+
+These run beside the agent's loop. Torch is imported only when a training job opens, and
+numpy not before there is a job or a bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from .. import bundle as bundles
+from .. import heads
+from ..config import AgentConfig, Precision
+from ..data import Samples
+from ..encoder import Encoder
+from ..errors import DataError, HeadwaterError, MissingCapability, StateError
+from ..heads import FitData
+from ..heads.base import softmax
+from ..personalize import accuracy
+from ..storage import read_json, write_json
+from ..task import Task, Tensors
+from ..wire.messages import Install, Job, Report, UpdateManifest
+from .local_state import KeptFiles, ReleaseRecord, remove_ended
+from .uploads import Outbox
+
+if TYPE_CHECKING:
+    from ..client.session import Built, Kept, Outcome, Session
+    from ..data import Samples
+
+log = logging.getLogger(__name__)
+
+LAST_ROUND = 9_999_999
+PRECISION_FILE = "precision.json"
+"""Beside what is kept of a run: what its training steps are done in, and the times that decided it."""
+
+RUNS_KEPT = 3
+"""Runs whose personal layers and memory stay on a device: the one under way and those before it."""
+
+
+class Duties:
+    """A device's duties under its configuration."""
+
+    def __init__(self, config: AgentConfig, tier: str, *, clock: Any = time.monotonic) -> None:
+        self.config, self.tier, self._clock = config, tier, clock
+        self.outbox = Outbox(config.state / "outbox")
+        self.samples = 0
+        self.rolled_back = ""
+        self.releases = ReleaseRecord(config.state)
+        self._session: tuple[str, Session] | None = None
+        self._data: tuple[Task, Samples, Samples] | None = None
+        self.bundle_id = self._running_bundle()
+
+    def facts(self) -> dict[str, str | int | float | bool | None]:
+        """What the coordinator may know of this device."""
+        return {"rss_mb": round(resident_mb(), 1), "torch_loaded": "torch" in sys.modules, "cores": os.cpu_count() or 1}
+
+    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+        """A training job: the update (in the outbox), or the report after the last round.
+
+        Raises:
+            MissingCapability: this device cannot train.
+            DataError: its data do not fit the task.
+            TrainingFailed: training stopped.
+        """
+        if self.tier != "train":
+            raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
+        self._remove_ended(job.run)
+        session, files = self._session_for(job), self.kept_files(job.run)
+        from ..client.session import Kept
+        from ..limits import keep_freed_memory
+
+        keep_freed_memory()
+        kept = Kept(*files.before(kept_before(job)))
+        if job.purpose == "finish":
+            return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
+        if job.purpose == "pool":
+            return self._give_norm(job, session, kept)
+        outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
+        return self._deliver(job, outcome, files)
+
+    def check(self, task: Task) -> None:
+        """Return quietly when local data and head fit the task.
+
+        Raises:
+            DataError: the data are of another form, or have other classes.
+            UsageError: source or head cannot be as they are configured.
+        """
+        from .checking import check_beside
+
+        check_beside(self.config, task)
+
+    def rest(self) -> None:
+        """Nothing is trained until the next job: its memory goes back to the system."""
+        if "torch" in sys.modules:
+            from ..limits import give_freed_memory_back
+
+            give_freed_memory_back()
+
+    def kept_files(self, run: str) -> KeptFiles:
+        """What this device keeps of a run."""
+        return KeptFiles(self.config.state / "runs" / run)
+
+    def forget_runs(self) -> int:
+        """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
+        self._session = None
+        folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(folders)
+
+    def join(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
+        """A round without training the encoder, which lies in the bundle at ``encoder``: the update, in the outbox.
+
+        Raises:
+            MissingCapability: the method has nothing for a device that trains no encoder.
+            DataError: its data do not fit the task.
+            TrainingFailed: what it trains of its own diverged.
+        """
+        self._remove_ended(job.run)
+        samples = self._samples(job.task)
+        sent, metrics = join_round(self.config, job, received, encoder, samples)
+        return self.outbox.put(sent, run=job.run, round_number=job.round, samples=len(samples[0]), metrics={**metrics})
+
+    def install(self, message: Install, path: Path) -> Report:
+        """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
+
+        Raises:
+            BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
+            DataError: local data do not fit its task.
+        """
+        from .install import install_bundle
+
+        report = install_bundle(self.config, message, path)
+        self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
+        self.samples = report.samples
+        if report.bundle_id == message.bundle_id:
+            self.releases.took(message)
+        return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
+
+    def _remove_ended(self, run: str) -> None:
+        """When a run begins here, what is kept of the oldest ones goes."""
+        folder = self.config.state / "runs"
+        if not (folder / run).is_dir() and (removed := remove_ended(folder, run, RUNS_KEPT)):
+            log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
+
+    def declined(self, message: Install) -> Report | None:
+        """What to answer to a release that this device does not take, because somebody rolled it back by hand."""
+        why = self.releases.why_declined(message)
+        if not why:
+            return None
+        self.rolled_back = why
+        return Report(
+            run=message.run,
+            about=message.bundle_id,
+            bundle_id=self.bundle_id,
+            rolled_back=why[:1000],
+            samples=self.samples,
+            metrics={"rolled_back": 1.0},
+        )
+
+    @property
+    def lacks_head(self) -> bool:
+        """Whether there is a bundle in use, and no head that was fitted on its features."""
+        if self.bundle_id or self.tier != "head" or not (self.config.state / "bundles").is_dir():
+            return False
+        from ..bundle import current_id
+
+        try:
+            return bool(current_id(self.config.state / "bundles"))
+        except HeadwaterError:  # logged when it was looked at
+            return False
+
+    def refit(self) -> None:
+        """Fit the head that the configuration names for the bundle in use, after its self-test.
+
+        Raises:
+            BundleError: the bundle is damaged, or does not do what it did where it was made.
+            DataError: local data do not fit its task.
+        """
+        from .install import refit_current
+
+        self.bundle_id, self.samples = refit_current(self.config)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _running_bundle(self) -> str:
+        """The id of the bundle in use; empty when there is none, or it and its head cannot be used together."""
+        folder = self.config.state / "bundles"
+        if not folder.is_dir():
+            return ""
+        from .. import bundle as bundles
+        from ..heads import saved
+
+        try:
+            current = bundles.current(folder)
+            if current is None:
+                return ""
+            saved.load(self.config.state / "head", current.fingerprints)
+        except HeadwaterError as error:
+            log.warning("pair_unusable reason=%s", error)
+            return ""
+        return current.id
+
+    def _session_for(self, job: Job) -> Session:
+        if self._session is not None and self._session[0] == job.run:
+            return self._session[1]
+        import torch
+
+        from .. import methods
+        from ..client.session import Arrays, Session
+
+        if self.config.training.threads:
+            torch.set_num_threads(self.config.training.threads)
+        train, test = self._samples(job.task)
+        session = Session(
+            methods.create(job.method, job.params),
+            job.task,
+            self.config.id,
+            Arrays(train.inputs, train.labels),
+            Arrays(test.inputs, test.labels),
+            seed=job.seed,
+            device=self.config.training.device,
+            model=self._model_for(job),
+            precision=self.config.training.precision,
+        )
+        if session.precision == "bfloat16":
+            session.precision = self._settled_precision(job.run, session)
+        self._session = (job.run, session)
+        return session
+
+    def _settled_precision(self, run: str, session: Session) -> Precision:
+        """What the steps of a run are done in: timed before the first, and kept, so that a restart changes no bits."""
+        place = self.kept_files(run).folder / PRECISION_FILE
+        known = None
+        with contextlib.suppress(StateError):  # damaged: timed once more
+            known = read_json(place)
+        if known is not None and known.get("precision") in get_args(Precision):
+            kept: Precision = known["precision"]
+            return kept
+        times = session.step_times()
+        times.log()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, times.as_json())
+        return times.chosen
+
+    def _model_for(self, job: Job) -> Built | None:  # noqa: ARG002 - of use to those who share a process
+        """The model that several clients use in turn; None: one of its own."""
+        return None
+
+    def _samples(self, task: Task) -> tuple[Samples, Samples]:
+        if self._data is None or self._data[0] != task:
+            train, test = self._read(task)
+            if not len(train):
+                source = self.config.data.source
+                raise DataError(f"{source}: no training samples are left after the split; lower data.test_fraction")
+            self._data, self.samples = (task, train, test), len(train)
+        return self._data[1], self._data[2]
+
+    def _read(self, task: Task) -> tuple[Samples, Samples]:
+        from ..data.partition import own_samples
+
+        return own_samples(self.config.data, self.config.id, task.input, task.class_names)
+
+    def _deliver(self, job: Job, outcome: Outcome, files: KeptFiles) -> UpdateManifest:
+        """What stays is kept before anybody hears of what travels."""
+        files.write(job.round, outcome.kept.personal, outcome.kept.memory)
+        return self.outbox.put(
+            outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
+        )
+
+    def _give_norm(self, job: Job, session: Session, kept: Kept) -> UpdateManifest:
+        if not self.config.training.share_norm:
+            raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
+        train, _ = self._samples(job.task)
+        return self.outbox.put(
+            session.norm_tensors(kept), run=job.run, round_number=job.round, samples=len(train), metrics={}
+        )
+
+    def _report(self, job: Job, session: Session, outcome: Outcome, files: KeptFiles) -> Report:
+        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
+        metrics = outcome.metrics
+        return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
+
+    def _told(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
+        """The report of these accuracies, with what logistic regression on raw inputs gets beside them."""
+        from ..personalize import of_one_class, raw_accuracy
+
+        train, test = self._samples(job.task)
+        return Report(
+            run=job.run,
+            samples=len(train),
+            support=len(test),
+            one_class=of_one_class(train, test),
+            head=head,
+            acc_local=raw_accuracy(train, test, job.task.num_classes),
+            acc_global=overall,
+            acc_personal=personal,
+            rss_mb=resident_mb(),
+            torch_loaded="torch" in sys.modules,
+        )
+
+
+def kept_before(job: Job) -> int:
+    """What a job starts from is what was kept last before this round."""
+    if job.purpose == "finish":
+        return LAST_ROUND
+    return job.round - job.rounds + 1 if job.purpose == "pool" else job.round
+
+
+def resident_mb() -> float:
+    """Memory of this process that lies in RAM, in MB (10^6 bytes); the peak where the system tells no more."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def join_round(
+    config: AgentConfig, job: Job, received: Tensors, encoder: Path, samples: tuple[Samples, Samples]
+) -> tuple[Tensors, dict[str, float]]:
+    """What this device sends in a round of ``job.method``, and its metrics; ``encoder`` is the round's bundle.
+
+    ``samples`` are those to learn from and those held back. Everything random is drawn from run, device and round.
+
+    Raises:
+        MissingCapability: the method has nothing for a device that trains no encoder.
+        BundleError: the bundle is damaged.
+        TrainingFailed: what the device trains of its own diverged.
+    """
+    contribute = heads.contribution(job.method)
+    if contribute is None:
+        raise MissingCapability(
+            f"a round of method '{job.method}' has nothing for a device of tier 'head'; "
+            "the coordinator's cohort.tier should be 'train'"
+        )
+    bundle = bundles.install(encoder, config.state / "runs" / job.run / "encoders", keep=1)
+    session = Encoder.open(bundle, "fp32", config.training.threads)
+    train, test = samples
+    found = FitData(
+        session.features(train.inputs), train.labels, job.task.num_classes, bundle.global_head(), dict(job.params)
+    )
+    rng = np.random.default_rng([job.seed, zlib.crc32(config.id.encode()), job.round])
+    sent = contribute(found, received, rng)
+    return sent, _scores(session, test, received, sent) if job.evaluate else {}
+
+
+def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:
+    """Shares of correct answers of the linear classifier as it came, and as it was trained here."""
+    if not len(test):
+        return {}
+    features = encoder.features(test.inputs).astype(np.float64)
+    found: dict[str, float] = {}
+    for name, arrays, place in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
+        weight, bias = arrays.get(f"{place}.weight"), arrays.get(f"{place}.bias")
+        if weight is not None and bias is not None:
+            share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
+            found[name] = float(share or 0.0)
+    return found

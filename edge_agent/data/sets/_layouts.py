@@ -1,0 +1,321 @@
+"""What the readers of public data sets share: where a set comes from, and small files read within bounds.
+
+A reader never downloads. What is missing is told together with the layout that was expected, the official page and the
+licence, so that whoever reads the message can decide and fetch it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ...errors import DataError, UnknownName, cause, nearest
+from ...task import ImageInput
+from ..base import Options as BaseOptions
+from ..base import Raw, Strings
+from ..images import SUFFIXES, ImageFiles, images_in, visible
+
+MAX_TEXT_BYTES = 64 << 20
+"""More than any list, label or signal file of these sets has."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A public data set: the ``kind`` that reads it, its ``layout``, its official ``page`` and its ``licence``."""
+
+    kind: str
+    title: str
+    layout: str
+    page: str
+    licence: str
+
+    def missing(self, where: object, found: str = "") -> DataError:
+        """An error for a place that does not hold the set; ``found``: what is there, or lacks, in a few words."""
+        told = f" ({found})" if found else ""
+        return DataError(
+            f"{self.kind}: no {self.title} in '{where}'{told}; expected {self.layout}; "
+            f"get it from {self.page} (licence: {self.licence})"
+        )
+
+    def damaged(self, path: Path, found: str, expected: str) -> DataError:
+        """An error for a file of the set that is not what it should be."""
+        return DataError(
+            f"{self.kind}: '{path}' {found}, expected {expected}; it is damaged or was not fetched whole: "
+            f"get it anew from {self.page}"
+        )
+
+
+def lines_of(path: Path, origin: Origin) -> list[str]:
+    """Lines of a text file of a set, without surrounding blanks and without empty ones.
+
+    Raises:
+        DataError: no such file, too large, or not text.
+    """
+    try:
+        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise origin.damaged(path, f"has {size} bytes", f"text of at most {MAX_TEXT_BYTES}")
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise origin.missing(path.parent, f"'{path.name}': {cause(error)}") from error
+    return [line for row in text.splitlines() if (line := row.strip())]
+
+
+def integers_of(path: Path, origin: Origin) -> np.ndarray:
+    """One natural number from each line of a text file, (n,) int64.
+
+    Raises:
+        DataError: as `lines_of`, or a line that is none.
+    """
+    lines = lines_of(path, origin)
+    for number, line in enumerate(lines, 1):
+        if not (line.isascii() and line.isdigit() and len(line) < 10):
+            raise origin.damaged(path, f"has '{line[:40]}' in line {number}", "a natural number in each line")
+    return np.array(lines, np.int64)
+
+
+def random_part(count: int, n: int | None, seed: int | tuple[int, ...]) -> np.ndarray:
+    """Rows (m,) of ``count``, in order: a random ``n`` of them where there are more than that, else all."""
+    if n is None or n >= count:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(seed).permutation(count)[:n])
+
+
+def near(name: str, known: tuple[str, ...]) -> str:
+    """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
+    found = nearest(name, known)
+    return "" if found is None else f" (did you mean '{found}'?)"
+
+
+_log = logging.getLogger(__name__)
+_SHOWN = 10
+_ENDINGS = tuple(SUFFIXES)
+
+Split = Literal["train", "test", "all"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a set beside its `Origin`.
+
+    ``num_classes`` is None where people keep some of the classes. ``inside``: folders of the official archives in which
+    the domains may lie. ``lists``: split -> pattern of the file that lists it, none where there is no official split;
+    ``lists_inside``: folders in which those may lie. ``damaged``: images that cannot be read in the official archive.
+    ``side``: pixels of the papers' inputs.
+    """
+
+    origin: Origin
+    domains: tuple[str, ...]
+    num_classes: int | None
+    side: int
+    inside: tuple[str, ...] = ()
+    lists: Mapping[str, str] | None = None
+    lists_inside: tuple[str, ...] = ()
+    damaged: frozenset[str] = frozenset()
+
+    def read(self, where: str, options: Options) -> Raw:
+        """Images of the chosen domains, decoded when they are asked for."""
+        return read(find(self, where, options.domain), options)
+
+    def look(self, where: str, options: Options) -> None:
+        """Return quietly when the images and lists are there; no image is opened."""
+        self.read(where, options)
+
+    def parts(self, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+        """For each domain the place and the option that choose it alone."""
+        return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
+
+
+class Options(BaseOptions):
+    """Options of a set of domains."""
+
+    domain: Strings = Field((), description="only these domains; default: all")
+    split: Split = "all"
+    n: int | None = Field(
+        None, ge=1, description="at most that many images of each domain, a random part; the test part stays whole"
+    )
+    seed: int = Field(0, ge=0, description="which random part and, without lists, which split")
+    test_share: float | None = Field(
+        None, gt=0, lt=1, description="split by chance, with this share of each class for testing, not by lists"
+    )
+
+
+class ByChance(Options):
+    """Options of a set without an official split."""
+
+    test_share: float | None = Field(0.2, gt=0, lt=1, description="share of each class for testing, by chance")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A set that was found: its ``root``, the ``folders`` of the chosen domains, the ``classes`` where some were."""
+
+    facts: Facts
+    root: Path
+    folders: Mapping[str, Path]
+    classes: tuple[str, ...] | None = None
+
+    def class_names(self) -> tuple[str, ...]:
+        """The chosen classes, or those that have a folder in one of the domains.
+
+        Raises:
+            DataError: not as many as the set has.
+        """
+        if self.classes is not None:
+            return self.classes
+        found = tuple(sorted({entry.name for folder in self.folders.values() for entry in _folders_in(folder)}))
+        expected = self.facts.num_classes
+        if not found or (expected is not None and len(found) != expected):
+            told = f"{len(found)} classes: {', '.join(found[:_SHOWN])}" + (" …" if len(found) > _SHOWN else "")
+            raise self.facts.origin.missing(self.root, told)
+        return found
+
+    def images(self, domain: str, options: Options) -> list[Path]:
+        """Files of one domain that the options choose."""
+        share, names = options.test_share, self.class_names()
+        if options.split == "all":
+            found = self._in_folders(domain, names)
+        elif share is None:
+            found = self._listed(domain, options.split)
+        else:
+            found = self._by_chance(domain, names, options.split, share, options.seed)
+        sound = [path for path in found if self._inner(path) not in self.facts.damaged]
+        limit = None if options.split == "test" else options.n
+        chosen = random_part(len(sound), limit, (options.seed, self.facts.domains.index(domain)))
+        return [sound[row] for row in chosen]
+
+    def counts(self) -> Counter[str]:
+        """Images of each class in these domains, by file name alone: the largest set has more than half a million."""
+        found: Counter[str] = Counter()
+        for folder in (entry for domain in self.folders.values() for entry in _folders_in(domain)):
+            with os.scandir(folder) as entries:
+                found[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
+        return found
+
+    def _inner(self, path: Path) -> str:
+        return "/".join(path.parts[-3:])
+
+    def _in_folders(self, domain: str, classes: Sequence[str]) -> list[Path]:
+        folders = [self.folders[domain] / name for name in classes]
+        return [path for folder in folders if folder.is_dir() for path in images_in(folder)]
+
+    def _by_chance(self, domain: str, classes: Sequence[str], split: Split, share: float, seed: int) -> list[Path]:
+        """A share of each class tests, at least one image where there are two."""
+        chosen: list[Path] = []
+        for number, name in enumerate(classes):
+            paths = self._in_folders(domain, [name])
+            rng = np.random.default_rng((seed, self.facts.domains.index(domain), number))
+            tested = min(max(round(len(paths) * share), 1), max(len(paths) - 1, 0))
+            order = rng.permutation(len(paths))
+            chosen += [paths[row] for row in np.sort(order[:tested] if split == "test" else order[tested:])]
+        return chosen
+
+    def _listed(self, domain: str, split: str) -> list[Path]:
+        """What the official list names, each image once, those of the chosen classes."""
+        inner = self._list(domain, split)
+        if (repeated := len(inner) - len(set(inner))) > 0:
+            _log.info("listed_twice kind=%s domain=%s images=%d", self.facts.origin.kind, domain, repeated)
+        known = set(self.class_names())
+        if self.classes is None and (unknown := sorted({name.parts[1] for name in inner} - known)):
+            told = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
+            raise self.facts.origin.missing(self.root, told + near(unknown[0], self.class_names()))
+        folder = self.folders[domain]
+        return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
+
+    def _list(self, domain: str, split: str) -> list[PurePosixPath]:
+        path = self._list_file(domain, split)
+        rows = [line.rpartition(" ") for line in lines_of(path, self.facts.origin)]
+        names = [PurePosixPath(name.strip()) for name, _, _ in rows]
+        wrong = [
+            f"line {number}: '{''.join(parts)[:60]}'"
+            for number, (parts, name) in enumerate(zip(rows, names, strict=True), 1)
+            if not (parts[2].isdigit() and self._is_inner(name, domain))
+        ]
+        if wrong:
+            told = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
+            raise self.facts.origin.damaged(path, told, f"'{domain}/class/file number' in each line")
+        return names
+
+    def _is_inner(self, name: PurePosixPath, domain: str) -> bool:
+        return len(name.parts) == 3 and ".." not in name.parts and plain(name.parts[0]) == plain(domain)
+
+    def _list_file(self, domain: str, split: str) -> Path:
+        """The list, beside the domains, above them, or in one of the folders in which it may lie."""
+        origin = self.facts.origin
+        if self.facts.lists is None:
+            raise DataError(f"{origin.kind}: {origin.title} has no official split; give test_share for one by chance")
+        name = self.facts.lists[split].format(domain=domain)
+        places = [self.root, self.folders[domain].parent]
+        places += [place / inner for place in list(places) for inner in self.facts.lists_inside]
+        found = next((place / name for place in places if (place / name).is_file()), None)
+        if found is None:
+            raise DataError(
+                f"{origin.kind}: no '{name}' in '{self.root}'; expected the official lists beside the domains or in "
+                f"{' or '.join(self.facts.lists_inside)}; get them from {origin.page}, or say test_share=0.2 for a "
+                "split by chance"
+            )
+        return found
+
+
+def plain(name: str) -> str:
+    """A name without case, blanks, dashes and underscores, in which copies of a set differ."""
+    return "".join(letter for letter in name.lower() if letter not in " -_")
+
+
+def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
+    """The set at ``where``, with the domains that are wanted, or all of them.
+
+    Raises:
+        UnknownName: the set has no such domain.
+        DataError: nothing of the set is there, or a domain lacks.
+    """
+    chosen = [_spelled(facts, name) for name in wanted] or list(facts.domains)
+    root = Path(where).expanduser()
+    found = (_domains_in(facts, place) for place in (root, *(root / inner for inner in facts.inside)))
+    folders = next(filter(None, found), None)
+    if folders is None:
+        raise facts.origin.missing(where)
+    if lacking := [name for name in chosen if name not in folders]:
+        told = f"it lacks {', '.join(lacking)}; domain={','.join(folders)} takes what is there"
+        raise facts.origin.missing(where, told)
+    return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
+
+
+def everything(layout: Layout) -> Layout:
+    """The same set with every domain that is there."""
+    held = next(iter(layout.folders.values())).parent
+    return replace(layout, folders=_domains_in(layout.facts, held), classes=None)
+
+
+def _domains_in(facts: Facts, place: Path) -> dict[str, Path]:
+    held = {plain(folder.name): folder for folder in _folders_in(place)}
+    return {name: held[plain(name)] for name in facts.domains if plain(name) in held}
+
+
+def read(layout: Layout, options: Options) -> Raw:
+    """Images of the chosen domains, decoded when they are asked for."""
+    names = layout.class_names()
+    paths = [path for domain in layout.folders for path in layout.images(domain, options)]
+    position = {name: label for label, name in enumerate(names)}
+    labels = np.array([position[path.parent.name] for path in paths], np.int64)
+    natural = ImageInput(channels=3, height=layout.facts.side, width=layout.facts.side)
+    places = tuple("/".join(path.parts[-3:]) for path in paths)
+    return Raw("image", ImageFiles(paths), labels, names, natural=natural, names=places)
+
+
+def _spelled(facts: Facts, wanted: str) -> str:
+    for name in facts.domains:
+        if plain(name) == plain(wanted):
+            return name
+    raise UnknownName(f"{facts.origin.title} domain", wanted, facts.domains)
+
+
+def _folders_in(place: Path) -> list[Path]:
+    return [path for path in visible(place) if path.is_dir()] if place.is_dir() else []

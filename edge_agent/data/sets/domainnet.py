@@ -1,0 +1,96 @@
+"""``domainnet:DIR?domain=sketch&classes=fedbn``: DomainNet, 586,575 pictures of 345 things in six styles.
+
+DIR holds ``clipart/aircraft_carrier/*.jpg``, ``infograph``, ``painting``, ``quickdraw``, ``real`` and ``sketch``, and
+the official lists ``clipart_train.txt``, ``clipart_test.txt`` and so on (also in ``splits/`` or ``txt/``). Options:
+``domain`` (default: all six), ``classes``, ``split=train|test|all`` (default: train), ``n``, ``seed``, ``test_share``
+(a split by chance, which needs no lists).
+
+``classes=10`` takes the ten classes with most pictures in all domains that are there; ``classes=bird,zebra`` those;
+``classes=fedbn`` the ten that the code of FedBN names, with which most federated papers work.
+Source: Peng et al., "Moment Matching for Multi-Source Domain Adaptation", ICCV 2019. The page claims fair use, for
+non-commercial research and education only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from ...errors import ConfigError, UnknownName
+from ..base import Raw
+from . import _layouts
+from ._layouts import Facts, Layout, Origin, Split
+
+NEEDS_PATH = True
+"""The place is a file or folder, which `data.check` looks for before anything is read."""
+
+FACTS = Facts(
+    Origin(
+        "domainnet",
+        "DomainNet",
+        "folders clipart, infograph, painting, quickdraw, real and sketch, each with one for each class, and the lists "
+        "<domain>_train.txt and <domain>_test.txt",
+        "https://ai.bu.edu/M3SDA/ (the cleaned version)",
+        "non-commercial research and education only",
+    ),
+    domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
+    num_classes=None,
+    side=256,
+    inside=("DomainNet", "domainnet"),
+    lists={"train": "{domain}_train.txt", "test": "{domain}_test.txt"},
+    lists_inside=("splits", "txt"),
+)
+
+FEDBN_CLASSES = (
+    *("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra"),
+)
+
+
+class Options(_layouts.Options):
+    """Which pictures of DomainNet."""
+
+    split: Split = "train"
+    classes: str | None = Field(
+        None, min_length=1, description="a number: so many of the most frequent; names; or fedbn; default: all"
+    )
+
+
+def read(where: str, options: Options) -> Raw:
+    """Pictures of the chosen domains and classes, decoded when they are asked for."""
+    layout = _layouts.find(FACTS, where, options.domain)
+    return _layouts.read(replace(layout, classes=_classes(layout, options)), options)
+
+
+def look(where: str, options: Options) -> None:
+    """Return quietly when the pictures and lists are there; no picture is opened."""
+    read(where, options)
+
+
+def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+    """For each domain the place and the option that choose it alone."""
+    return FACTS.parts(where, options)
+
+
+def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:
+    """The chosen classes, sorted; None for all."""
+    if options.classes is None:
+        return None
+    if options.classes.isdigit():
+        return _most_frequent(int(options.classes), layout)
+    names = [name.strip() for name in options.classes.split(",") if name.strip()]
+    names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
+    known = layout.class_names()
+    for name in names:
+        if name not in known:
+            raise UnknownName("class of DomainNet", name, known)
+    return tuple(sorted(set(names)))
+
+
+def _most_frequent(number: int, layout: Layout) -> tuple[str, ...]:
+    """Counted over every domain that is there, so that all who hold one of them agree; ties go by name."""
+    counts = _layouts.everything(layout).counts()
+    if not 0 < number <= len(counts):
+        raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
+    return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))

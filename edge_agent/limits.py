@@ -1,0 +1,65 @@
+"""How many threads numpy's linear algebra takes: settled before numpy is loaded, for it looks only then.
+
+The matrices of a head are small. On two cores, waiting for one another costs threads ten times the CPU time of the
+work itself, and sums that are split in another way end in other bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from typing import Any
+
+_NUMPY = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_WITH_TORCH = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that torch reads as well."""
+
+
+def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> None:
+    """Set the number of threads that numpy, imported after this call, uses here and in child processes.
+
+    ``threads`` None = one, unless the environment already names a number; 0 = whatever the libraries choose.
+    ``spare_torch`` leaves alone the variables that torch reads as well. Where numpy is loaded already it has made its
+    choice, and nothing is set.
+    """
+    if "numpy" in sys.modules:
+        return
+    names = _NUMPY if spare_torch else (*_NUMPY, *_WITH_TORCH)
+    if threads is None:
+        threads = 0 if any(name in os.environ for name in (*_NUMPY, *_WITH_TORCH)) else 1
+    if threads > 0:
+        os.environ.update(dict.fromkeys(names, str(threads)))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+LARGEST_BYTES, KEPT_BYTES = 32 << 20, 128 << 20
+"""Largest block that is kept (glibc takes no larger number here), and most bytes of free blocks."""
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Whether this process keeps what it frees from now on; False where its allocator is not glibc's."""
+    mallopt = getattr(_c_library(), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all(
+        mallopt(which, size) for which, size in ((_MMAP_THRESHOLD, LARGEST_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES))
+    )
+
+
+def give_freed_memory_back() -> None:
+    """Return what was freed and is kept to the system, where it can be: the work is over for now."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _c_library() -> Any:
+    """The C library that this process runs with; None where Python cannot reach it (Windows)."""
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,138 @@
+"""A small convolutional variational autoencoder: what FedRIR learns a client's own features with."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..models.fedrir_cnn import CHANNELS, KERNEL, padding_for, stages
+from ..task import Task
+
+SHRINKS = 4
+"""The two stages halve twice: only sides divisible by 4 come back from the generator as they were."""
+
+
+class SpecificEncoder(nn.Module):
+    """Images to a Gaussian in ``dim`` dimensions: the stages of `models.fedrir_cnn`, then one linear layer."""
+
+    def __init__(self, task: Task, dim: int) -> None:
+        super().__init__()
+        layers, shape = stages(task)
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(math.prod(shape), 2 * dim))
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Means and log variances, (n, dim) each."""
+        mean, logvar = self.layers(images).chunk(2, dim=1)
+        return mean, logvar
+
+
+class Generator(nn.Module):
+    """Codes (n, dim) to images: one linear layer and two transposed convolutions, which undo the two stages."""
+
+    def __init__(self, task: Task, dim: int) -> None:
+        super().__init__()
+        _, shape = stages(task)
+        wide, narrow = CHANNELS[::-1]
+        padding = padding_for(task)
+        self.layers = nn.Sequential(
+            nn.Linear(dim, math.prod(shape)),
+            nn.Unflatten(1, shape),
+            nn.ConvTranspose2d(wide, narrow, KERNEL, stride=2, padding=padding, output_padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(narrow, task.input.channels, KERNEL, stride=2, padding=padding, output_padding=1),
+        )
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Images (n, c, h, w), unbounded."""
+        images: torch.Tensor = self.layers(codes)
+        return images
+
+
+def sample(mean: torch.Tensor, logvar: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One draw (n, d) of each row's Gaussian, through which gradients flow."""
+    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+    return mean + noise * torch.exp(0.5 * logvar)
+
+
+def kl_to_standard_normal(mean: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
+    """KL divergence from N(mean, e^logvar) to N(0, 1): summed over dimensions, averaged over rows."""
+    return -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(dim=1).mean()
+
+
+_LEAST = 1e-9
+_MOST = 1.0 - 2.0**-24  # the largest float32 below 1: with 1 itself the noise would be infinite
+
+
+def gumbel(uniform: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise ``-log(-log U)`` from uniform U, which is brought into 1e-9 .. 1 - 2^-24."""
+    return -torch.log(-torch.log(uniform.clamp(_LEAST, _MOST)))
+
+
+def mask_noise(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """g' - g'' of two independent Gumbels, shaped like ``logits``; g' is drawn first."""
+    first, second = (
+        torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype) for _ in range(2)
+    )
+    return gumbel(first) - gumbel(second)
+
+
+def drawn_mask(
+    logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, threshold: float = 0.5, hard: bool = True
+) -> torch.Tensor:
+    """Mask like ``logits`` from m = sigmoid((logits + noise) / temperature), for training.
+
+    ``hard``: 1 where m > ``threshold``, else 0, with the gradient of m (straight through). Otherwise m itself.
+    """
+    noisy = logits + noise
+    soft = torch.sigmoid(noisy / temperature)
+    if not hard:
+        return soft
+    # soft - soft is exactly 0, so the mask is exactly 0 or 1; (mask + soft) - soft would not be.
+    return (noisy > cut(temperature, threshold)).to(soft.dtype) + (soft - soft.detach())
+
+
+def steady_mask(logits: torch.Tensor, *, temperature: float, threshold: float = 0.5, hard: bool = True) -> torch.Tensor:
+    """Mask like ``logits`` without noise, for inference; ``hard`` with threshold 0.5: exactly 1 where logits > 0."""
+    if not hard:
+        return torch.sigmoid(logits / temperature)
+    return (logits > cut(temperature, threshold)).to(logits.dtype)
+
+
+def cut(temperature: float, threshold: float) -> float:
+    """The logit at which sigmoid(logit / ``temperature``) is ``threshold`` (0..1, exclusive)."""
+    return temperature * math.log(threshold / (1.0 - threshold))
+
+
+def orthonormal(rows: int, size: int, seed: int) -> np.ndarray:
+    """Matrix (rows, size) float64 with rows of length 1 at right angles, drawn evenly from all such; rows <= size."""
+    drawn = np.random.default_rng(seed).standard_normal((size, rows))
+    columns, triangle = np.linalg.qr(drawn)
+    signs = np.where(np.diag(triangle) < 0, -1.0, 1.0)  # a factorisation may choose them as it likes
+    return np.ascontiguousarray((columns * signs).T)
+
+
+def simplex(classes: int, size: int, seed: int) -> np.ndarray:
+    """Equiangular tight frame (classes, size) float64: unit rows, each pair at cosine -1 / (classes - 1).
+
+    Rows of sqrt(K / (K - 1)) (I - 11' / K) U' for K classes and orthonormal U'; they sum to 0. ``classes`` <= ``size``.
+    One class alone gets one unit vector.
+    """
+    directions = orthonormal(classes, size, seed)
+    if classes == 1:
+        return directions
+    return np.asarray(math.sqrt(classes / (classes - 1)) * (directions - directions.mean(axis=0)))
+
+
+Ensemble = Literal["probs", "logits"]
+"""``probs``: the mean of both softmaxes. ``logits``: the softmax of the summed logits. They can disagree."""
+
+
+def ensemble(first: torch.Tensor, second: torch.Tensor, kind: Ensemble) -> torch.Tensor:
+    """Class probabilities (n, K) of two classifiers' logits (n, K) together; rows sum to 1."""
+    if kind == "logits":
+        return torch.softmax(first + second, dim=1)
+    return (torch.softmax(first, dim=1) + torch.softmax(second, dim=1)) / 2
