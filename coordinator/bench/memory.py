@@ -18,8 +18,8 @@ import numpy as np
 
 from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
 
-from ..simulate import Plan, Prepared, Simulation, open_simulation
-from ..simulate.engines.choice import cores
+from ..simulation import Plan, Prepared, Simulation, open_simulation
+from ..simulation.engines.choice import cores
 from .figures import Row
 from .processes import answer, module, say
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from edge_agent.errors import MeasuringFailed
 
-from ..simulate import Plan, Prepared, Simulation, open_simulation
-from ..simulate.engines.choice import cores
+from ..simulation import Plan, Prepared, Simulation, open_simulation
+from ..simulation.engines.choice import cores
 from . import w1
 from .figures import Row, median
 from .memory import memory_rows

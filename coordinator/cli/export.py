@@ -55,7 +55,7 @@ def export(
     """
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 
-    from ..simulate.pooling import pooled_of
+    from ..simulation.pooling import pooled_of
 
     set_up_logging(quiet=True)
     place, settings = _settings(config, state)

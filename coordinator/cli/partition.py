@@ -19,7 +19,7 @@ from .options import Json, Verbose, print_json, ready_for, set_up_logging, show,
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
 
-    from ..simulate.pools import Pools
+    from ..simulation.pools import Pools
 
 Rule = Annotated[
     str,
@@ -62,8 +62,8 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..simulate import Plan
-    from ..simulate.pools import prepare
+    from ..simulation import Plan
+    from ..simulation.pools import prepare
 
     set_up_logging(verbose=verbose, quiet=True)
     typed = dict(locals())

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from edge_agent.wire.messages import Job
 
-from ..simulate import Simulation
-from ..simulate.results import round_of
+from ..simulation import Simulation
+from ..simulation.results import round_of
 from .options import console
 
 __all__ = ["shown"]

@@ -30,7 +30,7 @@ from .options import (
 from .simulation_output import reading, rounds_table
 
 if TYPE_CHECKING:
-    from ..simulate import Plan
+    from ..simulation import Plan
 
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: fedavg.")]
 Set = Annotated[
@@ -178,7 +178,7 @@ def simulate(
 
 def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     """Fields of a plan that were given on the command line; what was not is left to the file or the plan itself."""
-    from ..simulate import Plan
+    from ..simulation import Plan
 
     pairs = {"params": "params", "encoder_params": "encoder_params", "input": "input_fields"}
     given = {name: typed.get(name) for name in Plan.model_fields}
@@ -218,7 +218,7 @@ def shares(text: str | None) -> dict[str, float | None]:
 
 
 def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulate import Plan, planned
+    from ..simulation import Plan, planned
 
     raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
     if config is not None:
@@ -250,8 +250,8 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulate import Plan, planned
-    from ..simulate.plan import HOW_NOT_WHAT
+    from ..simulation import Plan, planned
+    from ..simulation.plan import HOW_NOT_WHAT
 
     if out is None or config is not None:
         raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
@@ -288,8 +288,8 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         HeadwaterError: it cannot be done, or failed.
         KeyboardInterrupt: it was stopped, and can be gone on with.
     """
-    from ..simulate import PARTITION, Prepared, open_simulation
-    from ..simulate.curves import curves
+    from ..simulation import PARTITION, Prepared, open_simulation
+    from ..simulation.curves import curves
     from .progress import shown
 
     busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
@@ -305,7 +305,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
 
 
 def _how_to_go_on(folder: Path) -> str:
-    from ..simulate import planned
+    from ..simulation import planned
 
     plan = planned(folder)
     if plan is None:

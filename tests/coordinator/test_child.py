@@ -13,7 +13,7 @@ import coordinator
 from coordinator.hosted import desk, owner
 from coordinator.hosted.desk import Desk
 from coordinator.processes.launch import command
-from coordinator.simulate.engines import process
+from coordinator.simulation.engines import process
 from edge_agent.errors import RunFailed
 
 HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
@@ -72,4 +72,4 @@ def test_it_is_otherwise_as_with_m(hostile):
 def test_no_child_is_started_in_another_way():
     found = {path.name for path in ROOT.rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")}
     assert found == {"child.py"}
-    assert command("coordinator.simulate.engines.worker") == process.COMMAND
+    assert command("coordinator.simulation.engines.worker") == process.COMMAND

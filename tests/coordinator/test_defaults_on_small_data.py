@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.simulate import Plan, Prepared, open_simulation
+from coordinator.simulation import Plan, Prepared, open_simulation
 
 LEAST = {"dualfed": 0.85, "fedpick": 0.9, "fedrir": 0.9}
 

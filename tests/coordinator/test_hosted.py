@@ -12,7 +12,7 @@ from simulation_harness import small_plan, write_images
 from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
 from coordinator.runs.selection import lack
-from coordinator.simulate import PARTITION, Prepared, open_simulation
+from coordinator.simulation import PARTITION, Prepared, open_simulation
 from edge_agent.agent.tasks import Duties
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.report.charts import mixture
-from coordinator.simulate import Plan, Prepared
+from coordinator.simulation import Plan, Prepared
 from edge_agent.data.partition import Division
 
 

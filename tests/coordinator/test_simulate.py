@@ -10,9 +10,9 @@ from federation_duties import SMALL
 from federation_harness import Federation
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import simulate
-from coordinator.simulate import Prepared, open_simulation, results
-from coordinator.simulate.duties import Shared
+from coordinator import simulation as simulate
+from coordinator.simulation import Prepared, open_simulation, results
+from coordinator.simulation.duties import Shared
 from edge_agent import methods
 from edge_agent.agent.tasks import Duties
 from edge_agent.data import Samples, partition

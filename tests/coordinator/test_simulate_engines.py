@@ -13,15 +13,15 @@ from simulation_harness import learned_anywhere, run, run_and_updates, small_pla
 
 from coordinator.config import CohortConfig
 from coordinator.runs.selection import choose
-from coordinator.simulate import PARTITION, Prepared, open_simulation, planned, prepared
-from coordinator.simulate.dropouts import Dropouts
-from coordinator.simulate.durations import Durations
-from coordinator.simulate.duties import answer
-from coordinator.simulate.engines import Work, process
-from coordinator.simulate.engines.areas import Area
-from coordinator.simulate.engines.choice import Choice
-from coordinator.simulate.engines.pool import Beginning, Pool
-from coordinator.simulate.pools import Pools
+from coordinator.simulation import PARTITION, Prepared, open_simulation, planned, prepared
+from coordinator.simulation.dropouts import Dropouts
+from coordinator.simulation.durations import Durations
+from coordinator.simulation.duties import answer
+from coordinator.simulation.engines import Work, process
+from coordinator.simulation.engines.areas import Area
+from coordinator.simulation.engines.choice import Choice
+from coordinator.simulation.engines.pool import Beginning, Pool
+from coordinator.simulation.pools import Pools
 from edge_agent.client import session
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
@@ -267,7 +267,7 @@ def test_an_engine_is_the_one_that_was_asked_for_with_no_more_workers_than_clien
 
 @pytest.mark.parametrize("cores, clients, engine", [(1, 9, "serial"), (4, 1, "serial"), (4, 9, "pool")])
 def test_by_default_there_is_a_pool_where_it_has_something_to_share_out(images, monkeypatch, cores, clients, engine):
-    monkeypatch.setattr("coordinator.simulate.engines.choice.cores", lambda: cores)
+    monkeypatch.setattr("coordinator.simulation.engines.choice.cores", lambda: cores)
     chosen = Choice.of(plan_for(images, engine=None), clients)
     assert (chosen.engine, chosen.workers) == (engine, min(cores, clients) if engine == "pool" else 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.simulate import Plan, pools
+from coordinator.simulation import Plan, pools
 from edge_agent.data.sets import officecaltech, pacs, ucihar
 from edge_agent.errors import DataError, UsageError
 

@@ -11,8 +11,8 @@ from simulation_harness import small_plan, write_images
 from torch import nn
 
 from coordinator.cli.simulation_output import reading
-from coordinator.simulate import Prepared, open_simulation
-from coordinator.simulate.engines.trial import ONE_BY_ONE, Starter, Trial
+from coordinator.simulation import Prepared, open_simulation
+from coordinator.simulation.engines.trial import ONE_BY_ONE, Starter, Trial
 from edge_agent import methods, models
 from edge_agent.client.session import Kept, Session
 from edge_agent.client.stacked import Stack

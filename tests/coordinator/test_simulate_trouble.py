@@ -12,13 +12,13 @@ import pytest
 from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import simulate
+from coordinator import simulation as simulate
 from coordinator.cli.simulation_output import reading
 from coordinator.fleet.uploads import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
-from coordinator.simulate import PARTITION, PLAN, Prepared, open_simulation, planned
-from coordinator.simulate.clients import Crowd
+from coordinator.simulation import PARTITION, PLAN, Prepared, open_simulation, planned
+from coordinator.simulation.clients import Crowd
 from coordinator.state import identity
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, StateFolder
@@ -247,7 +247,7 @@ def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, image
     def killed(*_, **__):
         raise KeyboardInterrupt
 
-    place = {"write_json": "coordinator.simulate.folder", "engine_for": "coordinator.simulate.engines.making"}[name]
+    place = {"write_json": "coordinator.simulation.folder", "engine_for": "coordinator.simulation.engines.making"}[name]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(f"{place}.{name}", killed)
         run(plan, folder)

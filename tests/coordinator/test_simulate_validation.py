@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from simulation_harness import learned, run, write_idx
 
-from coordinator import simulate
-from coordinator.simulate import Plan, Prepared, open_simulation
+from coordinator import simulation as simulate
+from coordinator.simulation import Plan, Prepared, open_simulation
 
 
 @pytest.fixture

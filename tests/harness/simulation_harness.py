@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from federation_duties import quick_params
 
-from coordinator.simulate import PARTITION, Plan, Prepared, Simulation, open_simulation
+from coordinator.simulation import PARTITION, Plan, Prepared, Simulation, open_simulation
 
 
 def write_images(

@@ -146,7 +146,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
         ("sqlalchemy", {"coordinator.state.journal"}),
-        ("ray", {"coordinator.simulate.engines.connection"}),
+        ("ray", {"coordinator.simulation.engines.connection"}),
     ],
 )
 def test_package_has_few_doors(sources, package, only):

@@ -29,8 +29,8 @@ from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
 from ...runs.batch_norm import pooled_before
-from ...simulate import CLIENTS, PARTITION, Prepared, planned
-from ...simulate.folder import computing_as_begun
+from ...simulation import CLIENTS, PARTITION, Prepared, planned
+from ...simulation.folder import computing_as_begun
 from ...state.retention import states_of
 from ...state.run_request import Request
 from ...state.store import StateFolder
@@ -62,7 +62,6 @@ def find(place: Place, settings: Settings) -> Subject:
     """
     path = Path(place.subject).expanduser()
     if (path / "simulation.json").is_file():
-
         return Simulated.at(path, place.data)
     if (path / "journal.db").is_file():
         return _run(path, None, place, settings)
@@ -72,7 +71,6 @@ def find(place: Place, settings: Settings) -> Subject:
             return find(Place(str(above), data=place.data), settings)
         return _run(above, path.name, place, settings)
     if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
-
         return Bundled.at(path, place, settings)
     if place.state is not None and not path.exists() and path.name == place.subject:
         return _run(place.state, place.subject, place, settings)

@@ -17,9 +17,9 @@ from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
 from edge_agent.storage import read_json, write_json
 
-from ...simulate import Plan, planned
-from ...simulate.plan import HOW_NOT_WHAT
-from ...simulate.prepared import WEIGHTS
+from ...simulation import Plan, planned
+from ...simulation.plan import HOW_NOT_WHAT
+from ...simulation.prepared import WEIGHTS
 from ...state.run_request import Weights
 from ...state.store import StateFolder
 from .definition import Column, Row, Table, data_of, slug

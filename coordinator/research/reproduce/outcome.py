@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from ...simulate import Plan
-from ...simulate.results import best_of
+from ...simulation import Plan
+from ...simulation.results import best_of
 from ...text import counted
 from .cells import Cell
 from .definition import Column, Row, Table

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...simulate.results import rounds_done
+from ...simulation.results import rounds_done
 from ...text import listed
 from .cells import Cell
 from .definition import Table

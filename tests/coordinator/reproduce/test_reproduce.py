@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from coordinator.research import reproduce
 from coordinator.research.reproduce import Reproduction, Table, outcome, read_table
 from coordinator.research.reproduce.pages import said
-from coordinator.simulate.clients import Crowd
+from coordinator.simulation.clients import Crowd
 from edge_agent.errors import ConfigError, UsageError
 
 # --- the tables that come with the project ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from reproduction_harness import TABLE
 
 from coordinator.research.reproduce import Reproduction, read_table
 from coordinator.runs.finish import end_run
-from coordinator.simulate.clients import Crowd
+from coordinator.simulation.clients import Crowd
 from coordinator.state.store import StateFolder
 from edge_agent.errors import ConfigError, RunFailed, StateError
 

@@ -1,4 +1,4 @@
-"""A worker process: ``python -m coordinator.simulate.engines.worker DESCRIPTOR``. It begins as it is told, then works.
+"""A worker process, started as ``python -m coordinator.simulation.engines.worker DESCRIPTOR``.
 
 One torch thread, one model object, the pools mapped. Whoever started it holds its standard input; when that ends,
 because its owner was killed, say, the worker ends in the middle of whatever it does: nobody would hear of it.

@@ -18,7 +18,7 @@ from .line import Line
 PATIENCE_S = 3.0
 """How long a worker may take to vanish after it has been told to."""
 
-COMMAND = command("coordinator.simulate.engines.worker")
+COMMAND = command("coordinator.simulation.engines.worker")
 
 
 class WorkerProcess:
