@@ -1,8 +1,4 @@
-"""How many threads numpy's linear algebra takes: settled before numpy is loaded, for it looks only then.
-
-The matrices of a head are small. On two cores, waiting for one another costs threads ten times the CPU time of the
-work itself, and sums that are split in another way end in other bits.
-"""
+"""Limits of this process: threads of numerical libraries, and memory that the C library keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""One line of the journal, and the hash that ties it to the line before."""
+"""What happened, in order: one append-only, hash-chained table in SQLite that survives ``kill -9`` and power cuts.
+
+An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except where nothing waits for the disk
+(`store.without_syncs`). Each entry's hash covers its content and the hash before it, so that an edited, removed or
+reordered entry is found by `Journal.verify`. Several processes may write: appends are serialised by the database. What
+a run is doing is never stored, only derived: see `Journal.replay`.
+"""
 
 from __future__ import annotations
 

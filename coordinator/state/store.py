@@ -31,7 +31,7 @@ _BEGAN_S = time.time()
 """When this process began, in seconds since 1970: what was being written then, nobody writes any more."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.store.write_atomic` names them
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.storage.write_atomic` names them
 
 
 class BlobStore:

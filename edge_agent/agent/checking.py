@@ -16,7 +16,7 @@ from ..task import Task
 LIMIT_S = 600.0
 _BEGIN = (
     "import sys; sys.path[:1] = [place for place in sys.path[:1] if place]; sys.path.append(sys.argv.pop(1)); "
-    "from edge_agent.agent.event_loop.checking import answer; answer()"
+    "from edge_agent.agent.checking import answer; answer()"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
 _KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}

@@ -1,8 +1,4 @@
-"""What keeps this agent from its work: the last fault of each kind, with its remedy, here and for the coordinator.
-
-The whole message stays on the device, in its log and its status. The coordinator gets the class of the error and what
-to do about it; what could name local files or classes is left out.
-"""
+"""What keeps an agent from its work: faults with their remedies, protocol mismatches, and silent coordinators."""
 
 from __future__ import annotations
 

@@ -12,21 +12,11 @@ import os
 import shutil
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
-
-from .. import bundle as bundles
-from .. import heads
 from ..config import AgentConfig, Precision
-from ..data import Samples
-from ..encoder import Encoder
 from ..errors import DataError, HeadwaterError, MissingCapability, StateError
-from ..heads import FitData
-from ..heads.base import softmax
-from ..personalize import accuracy
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
@@ -126,9 +116,11 @@ class Duties:
             DataError: its data do not fit the task.
             TrainingFailed: what it trains of its own diverged.
         """
+        from .contribute import contribute_round
+
         self._remove_ended(job.run)
         samples = self._samples(job.task)
-        sent, metrics = join_round(self.config, job, received, encoder, samples)
+        sent, metrics = contribute_round(self.config, job, received, encoder, samples)
         return self.outbox.put(sent, run=job.run, round_number=job.round, samples=len(samples[0]), metrics={**metrics})
 
     def install(self, message: Install, path: Path) -> Report:
@@ -326,46 +318,3 @@ def resident_mb() -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def join_round(
-    config: AgentConfig, job: Job, received: Tensors, encoder: Path, samples: tuple[Samples, Samples]
-) -> tuple[Tensors, dict[str, float]]:
-    """What this device sends in a round of ``job.method``, and its metrics; ``encoder`` is the round's bundle.
-
-    ``samples`` are those to learn from and those held back. Everything random is drawn from run, device and round.
-
-    Raises:
-        MissingCapability: the method has nothing for a device that trains no encoder.
-        BundleError: the bundle is damaged.
-        TrainingFailed: what the device trains of its own diverged.
-    """
-    contribute = heads.contribution(job.method)
-    if contribute is None:
-        raise MissingCapability(
-            f"a round of method '{job.method}' has nothing for a device of tier 'head'; "
-            "the coordinator's cohort.tier should be 'train'"
-        )
-    bundle = bundles.install(encoder, config.state / "runs" / job.run / "encoders", keep=1)
-    session = Encoder.open(bundle, "fp32", config.training.threads)
-    train, test = samples
-    found = FitData(
-        session.features(train.inputs), train.labels, job.task.num_classes, bundle.global_head(), dict(job.params)
-    )
-    rng = np.random.default_rng([job.seed, zlib.crc32(config.id.encode()), job.round])
-    sent = contribute(found, received, rng)
-    return sent, _scores(session, test, received, sent) if job.evaluate else {}
-
-
-def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:
-    """Shares of correct answers of the linear classifier as it came, and as it was trained here."""
-    if not len(test):
-        return {}
-    features = encoder.features(test.inputs).astype(np.float64)
-    found: dict[str, float] = {}
-    for name, arrays, place in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
-        weight, bias = arrays.get(f"{place}.weight"), arrays.get(f"{place}.bias")
-        if weight is not None and bias is not None:
-            share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
-            found[name] = float(share or 0.0)
-    return found

@@ -1,7 +1,10 @@
-"""scikit-learn's digits and photos, read from its files: importing scikit-learn would cost a device 80 MB.
+"""``digits:DOMAIN``: handwritten and rendered digits in several styles, without a download.
 
-Digits: UCI Optical Recognition of Handwritten Digits (Alpaydin, Kaynak), photos: China by Danielle Sucher and flower by
-dany13, both CC BY; they come with scikit-learn (BSD-3).
+Domains: ``optdigits`` (scikit-learn's 1,797 digits of 8 x 8, grey), ``inverted`` (the same, dark on a light colour),
+``photo`` (MNIST-M style: the difference between a digit and a patch of a photo), ``slanted`` (leaning, coloured),
+``striped`` (on coloured stripes), ``rendered`` (Pillow's built-in font:
+random colour, rotation, blur, neighbours; needs no scikit-learn). Options: ``n``, ``seed``, ``classes=0,1,2``, and
+``client=i&clients=k``, which gives k devices disjoint parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of clients inside a state, which holds nothing but arrays."""
+"""What groups of methods share: server optimizers, personal second networks, fine-tuned copies, arrays per client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Matrices that keep their largest singular values, and what sending their factors would take."""
+"""FedKD: a large network at home and a small one that travels teach each other; what travels is of low rank.
+
+Source: Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowledge distillation", Nature
+Communications 13 (2022).
+Travels: encoder and head of the student, both ways, batch norm statistics included, with each matrix cut down to the
+smallest rank that keeps a share of its energy; with the update the energy it was cut at.
+Stays: the teacher, and the projection between the features of both.
+Server: even mean of the updates, cut down again before it is sent.
+Differs from the paper: matrices travel multiplied out, for all updates of a run have one shape: no bytes are saved on
+the wire. What their factors would take is told instead, as the metrics ``svd.up_bytes`` and ``svd.down_bytes``. What
+is cut down is the change of a round (the paper) or the weights themselves (PFLlib), as ``decomposed`` says;
+convolutions are matrices of filters, where PFLlib cuts each small window. Each network learns from its own loss only,
+the other's answers and the sum of both cross entropies being constants to it. PFLlib's search for a rank never tries
+the full one, and its divergence is a mean over classes, too: neither is done here.
+"""
 
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     program = (
-        "import os, signal, sys; from pathlib import Path; from edge_agent import store\n"
+        "import os, signal, sys; from pathlib import Path; from edge_agent import storage\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "store.write_atomic(Path(sys.argv[1]), b'new' * 1000)"
+        "storage.write_atomic(Path(sys.argv[1]), b'new' * 1000)"
     )
     child = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
     assert child.returncode == -9

@@ -1,4 +1,4 @@
-"""What can be analyzed: a simulation, a run of a coordinator, or a bundle, recognised by what lies at a place."""
+"""Clients and models that an analysis reads: of a simulation, of a coordinator's run, of a bundle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the readers of public data sets share: where a set comes from, and small files read within bounds.
+"""Image sets of several domains: one folder for each domain, in it one for each class; some with official lists.
 
-A reader never downloads. What is missing is told together with the layout that was expected, the official page and the
-licence, so that whoever reads the message can decide and fetch it.
+Lists name one image in each line, ``domain/class/file label``. The class is that of the folder: the number is not used,
+since it is wrong in places (PACS's list ``art_painting_crossval_kfold.txt``, which also names an image twice).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Values of CIFAR's Python batches: the one form of pickle that they have is read here, and nothing is ever executed.
+"""``cifar:DIR?split=train``: CIFAR-10 and CIFAR-100 as their page offers them: the binary or the Python version.
 
-A pickle is a program for a small stack machine, which may call whatever it names. This reader knows the thirty-odd
-instructions that those files consist of: they make dictionaries, lists, tuples, numbers, text and arrays of bytes. Of
-names it takes the three that stand for such an array; they are marks to it, never looked up. All else is refused.
+DIR is ``cifar-10-batches-bin``, ``cifar-10-batches-py``, ``cifar-100-binary`` or ``cifar-100-python``, or a folder with
+one of the sets in it. Python batches are pickles; they are read without executing anything, see `parse`. Options:
+``split=train|test|all`` (default: train), ``labels=fine|coarse`` (of CIFAR-100: 100 classes or 20), ``n`` (a random
+part of that size), ``seed``.
+Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. No licence is stated.
 """
 
 from __future__ import annotations

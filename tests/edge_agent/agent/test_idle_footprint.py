@@ -32,7 +32,7 @@ def test_what_is_imported_is_noticed():
 def test_duties_without_a_bundle_and_an_empty_outbox_stay_light(tmp_path):
     code = f"""
 from pathlib import Path
-from edge_agent.agent.duties import Duties
+from edge_agent.agent.tasks import Duties
 from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
@@ -45,9 +45,9 @@ assert Outbox(config.state / "outbox").get() is None
 def test_checking_the_data_leaves_nothing_behind(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros(1))
     code = f"""
-from edge_agent.agent import running
+from edge_agent.agent import app
 from edge_agent.config import AgentConfig, DataConfig
-running._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
+app._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
 """
     assert imported_after(code) == set()
 
