@@ -20,7 +20,7 @@ from coordinator.state.run_request import Request
 from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire.memory import MemoryBroker
@@ -37,7 +37,7 @@ def agent(broker: MemoryBroker, folder: Path, number: int) -> Agent:
         data=DataConfig(source=f"digits:optdigits?client={number}&clients=2"),
     )
     boot = f"boot-{number}"
-    return Agent(config, broker.transport(will_of(config, boot)), Duties(config, "train"), boot=boot)
+    return Agent(config, broker.transport(will_of(config, boot)), TaskRunner(config, "train"), boot=boot)
 
 
 def federate(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, load
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.worker import ThreadWorker
@@ -38,9 +38,9 @@ def make(config: AgentConfig, *, trains: bool) -> Agent:
     boot = secrets.token_hex(8)
     if trains:
         w1.register()
-    duties = Duties(config, "train") if trains else noop.NoDuties(config, "train")
+    tasks = TaskRunner(config, "train") if trains else noop.NoDuties(config, "train")
     transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-    return Agent(config, transport, duties, worker=ThreadWorker(transport.wake), boot=boot)
+    return Agent(config, transport, tasks, worker=ThreadWorker(transport.wake), boot=boot)
 
 
 if __name__ == "__main__":

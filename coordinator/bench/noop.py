@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import methods
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.methods.base import Client, Exactness, MethodParams
 from edge_agent.methods.base import Method as Base
 from edge_agent.task import Task, Tensors
@@ -61,7 +61,7 @@ class Method(Base):
         return plus(received, number_of(client.id))
 
 
-class NoDuties(Duties):
+class NoDuties(TaskRunner):
     """Duties of an agent that adds a number instead of training."""
 
     def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:

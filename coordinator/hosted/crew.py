@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig
 from edge_agent.task import Task, Tensors
 from edge_agent.wire.memory import MemoryBroker
@@ -57,7 +57,7 @@ class Common:
         return self._pools[1]
 
 
-class HostedDuties(Duties):
+class HostedDuties(TaskRunner):
     """A device's duties, with what can be had in common with others of the process."""
 
     def __init__(self, config: AgentConfig, common: Common, note: Note = lambda *_: None) -> None:
@@ -116,7 +116,7 @@ class Crew:
         """How long nothing is due unless something arrives."""
         return min(agent.idle_s() for agent in self.agents)
 
-    def _agent(self, config: AgentConfig, duties: Duties, worker: Worker, clock: Callable[[], float]) -> Agent:
+    def _agent(self, config: AgentConfig, duties: TaskRunner, worker: Worker, clock: Callable[[], float]) -> Agent:
         boot = secrets.token_hex(8)
         transport = self.broker.transport(will_of(config, boot))
         return Agent(config, transport, duties, clock=clock, worker=worker, boot=boot)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.runner import fault
-from edge_agent.agent.tasks import Duties, kept_before
-from edge_agent.client.session import Arrays, Built, Kept, Session
+from edge_agent.agent.tasks import TaskRunner, kept_before
+from edge_agent.client.session import Arrays, Built, ClientState, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
@@ -94,13 +94,13 @@ class Shared:
     evaluate_after: bool = False
     keep_every: int = 0
     newcomers: frozenset[str] = frozenset()
-    carried: KeptFiles | None = None
+    carried: ClientStateFiles | None = None
     """What the one client whose turn it is keeps, where that lies with somebody else and is carried to and fro."""
 
     sessions: Sessions | None = None
     """Sessions that stay for the next round; None: samples lie in memory only until a job is done."""
 
-    def kept_files(self, client: str, run: str) -> KeptFiles:
+    def state_files(self, client: str, run: str) -> ClientStateFiles:
         """What a client keeps of a run: also of the rounds whose states the coordinator keeps."""
         return self.carried or kept_in(self.folder, client, run, self.keep_every)
 
@@ -109,12 +109,12 @@ class Shared:
         return SimulatedDuties(self, client)
 
 
-def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> KeptFiles:
+def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
     """The kept files of one of the clients whose folders are in ``folder``."""
-    return KeptFiles(folder / client / "runs" / run, keep_every)
+    return ClientStateFiles(folder / client / "runs" / run, keep_every)
 
 
-class SimulatedDuties(Duties):
+class SimulatedDuties(TaskRunner):
     """A device's duties on rows of the common pools, with the common model, which belongs to it only while it works."""
 
     outbox: HeldOutbox  # type: ignore[assignment]
@@ -140,9 +140,9 @@ class SimulatedDuties(Duties):
             return self._begin(job, received)
         return super().do(job, received)
 
-    def kept_files(self, run: str) -> KeptFiles:
+    def state_files(self, run: str) -> ClientStateFiles:
         """What this client keeps of a run."""
-        return self._shared.kept_files(self.config.id, run)
+        return self._shared.state_files(self.config.id, run)
 
     def begin(self, job: wire.Job, received: Tensors) -> Begun:
         """A client that is ready to be trained, its model loaded; with `end`, `do` in two halves.
@@ -152,7 +152,7 @@ class SimulatedDuties(Duties):
             StateError: what was kept is damaged.
         """
         session = self._session_for(job)
-        kept = Kept(*self.kept_files(job.run).before(kept_before(job)))
+        kept = ClientState(*self.state_files(job.run).before(kept_before(job)))
         client = session.before_round(received, kept, round_number=job.round, rounds=job.rounds)
         return Begun(self, job, session, client, session.scores(client) if job.evaluate else {})
 
@@ -160,7 +160,7 @@ class SimulatedDuties(Duties):
         """Keep and tell what came out of plain training, which the model holds now."""
         job, session = begun.job, begun.session
         outcome = session.after_round(begun.client, session.sent(), begun.metrics, evaluate=job.evaluate)
-        return self._deliver(job, outcome, self.kept_files(job.run))
+        return self._deliver(job, outcome, self.state_files(job.run))
 
     def _session_for(self, job: wire.Job) -> Session:
         sessions = self._shared.sessions

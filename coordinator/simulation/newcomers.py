@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edge_agent import heads
-from edge_agent.client.session import Kept, Session
+from edge_agent.client.session import ClientState, Session
 from edge_agent.heads import FitData
 from edge_agent.task import Tensors
 from edge_agent.training.loops import accuracy, features_of
@@ -20,9 +20,9 @@ def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, 
     """
     method = session.method
     if "encoder" not in method.shared or not method.heads:
-        outcome = session.finish(received, Kept(), rounds=rounds)
+        outcome = session.finish(received, ClientState(), rounds=rounds)
         return method.head_name, outcome.metrics.get("acc.global"), outcome.metrics.get("acc.personal")
-    client = session.before_round(received, Kept(), round_number=rounds, rounds=rounds)
+    client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
     name = method.heads[0]
     head = heads.create(name, method.head_params(name))
     params = method.params.model_dump()

@@ -23,7 +23,7 @@ from ..worker import ThreadWorker
 from .checking import check
 from .event_loop import Agent, will_of
 from .health import problem_of
-from .tasks import Duties
+from .tasks import TaskRunner
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _run(config: AgentConfig, tier: str) -> None:
         if left := sweep(config.state):
             log.info("swept files=%d: temporary files of an earlier start", left)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-        agent = Agent(config, transport, Duties(config, tier), worker=ThreadWorker(transport.wake), boot=boot)
+        agent = Agent(config, transport, TaskRunner(config, tier), worker=ThreadWorker(transport.wake), boot=boot)
         try:
             agent.start()
             _notify("READY=1")

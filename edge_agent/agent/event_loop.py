@@ -30,8 +30,8 @@ from ..worker import InlineWorker, Worker
 from .downloads import Downloads
 from .health import FINAL_S, HELLO_AGAIN_S, Condition, Mismatch, Silence, disk_error
 from .local_state import Membership
-from .runner import Disk, Jobs
-from .tasks import Duties
+from .runner import Disk, TaskQueue
+from .tasks import TaskRunner
 from .uploads import Uploads
 
 __all__ = ["Agent", "will_of"]
@@ -55,7 +55,7 @@ class Agent:
         self,
         config: AgentConfig,
         transport: Transport,
-        duties: Duties,
+        tasks: TaskRunner,
         *,
         clock: Callable[[], float] = time.monotonic,
         worker: Worker | None = None,
@@ -63,16 +63,16 @@ class Agent:
         rng: random.Random | None = None,
     ) -> None:
         """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol."""
-        self.config, self.transport, self.duties, self.clock = config, transport, duties, clock
+        self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
         self.topics = Topics(config.federation)
         self._broadcasts = self.topics.broadcast("")
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
-        self.uploads = Uploads(duties.outbox, self._send, self._publish_chunk, clock)
+        self.uploads = Uploads(tasks.outbox, self._send, self._publish_chunk, clock)
         self.condition = Condition()
-        self.jobs = Jobs(duties, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
+        self.jobs = TaskQueue(tasks, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
         self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
         self.membership = Membership(config.state / "federation.json", clock)
         self.welcomed = False
@@ -181,14 +181,14 @@ class Agent:
         self.transport.publish(self.topics.presence(self.config.id), presence)
         hello = wire.Hello(
             software=__version__,
-            tier=self.duties.tier,
-            samples=self.duties.samples,
-            bundle_id=self.duties.bundle_id,
+            tier=self.tasks.tier,
+            samples=self.tasks.samples,
+            bundle_id=self.tasks.bundle_id,
             condition=self.condition.name,
             answers=answers,
             connection=self._connection,
             epoch=self.membership.epoch,
-            facts=self.duties.facts(),
+            facts=self.tasks.facts(),
         )
         self._send(hello)
 
@@ -297,7 +297,7 @@ class Agent:
             log.error("data_do_not_fit error=%s message=%s", problem.error, problem.message)
             self._send(problem.to_coordinator())
 
-        self.worker.submit("check", lambda: self.duties.check(task), done)
+        self.worker.submit("check", lambda: self.tasks.check(task), done)
 
     def _on_announce(self, message: wire.Announce) -> None:
         if message.epoch > self.membership.epoch > 0:  # whatever has just been said was said to its predecessor
@@ -398,7 +398,7 @@ def status_of(agent: Agent, waits_for: str | None) -> dict[str, Any]:
     job, problem, membership = agent.jobs.job, agent.condition.problem, agent.membership
     return {
         "id": agent.config.id,
-        "tier": agent.duties.tier,
+        "tier": agent.tasks.tier,
         "welcomed": agent.welcomed,
         "waits_for": waits_for,
         "federation_id": membership.federation or None,
@@ -406,8 +406,8 @@ def status_of(agent: Agent, waits_for: str | None) -> dict[str, Any]:
         "other_coordinator": membership.note(),
         "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
         "working": agent.jobs.is_working,
-        "bundle_id": agent.duties.bundle_id,
-        "rolled_back": agent.duties.rolled_back or None,
+        "bundle_id": agent.tasks.bundle_id,
+        "rolled_back": agent.tasks.rolled_back or None,
         "condition": agent.condition.name,
         "fault": None if problem is None else problem.as_json(),
     }

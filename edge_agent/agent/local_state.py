@@ -27,7 +27,7 @@ _PERSONAL, _MEMORY = "personal.", "memory."
 GENERATIONS = 2
 
 
-def remove_ended(folder: Path, current: str, keep: int) -> list[str]:
+def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     """Remove the oldest runs' folders below ``folder``, so that ``keep`` are left, ``current`` among them.
 
     Returns the names of those removed. A device that takes part in run after run would fill its disk otherwise; a run
@@ -41,7 +41,7 @@ def remove_ended(folder: Path, current: str, keep: int) -> list[str]:
     return sorted(path.name for path in removed)
 
 
-class KeptFiles:
+class ClientStateFiles:
     """The kept files of one run. With ``keep_every`` k, what stood after rounds k, 2 k, … stays as well."""
 
     def __init__(self, folder: Path, keep_every: int = 0) -> None:
@@ -52,7 +52,7 @@ class KeptFiles:
 
         What was kept of later rounds goes: whoever does an earlier one now was set back to it.
         """
-        both, before = together(personal, memory), self.rounds()
+        both, before = merge(personal, memory), self.rounds()
         if not both and not before:
             return
         write_tensors(self._path(round_number), both)
@@ -77,7 +77,7 @@ class KeptFiles:
             return {}, {}
         path = self._path(earlier[-1])
         try:
-            return apart(read_tensors(path))
+            return split(read_tensors(path))
         except CodecError as error:
             raise StateError(
                 f"{path}: damaged ({error}); put it back from a backup, or remove it to go on from an earlier round, "
@@ -92,14 +92,14 @@ class KeptFiles:
         return self.folder / f"kept-{round_number:07d}.safetensors"
 
 
-def together(personal: Tensors, memory: Tensors) -> Tensors:
-    """Personal tensors and memory under names that `apart` tells apart."""
+def merge(personal: Tensors, memory: Tensors) -> Tensors:
+    """Personal tensors and memory under names that `split` tells apart."""
     both = {_PERSONAL + name: array for name, array in personal.items()}
     return {**both, **{_MEMORY + name: array for name, array in memory.items()}}
 
 
-def apart(both: Tensors) -> tuple[Tensors, Tensors]:
-    """(personal tensors, memory) of what `together` has put together."""
+def split(both: Tensors) -> tuple[Tensors, Tensors]:
+    """(personal tensors, memory) of what `merge` has put together."""
     return _under(_PERSONAL, both), _under(_MEMORY, both)
 
 

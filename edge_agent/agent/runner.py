@@ -16,7 +16,7 @@ from ..wire.messages import Control
 from ..worker import Worker
 from .downloads import Downloads
 from .health import Condition, Kind, disk_error, try_disk, whole_message
-from .tasks import Duties
+from .tasks import TaskRunner
 from .uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,12 @@ REMEMBERED = 32
 """Jobs of which a repeated message is recognised; more than one round ever sends to one agent."""
 
 
-class Jobs:
+class TaskQueue:
     """The work in hand. Every change of it goes on by itself as far as it can."""
 
     def __init__(
         self,
-        duties: Duties,
+        tasks: TaskRunner,
         cache: BlobCache,
         downloads: Downloads,
         uploads: Uploads,
@@ -38,7 +38,7 @@ class Jobs:
         send: Callable[[wire.Control], None],
         condition: Condition,
     ) -> None:
-        self._duties, self._cache, self._downloads, self._uploads = duties, cache, downloads, uploads
+        self._tasks, self._cache, self._downloads, self._uploads = tasks, cache, downloads, uploads
         self._worker, self._send, self._condition = worker, send, condition
         self.job: wire.Job | None = None
         self._install: wire.Install | None = None
@@ -76,7 +76,7 @@ class Jobs:
         if self._install is not None and self._install.blob == message.blob:
             return
         try:
-            declined = self._duties.declined(message)
+            declined = self._tasks.declined(message)
         except StateError as damage:  # what somebody rolled back must not come back because its record is damaged
             self._tell(damage, message.run, 0, "bundle")
             return
@@ -122,11 +122,11 @@ class Jobs:
         elif install is not None and self._downloads.has_all((install.blob,)):
             self._working_on = install.blob.digest
             path = self._cache.path(install.blob.digest)
-            self._worker.submit("install", lambda: self._duties.install(install, path), self._after_install(install))
+            self._worker.submit("install", lambda: self._tasks.install(install, path), self._after_install(install))
 
     def refit(self, done: Callable[[], None]) -> None:
         """Fit a head for the bundle in use, where somebody put it there by hand; then call ``done``."""
-        if not self._duties.lacks_head:
+        if not self._tasks.lacks_head:
             return
 
         def after(_: object, error: BaseException | None) -> None:
@@ -139,7 +139,7 @@ class Jobs:
             self.go_on()
 
         self._working_on = "refit"
-        self._worker.submit("refit", self._duties.refit, after)
+        self._worker.submit("refit", self._tasks.refit, after)
 
     def stall(self) -> None:
         """Nothing can be kept on the disk: drop what has not been begun; the coordinator asks again when it can."""
@@ -160,7 +160,7 @@ class Jobs:
         self.job = self._install = self._installed = None
         self._heard.clear()
         self._fetch()
-        update, runs = self._uploads.drop_all(), self._duties.forget_runs()
+        update, runs = self._uploads.drop_all(), self._tasks.forget_runs()
         dropped = ["the job"] if had_job else []
         if update is not None:
             dropped.append(f"update {wire.run_name(update.run)} round {update.round}")
@@ -212,11 +212,11 @@ class Jobs:
 
     def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
         if job.purpose == "join" and job.bundle is not None:
-            return self._duties.join(job, self._received(job), self._cache.path(job.bundle.digest))
+            return self._tasks.contribute(job, self._received(job), self._cache.path(job.bundle.digest))
         try:
-            return self._duties.do(job, self._received(job))
+            return self._tasks.do(job, self._received(job))
         finally:
-            self._duties.rest()
+            self._tasks.release_memory()
 
     def _received(self, job: wire.Job) -> Tensors:
         """The tensors of all blobs of a job, each checked against its hash."""
@@ -301,7 +301,7 @@ class Disk:
         self,
         folder: Path,
         condition: Condition,
-        jobs: Jobs,
+        jobs: TaskQueue,
         send: Callable[[Control], None],
         resume: Callable[[], None],
     ) -> None:

@@ -20,11 +20,11 @@ from ..errors import DataError, HeadwaterError, MissingCapability, StateError
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
-from .local_state import KeptFiles, ReleaseRecord, remove_ended
+from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
 from .uploads import Outbox
 
 if TYPE_CHECKING:
-    from ..client.session import Built, Kept, Outcome, Session
+    from ..client.session import Built, ClientState, Outcome, Session
     from ..data import Samples
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ RUNS_KEPT = 3
 """Runs whose personal layers and memory stay on a device: the one under way and those before it."""
 
 
-class Duties:
+class TaskRunner:
     """A device's duties under its configuration."""
 
     def __init__(self, config: AgentConfig, tier: str, *, clock: Any = time.monotonic) -> None:
@@ -65,12 +65,12 @@ class Duties:
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         self._remove_ended(job.run)
-        session, files = self._session_for(job), self.kept_files(job.run)
-        from ..client.session import Kept
+        session, files = self._session_for(job), self.state_files(job.run)
+        from ..client.session import ClientState
         from ..limits import keep_freed_memory
 
         keep_freed_memory()
-        kept = Kept(*files.before(kept_before(job)))
+        kept = ClientState(*files.before(kept_before(job)))
         if job.purpose == "finish":
             return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
         if job.purpose == "pool":
@@ -89,16 +89,16 @@ class Duties:
 
         check_beside(self.config, task)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Nothing is trained until the next job: its memory goes back to the system."""
         if "torch" in sys.modules:
             from ..limits import give_freed_memory_back
 
             give_freed_memory_back()
 
-    def kept_files(self, run: str) -> KeptFiles:
+    def state_files(self, run: str) -> ClientStateFiles:
         """What this device keeps of a run."""
-        return KeptFiles(self.config.state / "runs" / run)
+        return ClientStateFiles(self.config.state / "runs" / run)
 
     def forget_runs(self) -> int:
         """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
@@ -108,7 +108,7 @@ class Duties:
             shutil.rmtree(folder, ignore_errors=True)
         return len(folders)
 
-    def join(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
+    def contribute(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
         """A round without training the encoder, which lies in the bundle at ``encoder``: the update, in the outbox.
 
         Raises:
@@ -142,7 +142,7 @@ class Duties:
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, what is kept of the oldest ones goes."""
         folder = self.config.state / "runs"
-        if not (folder / run).is_dir() and (removed := remove_ended(folder, run, RUNS_KEPT)):
+        if not (folder / run).is_dir() and (removed := remove_ended_runs(folder, run, RUNS_KEPT)):
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
 
     def declined(self, message: Install) -> Report | None:
@@ -232,7 +232,7 @@ class Duties:
 
     def _settled_precision(self, run: str, session: Session) -> Precision:
         """What the steps of a run are done in: timed before the first, and kept, so that a restart changes no bits."""
-        place = self.kept_files(run).folder / PRECISION_FILE
+        place = self.state_files(run).folder / PRECISION_FILE
         known = None
         with contextlib.suppress(StateError):  # damaged: timed once more
             known = read_json(place)
@@ -263,14 +263,14 @@ class Duties:
 
         return own_samples(self.config.data, self.config.id, task.input, task.class_names)
 
-    def _deliver(self, job: Job, outcome: Outcome, files: KeptFiles) -> UpdateManifest:
+    def _deliver(self, job: Job, outcome: Outcome, files: ClientStateFiles) -> UpdateManifest:
         """What stays is kept before anybody hears of what travels."""
         files.write(job.round, outcome.kept.personal, outcome.kept.memory)
         return self.outbox.put(
             outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
         )
 
-    def _give_norm(self, job: Job, session: Session, kept: Kept) -> UpdateManifest:
+    def _give_norm(self, job: Job, session: Session, kept: ClientState) -> UpdateManifest:
         if not self.config.training.share_norm:
             raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
         train, _ = self._samples(job.task)
@@ -278,7 +278,7 @@ class Duties:
             session.norm_tensors(kept), run=job.run, round_number=job.round, samples=len(train), metrics={}
         )
 
-    def _report(self, job: Job, session: Session, outcome: Outcome, files: KeptFiles) -> Report:
+    def _report(self, job: Job, session: Session, outcome: Outcome, files: ClientStateFiles) -> Report:
         files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
         metrics = outcome.metrics
         return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))

@@ -40,7 +40,7 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClientState:
     """What a client keeps after a round: its personal tensors and its named memory."""
 
     personal: Tensors = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Outcome:
     """What came out of a round: ``update`` travels, ``kept`` stays, ``metrics`` are told."""
 
     update: Tensors
-    kept: Kept
+    kept: ClientState
     metrics: dict[str, float]
     samples: int
 
@@ -117,7 +117,7 @@ class Session:
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
         self._train, self._test = self._place(train), self._place(test)
 
-    def train(self, received: Tensors, kept: Kept, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
+    def train(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
         """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
 
         Raises:
@@ -129,7 +129,7 @@ class Session:
         update = self.method.local_update(client, received)
         return self.after_round(client, update, metrics, evaluate=evaluate)
 
-    def finish(self, received: Tensors, kept: Kept, *, rounds: int) -> Outcome:
+    def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
         """After the last round: personalize to what was received, and evaluate; nothing travels."""
         client = self._client(received, kept, rounds, rounds, salt=1)
         take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
@@ -137,7 +137,7 @@ class Session:
         metrics = self.scores(client)
         return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
 
-    def norm_tensors(self, kept: Kept) -> Tensors:
+    def norm_tensors(self, kept: ClientState) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
 
@@ -155,7 +155,7 @@ class Session:
         """The held-back inputs (n, ...) and labels (n,), on the device."""
         return self._test
 
-    def before_round(self, received: Tensors, kept: Kept, *, round_number: int, rounds: int) -> Client:
+    def before_round(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int) -> Client:
         """The client as it begins a round: its model holds what was received and what was kept."""
         return self._client(received, kept, round_number, rounds)
 
@@ -171,7 +171,7 @@ class Session:
         """The shared tensors as they are in the model now: the update of a method whose training is plain."""
         return to_arrays(self._model, self._shared)
 
-    def _client(self, received: Tensors, kept: Kept, round_number: int, rounds: int, salt: int = 0) -> Client:
+    def _client(self, received: Tensors, kept: ClientState, round_number: int, rounds: int, salt: int = 0) -> Client:
         shared = {name: array for name, array in received.items() if not name.startswith("extra.")}
         load_arrays(self._model, {**self._fresh, **kept.personal, **shared})
         seeds = np.random.SeedSequence([self.seed, zlib.crc32(self.client.encode()), round_number, salt])
@@ -209,8 +209,8 @@ class Session:
                 found["acc.global"] = accuracy(shared, labels)
         return found
 
-    def _keep(self, client: Client) -> Kept:
-        return Kept(to_arrays(self._model, self._personal), client.memory)
+    def _keep(self, client: Client) -> ClientState:
+        return ClientState(to_arrays(self._model, self._personal), client.memory)
 
     def _place(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)

@@ -104,7 +104,7 @@ def test_weights_of_another_encoder_are_refused_on_the_command_line(images, tmp_
 def test_agents_receive_them_in_the_first_round_and_a_changed_file_fails_the_run(tmp_path):
     path = tmp_path / "w.safetensors"
     made = _write(path, TASK)
-    with Federation(tmp_path / "fed", agents=1, duties=TinyDuties) as fed:
+    with Federation(tmp_path / "fed", agents=1, tasks=TinyDuties) as fed:
         for shift, status in ((None, "finished"), (5.0, "failed")):
             wanted = Request("fedavg", HARDLY, 1, 0, TASK, weights=Weights.of(path))
             if shift is not None:

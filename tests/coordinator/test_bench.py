@@ -35,7 +35,7 @@ from coordinator.cli.app import app
 from coordinator.cli.bench import chosen, size_bytes
 from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import MeasuringFailed, UsageError
 from edge_agent.task import Task
@@ -170,7 +170,7 @@ def test_the_idle_method_has_a_model_of_the_payload_that_was_asked_for():
 
 
 @pytest.fixture
-def duties(tmp_path):
+def tasks(tmp_path):
     config = AgentConfig(id="a", state=tmp_path, data=DataConfig(source="npz:none"))
     return noop.NoDuties(config, "train")
 
@@ -182,29 +182,29 @@ def job(purpose="train", **params):
     )  # fmt: skip
 
 
-def sent(duties: Duties):
-    manifest = duties.outbox.get()
-    return decode(duties.outbox.path_of(manifest.blob.digest).read_bytes())
+def sent(tasks: TaskRunner):
+    manifest = tasks.outbox.get()
+    return decode(tasks.outbox.path_of(manifest.blob.digest).read_bytes())
 
 
-def test_every_round_carries_other_bytes_both_ways(duties):
+def test_every_round_carries_other_bytes_both_ways(tasks):
     """crc32(b'a') = 0xE8B7BE43 = 3904355907, modulo 97 it is 80: agent 'a' adds 81."""
-    duties.do(job(), {"x": np.zeros(4, np.float32)})
-    once = sent(duties)["x"]
+    tasks.do(job(), {"x": np.zeros(4, np.float32)})
+    once = sent(tasks)["x"]
     assert once.tolist() == [1 + 3904355907 % 97] * 4
-    duties.do(job(), {"x": once})
-    assert sent(duties)["x"].tolist() == [2 * (1 + 3904355907 % 97)] * 4
+    tasks.do(job(), {"x": once})
+    assert sent(tasks)["x"].tolist() == [2 * (1 + 3904355907 % 97)] * 4
 
 
-def test_uploads_of_another_size_than_the_download_can_be_asked_for(duties):
-    manifest = duties.do(job(upload_bytes=4000), {"x": np.zeros(1, np.float32)})
-    assert sent(duties)["array"].nbytes == 4000
+def test_uploads_of_another_size_than_the_download_can_be_asked_for(tasks):
+    manifest = tasks.do(job(upload_bytes=4000), {"x": np.zeros(1, np.float32)})
+    assert sent(tasks)["array"].nbytes == 4000
     assert manifest.samples == 1
 
 
-def test_the_end_of_a_run_asks_the_idle_agent_for_nothing(duties):
-    assert isinstance(duties.do(job("finish"), {}), Report)
-    assert duties.outbox.get() is None
+def test_the_end_of_a_run_asks_the_idle_agent_for_nothing(tasks):
+    assert isinstance(tasks.do(job("finish"), {}), Report)
+    assert tasks.outbox.get() is None
 
 
 def test_workload_w1_has_the_network_of_its_description():

@@ -44,8 +44,8 @@ def assert_nothing_twice(fed):
     assert [entry.round for entry in fed.entries("round_closed")] == list(range(1, ROUNDS + 1))
     accepted = [(entry.round, entry.agent) for entry in fed.entries("update_accepted")]
     assert sorted(accepted) == sorted((number, name) for number in range(1, ROUNDS + 1) for name in fed.agents)
-    for duties in fed.duties.values():
-        trained = [number for _, number, purpose in duties.done if purpose == "train"]
+    for tasks in fed.tasks.values():
+        trained = [number for _, number, purpose in tasks.done if purpose == "train"]
         assert trained == list(range(1, ROUNDS + 1))
 
 
@@ -181,9 +181,7 @@ def test_an_agent_killed_in_the_middle_of_an_upload_sends_only_what_is_missing(t
         fed.finish()
         assert len(frames(fed, "a1")) == 9 * ROUNDS
         assert len(set(frames(fed, "a1"))) == 9 * ROUNDS
-        assert [number for _, number, purpose in fed.duties["a1"].done if purpose == "train"] == [2], (
-            "not trained again"
-        )
+        assert [number for _, number, purpose in fed.tasks["a1"].done if purpose == "train"] == [2], "not trained again"
         assert fed.encoder_sha256 == undisturbed["wide"][0]
 
 
@@ -215,7 +213,7 @@ def test_an_agent_killed_in_the_middle_of_training_does_the_round_again(tmp_path
         raise Killed
 
     with Federation(tmp_path) as fed:
-        fed.duties["a1"].before = die
+        fed.tasks["a1"].before = die
         fed.request(rounds=ROUNDS)
         fed.until(lambda: "a1" not in fed.agents)
         fed.wait(5)
@@ -230,12 +228,12 @@ def test_an_agent_killed_between_training_and_receipt_sends_its_outbox(tmp_path,
         raise Killed
 
     with Federation(tmp_path) as fed:
-        fed.duties["a1"].after = die
+        fed.tasks["a1"].after = die
         fed.request(rounds=ROUNDS)
         fed.until(lambda: "a1" not in fed.agents)
         fed.add("a1")
         fed.finish()
-        trained = [number for _, number, purpose in fed.duties["a1"].done if purpose == "train"]
+        trained = [number for _, number, purpose in fed.tasks["a1"].done if purpose == "train"]
         assert trained == [2], "the update of round 1 came from the outbox"
         assert fed.encoder_sha256 == undisturbed["narrow"][0]
 
@@ -275,7 +273,7 @@ def test_an_update_of_a_round_that_closed_without_it_is_dropped_after_the_restar
         fed.add("a0", seconds=1)
         fed.add("a1", seconds=1)
         fed.add("a2")
-        fed.duties["a2"].after = die
+        fed.tasks["a2"].after = die
         fed.settle()
         fed.request(rounds=6)
         fed.until(lambda: len(fed.entries("round_closed")) == 2)

@@ -55,8 +55,8 @@ def test_dead_agents_delay_a_round_by_less_than_three_seconds(tmp_path, size, de
         assert fed.record.status == "finished"
         living = sorted(fed.agents)
         assert [line["agents"] for line in fed.metrics()][1:] == [living, living]
-        for duties in (fed.duties[name] for name in living):
-            assert [number for _, number, purpose in duties.done if purpose == "train"] == [1, 2, 3], "once each"
+        for tasks in (fed.tasks[name] for name in living):
+            assert [number for _, number, purpose in tasks.done if purpose == "train"] == [1, 2, 3], "once each"
 
 
 def test_without_a_last_will_a_round_waits_for_the_lease_and_no_longer(tmp_path):
@@ -108,7 +108,7 @@ def test_a_round_that_lacks_the_least_number_of_updates_waits_and_says_for_whom(
         fed.finish()
         assert fed.metrics()[0]["agents"] == ["a0", "a1", "a9"]
         assert fed.metrics()[0]["missing"] == ["a2"]
-        assert [fed.duties[name].done.count((fed.run, 1, "train")) for name in ("a0", "a1", "a9")] == [1, 1, 1]
+        assert [fed.tasks[name].done.count((fed.run, 1, "train")) for name in ("a0", "a1", "a9")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("cut", [1, 5])
@@ -236,8 +236,8 @@ def test_no_deadline_runs_while_the_broker_is_away(tmp_path, delivered):
         assert fed.record.status == "finished"
         assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2"]] * 2
         assert len(fed.entries("round_opened")) == 2
-        for duties in fed.duties.values():
-            assert [number for _, number, purpose in duties.done if purpose == "train"] == [1, 2], "once each"
+        for tasks in fed.tasks.values():
+            assert [number for _, number, purpose in tasks.done if purpose == "train"] == [1, 2], "once each"
 
 
 def test_the_end_of_a_run_waits_for_reports_when_the_broker_is_back(tmp_path):
@@ -273,7 +273,7 @@ def test_a_coordinator_killed_in_a_round_that_goes_on_with_others_ends_in_the_sa
                 restart(fed)
             fed.finish(2000)
             for name in ("a0", "a1", "a3"):
-                assert [number for _, number, purpose in fed.duties[name].done if purpose == "train"] == [1, 2]
+                assert [number for _, number, purpose in fed.tasks[name].done if purpose == "train"] == [1, 2]
             return fed.encoder_sha256, [line["agents"] for line in fed.metrics()]
 
     def restart(fed):

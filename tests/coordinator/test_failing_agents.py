@@ -41,14 +41,14 @@ class SpoilingDuties(FakeDuties):
 def fleet(folder, honest, spoils="", **options):
     """Some honest agents, and ``mallory``, who is there as well where it spoils something."""
     fed = Federation(
-        folder, agents=(), round=SHIPPED, cohort={"min_agents": 1}, duties=SpoilingDuties, heartbeat_s=15, **options
+        folder, agents=(), round=SHIPPED, cohort={"min_agents": 1}, tasks=SpoilingDuties, heartbeat_s=15, **options
     )
     fed.__enter__()
     for number in range(honest):
         fed.add(f"a{number}", seconds=5)
     if spoils:
         fed.add("mallory", seconds=5)
-        fed.duties["mallory"].spoils = spoils
+        fed.tasks["mallory"].spoils = spoils
     fed.settle()
     return fed
 
@@ -213,11 +213,11 @@ def restart_coordinator(fed):
 def test_an_agent_that_is_restarted_while_its_round_waits_is_asked_again(tmp_path, restarts):
     """Two updates are the least. It fails after 5 s and is taken away before the other one has delivered."""
     with Federation(
-        tmp_path, agents=(), round=SHIPPED, cohort={"min_agents": 2}, duties=SpoilingDuties, heartbeat_s=15
+        tmp_path, agents=(), round=SHIPPED, cohort={"min_agents": 2}, tasks=SpoilingDuties, heartbeat_s=15
     ) as fed:
         fed.add("a0", seconds=10)
         fed.add("mallory", seconds=5)
-        fed.duties["mallory"].spoils = "nan"
+        fed.tasks["mallory"].spoils = "nan"
         fed.settle()
         fed.request(rounds=1)
         fed.until(lambda: fed.entries("update_refused"))
@@ -261,7 +261,7 @@ def test_a_restarted_coordinator_leaves_out_the_same_agents(tmp_path):
 
 def test_a_run_in_which_every_agent_fails_ends_with_all_their_reasons(tmp_path):
     fed = fleet(tmp_path, 1, "fault")
-    fed.duties["a0"].spoils = "nan"
+    fed.tasks["a0"].spoils = "nan"
     fed.request(rounds=3)
     assert fed.finish() < 20
     assert fed.record.status == "failed"

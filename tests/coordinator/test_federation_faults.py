@@ -103,7 +103,7 @@ def test_a_broker_that_is_away_during_training_loses_nothing(tmp_path):
         assert fed.entries("update_accepted", agent="a1") == []
         fed.agents["a1"].transport.start()
         assert fed.until(lambda: fed.entries("round_closed")) < 10
-        assert fed.duties["a1"].done.count((fed.run, 1, "train")) == 1, "not trained twice"
+        assert fed.tasks["a1"].done.count((fed.run, 1, "train")) == 1, "not trained twice"
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):

@@ -10,14 +10,14 @@ from federation_duties import SMALL, TASK, TinyDuties, quick_params
 from federation_harness import Federation
 
 from edge_agent import methods
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 
 
 def finished(folder, method, **options):
-    fed = Federation(folder, duties=TinyDuties, capture=True)
+    fed = Federation(folder, tasks=TinyDuties, capture=True)
     with fed:
         fed.request(method, rounds=2, params=quick_params(method), **options)
         fed.finish()
@@ -79,7 +79,7 @@ def test_uploads_hold_exactly_the_names_that_the_method_declares(first_of, metho
 def personal_arrays(fed):
     """Everything that the devices keep for themselves, after each round, as raw bytes of at least 12 bytes."""
     for name in ("a0", "a1", "a2"):
-        files = KeptFiles(fed.folder / name / "runs" / fed.run_id)
+        files = ClientStateFiles(fed.folder / name / "runs" / fed.run_id)
         for number in (1, 2, 9_999_999):
             personal, memory = files.before(number + 1)
             for array in (*personal.values(), *memory.values()):
@@ -117,7 +117,7 @@ def test_local_data_never_appear_in_anything_that_is_published(tmp_path):
 
 
 def test_a_method_whose_parameters_do_not_fit_fails_its_run_and_nothing_else(tmp_path):
-    with Federation(tmp_path, duties=TinyDuties) as fed:
+    with Federation(tmp_path, tasks=TinyDuties) as fed:
         fed.request("fedavg", params={"lr": -1})
         fed.finish()
         assert fed.record.status == "failed"
@@ -129,7 +129,7 @@ def test_a_method_whose_parameters_do_not_fit_fails_its_run_and_nothing_else(tmp
 
 def test_an_encoder_that_cannot_be_built_fails_its_run_and_nothing_else(tmp_path):
     """The encoder's own parameters are checked by the encoder: whatever it raises costs the run, not the process."""
-    with Federation(tmp_path, duties=TinyDuties) as fed:
+    with Federation(tmp_path, tasks=TinyDuties) as fed:
         good = fed.task
         fed.task = good.model_copy(update={"encoder_params": {"feature_dim": -3}})
         fed.request("fedavg")
@@ -149,7 +149,7 @@ def test_a_method_that_breaks_in_aggregate_fails_its_run_and_nothing_else(tmp_pa
         raise ZeroDivisionError("a method of somebody else")
 
     monkeypatch.setattr(fedper.Method, "aggregate", broken)
-    with Federation(tmp_path, duties=TinyDuties) as fed:
+    with Federation(tmp_path, tasks=TinyDuties) as fed:
         fed.request("fedper", params=SMALL)
         fed.finish()
         assert fed.record.status == "failed"
@@ -166,7 +166,7 @@ def test_a_method_that_breaks_while_a_round_is_open_leaves_nothing_open(tmp_path
         raise ZeroDivisionError
 
     monkeypatch.setattr(fedper.Method, "downlink", broken)
-    with Federation(tmp_path, duties=TinyDuties) as fed:
+    with Federation(tmp_path, tasks=TinyDuties) as fed:
         fed.request("fedper", params=SMALL)
         fed.finish()
         assert fed.record.status == "failed"

@@ -48,7 +48,7 @@ def test_head_tier_devices_get_the_bundle_and_report(tmp_path, exports):
         fed.request(rounds=1)
         fed.finish()
         assert exports == [fed.run]
-        assert fed.duties["h1"].installed == fed.duties["h2"].installed == [bundle_id(fed.run)]
+        assert fed.tasks["h1"].installed == fed.tasks["h2"].installed == [bundle_id(fed.run)]
         got = {agent["id"]: agent["tier"] for agent in summary(fed)["agents"]}
         assert got == {"a0": "train", "a1": "train", "h1": "head", "h2": "head"}
         assert summary(fed)["bundle"]["bytes"] == 160_000 + 20_000 * (len(fed.run) - 8)
@@ -64,7 +64,7 @@ def test_a_device_that_comes_after_the_run_gets_the_release(tmp_path, exports):
         fed.finish()
         fed.add("late", tier="head")
         fed.wait(3)
-        assert fed.duties["late"].installed == [bundle_id(fed.run)]
+        assert fed.tasks["late"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_comes_after_a_restart_gets_the_release(tmp_path, exports):
@@ -75,7 +75,7 @@ def test_a_device_that_comes_after_a_restart_gets_the_release(tmp_path, exports)
         fed.start_coordinator()
         fed.add("late", tier="head")
         fed.wait(3)
-        assert fed.duties["late"].installed == [bundle_id(fed.run)]
+        assert fed.tasks["late"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_runs_the_release_already_is_left_alone(tmp_path, exports):
@@ -86,22 +86,22 @@ def test_a_device_that_runs_the_release_already_is_left_alone(tmp_path, exports)
         fed.agents["h1"].transport.cut()
         fed.agents["h1"].transport.start()
         fed.wait(20)
-        assert fed.duties["h1"].installed == [bundle_id(fed.run)]
+        assert fed.tasks["h1"].installed == [bundle_id(fed.run)]
 
 
 def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_reconnect(tmp_path, exports):
     """It runs another encoder than the released one, by its own choice: it says so again, and does no work."""
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.add("h1", tier="head")
-        duties = fed.duties["h1"]
+        tasks = fed.tasks["h1"]
         tried = []
 
         def install(message, path):
             tried.append(message.bundle_id)
-            duties.bundle_id = "f" * 64
+            tasks.bundle_id = "f" * 64
             return wire.Report(run=message.run, samples=5, bundle_id="f" * 64, metrics={"rolled_back": 1.0})
 
-        duties.install = install
+        tasks.install = install
         fed.request(rounds=1)
         fed.finish()
         for _ in range(3):
@@ -116,7 +116,7 @@ def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, ex
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.settle()
-        fed.duties["h1"].install = lambda message, path: wire.Report(
+        fed.tasks["h1"].install = lambda message, path: wire.Report(
             run=message.run, samples=5, bundle_id="f" * 64, rolled_back=why, acc_personal=0.25, acc_global=0.5
         )
         fed.request(rounds=1)
@@ -151,7 +151,7 @@ def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.settle()
-        fed.duties["h1"].install = lambda message, path: wire.Report(
+        fed.tasks["h1"].install = lambda message, path: wire.Report(
             run=message.run, samples=0, bundle_id=message.bundle_id, acc_local=0.0, acc_global=0.0, acc_personal=0.0
         )
         fed.request(rounds=1)
@@ -180,7 +180,7 @@ def test_a_device_that_cannot_install_is_not_waited_for_and_its_fault_is_in_the_
         def install(message, path):
             raise BundleDamaged("golden features differ")
 
-        fed.duties["h1"].install = install
+        fed.tasks["h1"].install = install
         fed.request(rounds=1)
         assert fed.finish() < 1
         assert summary(fed)["faults"] == {"h1": "BundleDamaged: golden features differ"}
@@ -259,7 +259,7 @@ def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypa
         fed.until(lambda: fed.coordinator is None)
         fed.start_coordinator()
         fed.finish()
-        assert fed.duties["h1"].installed == [bundle_id(fed.run)]
+        assert fed.tasks["h1"].installed == [bundle_id(fed.run)]
         assert [agent["id"] for agent in summary(fed)["agents"]] == ["a0", "a1", "h1"]
 
 

@@ -57,10 +57,10 @@ def gets(fed, name, accuracies):
     found = iter(accuracies)
 
     def install(message, path):
-        fed.duties[name].installed.append(message.bundle_id)
+        fed.tasks[name].installed.append(message.bundle_id)
         return wire.Report(run=message.run, samples=5, bundle_id=message.bundle_id, acc_personal=next(found))
 
-    fed.duties[name].install = install
+    fed.tasks[name].install = install
 
 
 def test_a_device_gets_an_encoder_each_k_rounds_and_its_figures_are_on_record(tmp_path, exports):
@@ -71,7 +71,7 @@ def test_a_device_gets_an_encoder_each_k_rounds_and_its_figures_are_on_record(tm
         fed.finish()
         run = fed.run
         assert exports == [f"{run}-round-2", f"{run}-round-4", run]
-        assert fed.duties["h1"].installed == [hashlib.sha256(name.encode()).hexdigest() for name in exports]
+        assert fed.tasks["h1"].installed == [hashlib.sha256(name.encode()).hexdigest() for name in exports]
         found = [(line["round"], line["mean"], line["acc"]["personal"]) for line in releases(fed)]
         assert found == [(2, 0.25, {"h1": 0.25}), (4, 0.5, {"h1": 0.5})]
         (agent,) = [a for a in fed.state.run(run).summary()["agents"] if a["id"] == "h1"]
@@ -126,10 +126,10 @@ def test_a_late_answer_about_an_earlier_release_does_not_pass_for_one_about_the_
         fed.add("h1", tier="head", seconds=release.RELEASE_DEADLINE_S + 30)
         fed.request(rounds=2)
         fed.finish()
-        assert fed.duties["h1"].installed == [hashlib.sha256(exports[0].encode()).hexdigest()]
+        assert fed.tasks["h1"].installed == [hashlib.sha256(exports[0].encode()).hexdigest()]
         assert "h1" not in {agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]}
         fed.wait(300)
-        assert fed.duties["h1"].installed[-1] == hashlib.sha256(fed.run.encode()).hexdigest()
+        assert fed.tasks["h1"].installed[-1] == hashlib.sha256(fed.run.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_when_a_run_stops(means, patience, stops):
 
 
 def with_head_tier(folder, *, kill_in_round=0, tier="any", method="fedpac"):
-    fed = Federation(folder, duties=TinyDuties, capture=True, task=TASK, agents=2, cohort={"tier": tier})
+    fed = Federation(folder, tasks=TinyDuties, capture=True, task=TASK, agents=2, cohort={"tier": tier})
     with fed:
         fed.add("h1", tier="head")
         fed.settle()
@@ -191,7 +191,7 @@ def test_a_device_without_torch_sends_the_extra_arrays_and_nothing_else(tmp_path
 def test_devices_that_only_join_make_no_quorum_however_many_they_are(tmp_path):
     """Four have answered at once, which is 0.8 of five; the one that trains takes 50 s."""
     around = {"cohort": {"tier": "any"}, "round": {"quorum": 0.8, "grace_s": 1}}
-    with Federation(tmp_path, duties=TinyDuties, task=TASK, agents=(), **around) as fed:
+    with Federation(tmp_path, tasks=TinyDuties, task=TASK, agents=(), **around) as fed:
         fed.add("a0", seconds=50)
         for name in ("h1", "h2", "h3", "h4"):
             fed.add(name, tier="head")
@@ -208,7 +208,7 @@ def test_its_statistics_are_those_of_the_encoder_of_the_round(tmp_path):
     fed = with_head_tier(tmp_path)
     torch.manual_seed(0)  # the run's seed: the encoder of round 1 is the one that everybody starts from
     model = methods.create("fedpac", FEDPAC).build(TASK).eval()
-    train, _ = fed.duties["h1"]._samples(TASK)
+    train, _ = fed.tasks["h1"]._samples(TASK)
     with torch.no_grad():
         features = model.features(torch.from_numpy(train.inputs.astype(np.float32))).numpy()
     first = sent_by(fed, "h1")[0]
@@ -258,20 +258,20 @@ def test_a_method_without_such_a_part_asks_devices_that_train_only(tmp_path):
 
 
 def test_a_device_that_is_asked_to_join_where_there_is_nothing_for_it_says_what_to_change(tmp_path):
-    from edge_agent.agent.tasks import join_round
+    from edge_agent.agent.contribute import contribute_round
     from edge_agent.config import AgentConfig, DataConfig
     from edge_agent.errors import MissingCapability
 
     config = AgentConfig(id="h1", state=tmp_path, data=DataConfig(source="none:"))
     job = wire.Job(run="run-0001", round=1, rounds=2, seed=0, method="fedavg", task=TASK, blobs=(), deadline_s=9.0)
     with pytest.raises(MissingCapability, match=re.escape("cohort.tier should be 'train'")):
-        join_round(config, job, {}, tmp_path, (None, None))
+        contribute_round(config, job, {}, tmp_path, (None, None))
 
 
 def test_an_update_that_is_offered_while_a_restarted_coordinator_freezes_the_encoder_is_kept(tmp_path, exports):
     """Its round is not over. Rejected as late, the update would be thrown away and trained again."""
     with Federation(
-        tmp_path, agents=(), duties=TinyDuties, task=TASK, cohort={"tier": "any", "min_agents": 2}, heartbeat_s=5
+        tmp_path, agents=(), tasks=TinyDuties, task=TASK, cohort={"tier": "any", "min_agents": 2}, heartbeat_s=5
     ) as fed:
         for name, seconds in (("a0", 5), ("a1", 30)):
             fed.add(name, seconds=seconds)

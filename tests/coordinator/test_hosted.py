@@ -13,7 +13,7 @@ from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
 from coordinator.runs.selection import lack
 from coordinator.simulation import PARTITION, Prepared, open_simulation
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
@@ -47,12 +47,12 @@ class Mixed(Federation):
         self.source, self.partition, self.hosted = source, partition, hosted
         clients = [{"id": name, "data": {"source": source, "partition": partition}} for name in hosted]
         self.config = type(self.config).model_validate({**self.config.model_dump(), "hosted": clients})
-        self.make_duties = self.real_duties
+        self.make_tasks = self.real_duties
         self.crew = None
 
     def real_duties(self, config, tier):
         data = DataConfig(source=self.source, partition=self.partition)
-        return Duties(config.model_copy(update={"data": data}), tier)
+        return TaskRunner(config.model_copy(update={"data": data}), tier)
 
     def start_coordinator(self):
         self.start_crew()

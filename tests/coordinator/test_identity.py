@@ -26,7 +26,7 @@ from edge_agent.wire.chunks import Outgoing
 
 FIRST = {"params": {"lr": 0.1, "batch_size": 8}, "seed": 5}
 SECOND = {"params": {"lr": 1e-3, "batch_size": 8}, "seed": 5}
-TWO = {"agents": ("a0", "a1"), "duties": TinyDuties, "capture": True}
+TWO = {"agents": ("a0", "a1"), "tasks": TinyDuties, "capture": True}
 
 
 @pytest.fixture(autouse=True)
@@ -193,10 +193,10 @@ def test_orders_of_a_lower_epoch_are_not_carried_out_also_after_a_restart_of_the
             fed.add("a0")
         fed.broker.route(fed.topics.down("a0"), order_of(fed, epoch=1))
         fed.settle()
-        assert fed.duties["a0"].done == []
+        assert fed.tasks["a0"].done == []
         fed.broker.route(fed.topics.down("a0"), order_of(fed, epoch=2, seq=2))
         fed.settle()
-        assert fed.duties["a0"].done == [("run-0666", 1, "train")]
+        assert fed.tasks["a0"].done == [("run-0666", 1, "train")]
 
 
 def test_a_state_folder_put_back_from_a_backup_gets_its_agents_back(tmp_path, caplog):
@@ -252,7 +252,7 @@ def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tm
         assert fed.record.status == "failed"
         assert "older version" in fed.record.outcome["reason"]
         assert "ask for it again with 'headwater run'" in fed.record.outcome["reason"]
-        assert fed.duties["a0"].done == []
+        assert fed.tasks["a0"].done == []
         assert fed.request(rounds=1) == "run-0002"
         fed.finish()
         assert fed.record.status == "finished"
@@ -399,7 +399,7 @@ def test_an_order_of_another_federation_is_not_carried_out_while_the_own_coordin
         for number in range(20):
             fed.broker.route(fed.topics.down("a0"), order_of(fed, 9, federation="f" * 32, seq=number))
             fed.wait(1)
-        assert fed.duties["a0"].done == []
+        assert fed.tasks["a0"].done == []
         assert agent.welcomed
         assert agent.membership.federation == ours
         assert caplog.text.count("order_ignored") == 1

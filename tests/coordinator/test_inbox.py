@@ -113,7 +113,7 @@ def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(
 def test_a_fault_while_reports_are_gathered_counts(fed):
     fed.add("a0")
     broken = fed.add("a1")
-    fed.duties["a1"].before = lambda job: (_ for _ in ()).throw(ValueError("no")) if job.purpose == "finish" else None
+    fed.tasks["a1"].before = lambda job: (_ for _ in ()).throw(ValueError("no")) if job.purpose == "finish" else None
     fed.settle()
     fed.request(rounds=1)
     fed.finish()

@@ -20,7 +20,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.broker import MosquittoBroker, find_mosquitto
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.storage import read_tensors
 from edge_agent.task import ImageInput, Task
@@ -122,7 +122,7 @@ class OverMosquitto:
         self.process.stop()
 
 
-class WatchedDuties(Duties):
+class WatchedDuties(TaskRunner):
     """The real duties; after each job everything that the device keeps is looked at."""
 
     def __init__(self, config, tier):
@@ -176,13 +176,13 @@ class RealFederation(Federation):
             data=DataConfig(source=f"digits:optdigits?n=64&client={number}&clients=6"),
             head=HeadConfig(name=HEADS[self.method] if name == "h0" else "lr", precision="fp32"),
         )
-        duties = self.duties[name] = WatchedDuties(config, tier)
-        agent = Agent(config, self.broker.transport(will_of(config, name)), duties, boot=f"boot-{name}")
+        tasks = self.tasks[name] = WatchedDuties(config, tier)
+        agent = Agent(config, self.broker.transport(will_of(config, name)), tasks, boot=f"boot-{name}")
         self.agents[name] = agent
         agent.start()
 
     def kill(self, name, *, will=True):
-        self.duties[name].look()
+        self.tasks[name].look()
         self.agents.pop(name).close()
 
     def kill_coordinator(self):
@@ -207,7 +207,7 @@ class Overheard:
             fed.finish(120.0)
             assert fed.record.status == "finished", fed.record.outcome
             self.summary, self.lines = fed.state.run(run).summary(), fed.metrics()
-        self.topics, self.heard, self.duties = fed.topics, fed.broker.captured, fed.duties
+        self.topics, self.heard, self.tasks = fed.topics, fed.broker.captured, fed.tasks
         self.blobs = assembled(self.heard)
         self.everything = self.haystack(self.heard)
 
@@ -235,8 +235,8 @@ class Overheard:
 
     def private(self):
         """(device, name, bytes) of what devices kept at any time."""
-        for device, duties in self.duties.items():
-            for raw, name in duties.kept.items():
+        for device, tasks in self.tasks.items():
+            for raw, name in tasks.kept.items():
                 if len(raw) >= SHORTEST and any(raw):
                     yield device, name, raw
 
@@ -333,7 +333,7 @@ def test_nothing_that_a_device_keeps_is_heard_but_what_the_method_says(overheard
 @pytest.mark.parametrize("method", sorted(PARAMS))
 def test_no_image_of_a_training_device_is_heard(overheard, method):
     run = overheard(method)
-    images = [image.tobytes() for name in TRAIN for part in run.duties[name]._data[1:] for image in part.inputs]
+    images = [image.tobytes() for name in TRAIN for part in run.tasks[name]._data[1:] for image in part.inputs]
     assert len(images) == 4 * 64
     assert not [image for image in images if image in run.everything]
 

@@ -11,7 +11,7 @@ from federation_duties import TinyDuties
 from federation_harness import Federation
 
 from edge_agent import methods
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.bundle import install
 from edge_agent.encoder import Encoder
 from edge_agent.task import ImageInput, Task
@@ -39,14 +39,14 @@ class SharingDuties(TinyDuties):
 
 
 def finished(folder, method, *, keep_back=(), pool_norm=True, kill_at=None):
-    fed = Federation(folder, duties=SharingDuties, capture=True, task=TASK)
+    fed = Federation(folder, tasks=SharingDuties, capture=True, task=TASK)
     export = fed.config.export.model_copy(update={"after_run": True, "pool_norm": pool_norm, "int8": False})
     fed.config = fed.config.model_copy(update={"export": export.model_copy(update={"exporter": "legacy"})})
     with fed:
         for name in keep_back:
-            duties = fed.duties[name]
-            training = duties.config.training.model_copy(update={"share_norm": False})
-            duties.config = duties.config.model_copy(update={"training": training})
+            tasks = fed.tasks[name]
+            training = tasks.config.training.model_copy(update={"share_norm": False})
+            tasks.config = tasks.config.model_copy(update={"training": training})
         fed.request(method, rounds=2, params=SMALL)
         if kill_at is not None:
             while not kill_at(fed):
@@ -68,7 +68,7 @@ def sent_by(fed, agent):
 
 
 def kept_of(fed, agent):
-    return KeptFiles(fed.folder / agent / "runs" / fed.run_id).before(3)[0]
+    return ClientStateFiles(fed.folder / agent / "runs" / fed.run_id).before(3)[0]
 
 
 def pooled_of(fed):

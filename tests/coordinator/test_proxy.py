@@ -147,7 +147,7 @@ class DeskHere:
 
 class Watched(Federation):
     def __init__(self, folder, proxy, worker=None, fails=(), **options):
-        super().__init__(folder, agents=2, duties=TinyDuties, **options)
+        super().__init__(folder, agents=2, tasks=TinyDuties, **options)
         self.proxy, self.worker, self.desk = proxy, worker or InlineWorker(), DeskHere(fails)
 
     def start_coordinator(self):

@@ -71,7 +71,7 @@ def test_head_tier_agents_are_never_in_a_cohort(tmp_path):
         fed.request()
         fed.finish()
         assert all(cohort == ["a0", "a1"] for _, _, cohort in opened(fed))
-        assert fed.duties["head"].done == []
+        assert fed.tasks["head"].done == []
 
 
 def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_train(tmp_path):
@@ -84,7 +84,7 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.wait(3)
         fed.agents["head"]._hello()
         fed.finish()
-        assert fed.duties["head"].done == []
+        assert fed.tasks["head"].done == []
         assert fed.state.run(fed.run).summary()["faults"] == {}
 
 
@@ -157,8 +157,8 @@ def test_a_round_that_nobody_can_do_is_not_tried_again(tmp_path):
         raise TrainingFailed("the loss became nan at lambda 1e30")
 
     with Federation(tmp_path, agents=2, round={"max_attempts": 3}) as fed:
-        for duties in fed.duties.values():
-            duties.before = diverge
+        for tasks in fed.tasks.values():
+            tasks.before = diverge
         fed.request(rounds=2)
         fed.finish()
         assert [(number, attempt) for number, attempt, _ in opened(fed)] == [(1, 1)]
@@ -221,7 +221,7 @@ def test_somebody_new_takes_the_place_of_a_member_that_has_left_and_nobody_train
         assert [cohort for _, _, cohort in opened(fed)] == [["a0", "a1", "mute"], ["a0", "a1", "mute", "a2"]]
         assert fed.metrics()[0]["agents"] == ["a0", "a1", "a2"]
         assert fed.metrics()[0]["missing"] == ["mute"]
-        assert fed.duties["a0"].done.count((fed.run, 1, "train")) == 1
+        assert fed.tasks["a0"].done.count((fed.run, 1, "train")) == 1
 
 
 def test_a_failed_run_takes_back_what_it_asked(tmp_path):
@@ -338,7 +338,7 @@ def test_a_fault_is_not_waited_for_and_its_reason_is_kept(tmp_path):
         raise ValueError("the camera is unplugged")
 
     with Federation(tmp_path, agents=3, round={"quorum": 0.6, "grace_s": 300}) as fed:
-        fed.duties["a1"].before = broken
+        fed.tasks["a1"].before = broken
         fed.request(rounds=1)
         assert fed.until(lambda: fed.entries("round_closed")) < 1
         assert fed.metrics()[0]["refused"] == [{"agent": "a1", "reason": "ValueError: the camera is unplugged"}]
@@ -355,7 +355,7 @@ def test_work_that_fails_while_the_agent_is_asked_again_fails_once(tmp_path):
     with Federation(tmp_path, agents=(), round={"quorum": 0.5}, cohort={"min_agents": 2}) as fed:
         fed.add("a0")
         agent = fed.add("a1", seconds=5)
-        fed.duties["a1"].before = broken
+        fed.tasks["a1"].before = broken
         fed.request(rounds=1)
         fed.wait(1)
         agent._hello()

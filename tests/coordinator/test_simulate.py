@@ -14,7 +14,7 @@ from coordinator import simulation as simulate
 from coordinator.simulation import Prepared, open_simulation, results
 from coordinator.simulation.duties import Shared
 from edge_agent import methods
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.data import Samples, partition
 from edge_agent.errors import TrainingFailed, UsageError
 
@@ -30,7 +30,7 @@ def images(tmp_path):
 def federation_on(prepared, folder):
     """Real agents with their own caches, outboxes and models, on the rows that the simulation gives its clients."""
 
-    class RowDuties(Duties):
+    class RowDuties(TaskRunner):
         def _samples(self, task):
             share = prepared.division.clients[self.config.id]
             parts = prepared.pools.arrays(share)
@@ -40,7 +40,7 @@ def federation_on(prepared, folder):
             return train, test
 
     clients = tuple(prepared.division.clients)
-    fed = Federation(folder, agents=clients, task=prepared.task, duties=RowDuties)
+    fed = Federation(folder, agents=clients, task=prepared.task, tasks=RowDuties)
     with fed:
         plan = prepared.plan
         fed.request(plan.method, rounds=plan.rounds, seed=plan.seed, params=dict(plan.params))
@@ -83,7 +83,7 @@ def test_one_model_object_serves_all_clients(images):
         run="run-0001", round=1, rounds=2, seed=0, method="local", params=request.params, task=request.task,
         blobs=(), deadline_s=1.0,
     )  # fmt: skip
-    sessions = [shared.duties(client)._session_for(job) for client in prepared.division.clients]
+    sessions = [shared.tasks(client)._session_for(job) for client in prepared.division.clients]
     assert len({id(session._model) for session in sessions}) == 1
     assert len({id(session._fresh) for session in sessions}) == 1
 

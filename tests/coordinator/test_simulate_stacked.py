@@ -14,7 +14,7 @@ from coordinator.cli.simulation_output import reading
 from coordinator.simulation import Prepared, open_simulation
 from coordinator.simulation.engines.trial import ONE_BY_ONE, Starter, Trial
 from edge_agent import methods, models
-from edge_agent.client.session import Kept, Session
+from edge_agent.client.session import ClientState, Session
 from edge_agent.client.stacked import Stack
 from edge_agent.errors import TrainingFailed
 from edge_agent.methods import base
@@ -142,7 +142,7 @@ def session_of(prepared, client):
 
 
 def begun(session, received):
-    return session.before_round(received, Kept(), round_number=1, rounds=2)
+    return session.before_round(received, ClientState(), round_number=1, rounds=2)
 
 
 def timed_by(seconds):

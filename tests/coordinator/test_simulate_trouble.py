@@ -23,7 +23,7 @@ from coordinator.state import identity
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import methods
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.data import partition
 from edge_agent.data.partition import Division
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
@@ -73,7 +73,7 @@ def full_disk(patch, owner, name, after):
     [
         (Collector, "_accept", 1),
         (chunks.os, "pwrite", 1),
-        (KeptFiles, "write", 4),
+        (ClientStateFiles, "write", 4),
         (BlobStore, "put", 1),
         (RunLoop, "_close", 1),
     ],

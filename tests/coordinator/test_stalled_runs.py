@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory):
 
 
 def trained(fed):
-    return {name: [number for _, number, what in duties.done if what == "train"] for name, duties in fed.duties.items()}
+    return {name: [number for _, number, what in tasks.done if what == "train"] for name, tasks in fed.tasks.items()}
 
 
 def test_a_full_disk_at_a_checkpoint_stalls_the_run_until_there_is_room(tmp_path, monkeypatch, undisturbed, caplog):
@@ -75,7 +75,7 @@ def test_a_full_disk_at_a_checkpoint_stalls_the_run_until_there_is_room(tmp_path
         assert fed.until(lambda: fed.entries("round_closed", round=2)) <= 16
         fed.finish()
         assert fed.encoder_sha256 == undisturbed
-        assert trained(fed) == {name: [1, 2, 3] for name in fed.duties}, "nothing was done twice"
+        assert trained(fed) == {name: [1, 2, 3] for name in fed.tasks}, "nothing was done twice"
         fed.wait(20)
         assert status_file(fed)["storage"] is None
 
@@ -151,7 +151,7 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
             fed.wait(60)
             assert (fed.record.is_over, fed.record.round) == (False, 3)
             assert "No space left on device" in status_file(fed)["storage"]
-            finished = [number for _, number, what in fed.duties["a0"].done if what == "finish"]
+            finished = [number for _, number, what in fed.tasks["a0"].done if what == "finish"]
             assert len(finished) < 10, "tried again with growing pauses"
         fed.finish()
         assert fed.encoder_sha256 == undisturbed

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.agent.uploads import Outbox
 from edge_agent.config import AgentConfig
 from edge_agent.data import Samples
@@ -71,7 +71,7 @@ class FakeDuties:
     def check(self, task: Task) -> None:
         self.checked.append(task)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         self.rests += 1
 
     def forget_runs(self) -> int:
@@ -102,7 +102,7 @@ class FakeDuties:
         )
 
 
-class TinyDuties(Duties):
+class TinyDuties(TaskRunner):
     """The real duties on 24 made-up images of three classes, different for each agent."""
 
     def _samples(self, task: Task) -> tuple[Samples, Samples]:

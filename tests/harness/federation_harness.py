@@ -75,14 +75,14 @@ class Federation:
         faults: Faults | None = None,
         capture: bool = False,
         task: Task = TASK,
-        duties: Callable[..., Any] = FakeDuties,
+        tasks: Callable[..., Any] = FakeDuties,
         cohort: dict[str, Any] | None = None,
         round: dict[str, Any] | None = None,  # noqa: A002 - the name of the section
         export: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
         probe_s: float = 0.0,
     ) -> None:
-        self.folder, self.task, self.make_duties, self.heartbeat_s = folder, task, duties, heartbeat_s
+        self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
         self.clock, self.probe_s = Clock(), probe_s
         self.broker = MemoryBroker(faults, capture=capture)
         self.topics = Topics("home")
@@ -97,7 +97,7 @@ class Federation:
             }
         )
         self.agents: dict[str, Agent] = {}
-        self.duties: dict[str, Any] = {}
+        self.tasks: dict[str, Any] = {}
         self.boots = 0
         self.coordinator: Coordinator | None = None
         self.state = StateFolder(self.config.state)
@@ -175,9 +175,9 @@ class Federation:
         self.boots += 1
         boot = f"b{self.boots}"
         worker = InlineWorker() if seconds is None else TimedWorker(self.clock, seconds)
-        duties = self.duties[name] = self.make_duties(config, tier, **options)
+        tasks = self.tasks[name] = self.make_tasks(config, tier, **options)
         transport = self.broker.transport(will_of(config, boot))
-        agent = self.agents[name] = Agent(config, transport, duties, clock=self.clock, worker=worker, boot=boot)
+        agent = self.agents[name] = Agent(config, transport, tasks, clock=self.clock, worker=worker, boot=boot)
         agent.start()
         return agent
 

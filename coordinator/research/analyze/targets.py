@@ -15,10 +15,10 @@ import numpy as np
 
 from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.bundle import Bundle
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.config import NAME_PATTERN
 from edge_agent.data.partition.rules import GROUPS
 from edge_agent.encoder import Encoder
@@ -460,12 +460,12 @@ class Simulated(Subject):
             model=self._prepared.model,
         )
 
-    def _kept(self, client: str, number: int) -> Kept:
+    def _kept(self, client: str, number: int) -> ClientState:
         """What stood with the client after that round, personalized after the last one where the run has ended."""
-        files = KeptFiles(self._path / CLIENTS / client / "runs" / self.run)
+        files = ClientStateFiles(self._path / CLIENTS / client / "runs" / self.run)
         is_last = number == self.rounds[-1] and self._is_over
         try:
-            return Kept(*files.before((LAST_ROUND if is_last else number) + 1))
+            return ClientState(*files.before((LAST_ROUND if is_last else number) + 1))
         except StateError as error:
             raise StateError(f"client '{client}' after round {number}: {error}") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.agent.local_state import KeptFiles, apart, together
+from edge_agent.agent.local_state import ClientStateFiles, merge, split
 from edge_agent.data.partition import Division
 from edge_agent.task import Tensors
 from edge_agent.wire.messages import Job
@@ -31,7 +31,7 @@ def as_bytes(content: Sequence[bytes | memoryview]) -> Bytes:
     return np.frombuffer(b"".join(content), np.uint8)
 
 
-class Carried(KeptFiles):
+class Carried(ClientStateFiles):
     """What a client keeps, brought along with its job and taken back with its answer."""
 
     def __init__(self, both: Bytes) -> None:
@@ -42,11 +42,11 @@ class Carried(KeptFiles):
 
     def before(self, round_number: int) -> tuple[Tensors, Tensors]:  # noqa: ARG002 - chosen by who has the files
         """What was brought."""
-        return apart(decode(self._both.data))
+        return split(decode(self._both.data))
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
         """Hold it until it is taken back."""
-        self.round, self.after = round_number, as_bytes(pieces(together(personal, memory)))
+        self.round, self.after = round_number, as_bytes(pieces(merge(personal, memory)))
 
 
 class Actor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import __version__
-from edge_agent.agent.local_state import KeptFiles, apart, together
+from edge_agent.agent.local_state import ClientStateFiles, merge, split
 from edge_agent.agent.runner import fault
 from edge_agent.agent.tasks import kept_before
 from edge_agent.data.partition import Division
@@ -52,7 +52,7 @@ class Orders:
     clients: Path
     plan: Plan
 
-    def kept(self, work: Work) -> KeptFiles:
+    def kept(self, work: Work) -> ClientStateFiles:
         """What a client has kept."""
         return kept_in(self.clients, work.client, work.job.run, self.plan.keep_every)
 
@@ -187,7 +187,7 @@ class Cluster:
         while idle and self._waiting:
             work = self._waiting.pop(0)
             try:
-                kept = together(*self._orders.kept(work).before(kept_before(work.job)))
+                kept = merge(*self._orders.kept(work).before(kept_before(work.job)))
             except HeadwaterError as error:
                 self._finish(Done(work, fault(error, work.job.run, work.job.round), None, 0.0))
                 continue
@@ -235,7 +235,7 @@ class Cluster:
         """What the client keeps is in its file before anybody hears of its update."""
         told = json.loads(words)
         if told["kept_round"] is not None:
-            self._orders.kept(work).write(told["kept_round"], *apart(decode(kept.data)))
+            self._orders.kept(work).write(told["kept_round"], *split(decode(kept.data)))
         said = ANSWERS[told["type"]].model_validate_json(told["said"])
         blob = Outgoing(said.blob, update.data) if isinstance(said, UpdateManifest) else None
         self._finish(Done(work, said, blob, float(told["seconds"])))

@@ -8,7 +8,7 @@ from analysis_harness import analyzed, reasons, simulated
 from coordinator.cli import main
 from coordinator.state.retention import states_of
 from coordinator.state.store import StateFolder
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 
 
 def test_the_state_that_is_kept_is_that_of_a_run_that_ended_there(runs, images, folder):
@@ -23,7 +23,9 @@ def test_the_state_that_is_kept_is_that_of_a_run_that_ended_there(runs, images, 
     assert sorted(ends) == [2]
     assert states[2] == ends[2]
     for client in ("c0", "c1", "c2"):
-        kept, expected = (KeptFiles(p / "clients" / client / "runs" / "run-0001").before(3)[0] for p in (path, short))
+        kept, expected = (
+            ClientStateFiles(p / "clients" / client / "runs" / "run-0001").before(3)[0] for p in (path, short)
+        )
         assert expected
         assert {n: a.tobytes() for n, a in kept.items()} == {n: a.tobytes() for n, a in expected.items()}
 

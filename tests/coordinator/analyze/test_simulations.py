@@ -15,7 +15,7 @@ from coordinator.research.analyze import Place, Settings, find
 from coordinator.state.retention import states_of
 from coordinator.state.store import StateFolder
 from edge_agent import heads
-from edge_agent.agent.local_state import KeptFiles
+from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.errors import StateError
 from edge_agent.storage import read_tensors, write_tensors
 from edge_agent.wire.tensors import decode
@@ -46,7 +46,7 @@ def test_separation_and_cka_are_those_of_the_layers_worked_out_by_hand(runs):
     state = StateFolder(path)
     with state.look():
         shared = decode(state.blobs.read(states_of(state, "run-0001")[2]))
-    personal = KeptFiles(path / "clients" / "c0" / "runs" / "run-0001").before(3)[0]
+    personal = ClientStateFiles(path / "clients" / "c0" / "runs" / "run-0001").before(3)[0]
     both = {**shared, **personal}
     weight, bias = (both[n] for n in sorted(n for n in both if n.startswith("encoder."))[::-1])
     mine = subject.holding("c0").test
@@ -99,7 +99,7 @@ def test_a_mask_picks_the_features_that_the_classifier_sees(runs):
     state = StateFolder(path)
     with state.look():
         shared = decode(state.blobs.read(states_of(state, "run-0001")[4]))
-    personal = KeptFiles(path / "clients" / "c0" / "runs" / "run-0001").before(10**7)[0]
+    personal = ClientStateFiles(path / "clients" / "c0" / "runs" / "run-0001").before(10**7)[0]
     both = {**shared, **personal}
 
     def answer(features, name):

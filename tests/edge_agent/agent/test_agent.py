@@ -13,7 +13,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, vanish
 
 from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
@@ -33,7 +33,7 @@ def hellos(fed, name="a0"):
 
 
 def trained(fed, name="a0"):
-    return [number for _, number, purpose in fed.duties[name].done if purpose == "train"]
+    return [number for _, number, purpose in fed.tasks[name].done if purpose == "train"]
 
 
 def test_one_connection_is_one_hello(fed):
@@ -131,8 +131,8 @@ def test_a_bundle_that_does_not_fit_beside_a_job_comes_after_it(tmp_path):
         fed.coordinator.send("a0", wire.Install(run="run-0001", bundle_id="f" * 64, blob=blob.ref))
         fed.finish()
         assert trained(fed) == [1]
-        fed.until(lambda: fed.duties["a0"].installed)
-        assert fed.duties["a0"].installed == ["f" * 64]
+        fed.until(lambda: fed.tasks["a0"].installed)
+        assert fed.tasks["a0"].installed == ["f" * 64]
 
 
 def test_heartbeats_come_at_their_pace_and_say_what_is_worked_on(fed):
@@ -229,7 +229,7 @@ def test_a_new_run_during_the_end_of_the_old_one_is_not_lost(fed):
     job = agent.jobs.job.model_copy(update={"run": "run-0099", "purpose": "train", "round": 1, "boot": "c9", "seq": 9})
     Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
     fed.wait(12)
-    assert ("run-0099", 1, "train") in fed.duties["a0"].done
+    assert ("run-0099", 1, "train") in fed.tasks["a0"].done
 
 
 def test_an_update_of_a_run_that_is_no_longer_wanted_is_not_offered(fed):
@@ -248,7 +248,7 @@ def test_a_full_disk_is_told_as_a_fault_and_the_agent_goes_on(fed):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     agent = fed.add("a0")
-    fed.duties["a0"].before = full
+    fed.tasks["a0"].before = full
     fed.request(rounds=1)
     fed.wait(1)
     (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)[:1]
@@ -277,18 +277,18 @@ def test_a_disk_that_is_full_while_a_model_comes_in_does_not_end_the_agent(fed, 
 
 def test_memory_goes_back_after_each_job_also_one_that_failed(fed):
     fed.add("a0")
-    duties = fed.duties["a0"]
+    tasks = fed.tasks["a0"]
     fed.request(rounds=2)
     fed.until(lambda: fed.record.is_over)
-    assert duties.rests == len(duties.done) == 3
+    assert tasks.rests == len(tasks.done) == 3
 
     def broken(job):
         raise DataError("no")
 
-    duties.before = broken
+    tasks.before = broken
     fed.request(rounds=1)
     fed.until(lambda: fed.record.is_over)
-    assert duties.rests > len(duties.done) == 3
+    assert tasks.rests > len(tasks.done) == 3
 
 
 def test_an_error_message_of_any_length_fits_into_a_fault(fed):
@@ -303,7 +303,7 @@ def test_an_error_message_of_any_length_fits_into_a_fault(fed):
 
     fed.add("a0")
     for fails, message in ((broken, "x" * 300), (ours, "local data do not fit what is asked of this device")):
-        fed.duties["a0"].before = fails
+        fed.tasks["a0"].before = fails
         fed.request(rounds=1)
         fed.wait(1)
         fault = fed.messages(fed.topics.up("a0"), wire.Fault)[-1]
@@ -368,7 +368,7 @@ def test_a_device_that_was_asleep_is_found_again(fed):
 
 
 def test_head_tier_refuses_a_training_job_with_the_reason(fed):
-    fed.make_duties = Duties
+    fed.make_tasks = TaskRunner
     fed.add("h0", tier="head")
     fed.settle()
     job = wire.Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)

@@ -23,7 +23,7 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent.checking import check_beside
 from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
 from edge_agent.errors import (
@@ -85,7 +85,7 @@ def test_an_agent_whose_disk_cannot_be_written_stalls_and_resumes(fed, monkeypat
         assert (member(fed)["condition"], member(fed)["fault"]["error"]) == ("stalled", "DiskError")
         fed.request(rounds=1)
         fed.wait(3)
-        assert fed.duties["a0"].done == []
+        assert fed.tasks["a0"].done == []
         assert "round 1 needs" in fed.coordinator.status()["waiting"]["for"]
     fed.until(lambda: not agent.condition.is_stalled, limit_s=70)
     fed.settle()
@@ -99,11 +99,11 @@ def test_an_agent_that_stalls_in_a_round_does_it_when_its_disk_can_be_written_ag
     """Where its update is needed; a round that has enough without it goes on."""
     with Federation(tmp_path, agents=("a0", "a1"), cohort={"min_agents": 2}) as fed:
         fed.settle()
-        fed.duties["a0"].before = full
+        fed.tasks["a0"].before = full
         fed.request(rounds=1)
         fed.wait(1)
         assert [member(fed, name)["condition"] for name in ("a0", "a1")] == ["stalled", "ok"]
-        fed.duties["a0"].before = lambda job: None
+        fed.tasks["a0"].before = lambda job: None
         assert fed.finish() < 10
         assert fed.record.status == "finished"
         assert sorted(entry.agent for entry in fed.entries("update_accepted")) == ["a0", "a1"]
@@ -113,7 +113,7 @@ def test_a_round_that_has_enough_updates_goes_on_without_an_agent_that_stalls(fe
     fed.add("a0")
     fed.add("a1")
     fed.settle()
-    fed.duties["a0"].before = full
+    fed.tasks["a0"].before = full
     fed.request(rounds=1)
     assert fed.until(lambda: fed.entries("round_closed")) < 3
     assert fed.metrics()[0]["missing"] == ["a0"]
@@ -310,14 +310,14 @@ def test_a_fault_stands_in_the_status_until_the_agent_says_that_it_is_well(fed):
         raise DataError("images:secret: no")
 
     agent = fed.add("a0")
-    fed.duties["a0"].before = broken
+    fed.tasks["a0"].before = broken
     fed.request(rounds=1)
     fed.until(lambda: fed.record.is_over)
     fed.wait(40)
     assert member(fed)["condition"] == "fault"
     assert (member(fed)["fault"]["error"], "secret" in json.dumps(member(fed))) == ("DataError", False)
     assert local(agent)["fault"]["message"] == "images:secret: no"
-    fed.duties["a0"].before = lambda job: None
+    fed.tasks["a0"].before = lambda job: None
     fed.request(rounds=1)
     fed.until(lambda: member(fed)["condition"] == "ok")
     assert (member(fed)["fault"], local(agent)["fault"]) == (None, None)
@@ -390,11 +390,11 @@ def test_a_head_device_with_wrong_classes_is_seen_before_there_is_any_bundle(fed
     """The task is known when the device is welcomed; it was silent until the end of the first run."""
     source = pictures(tmp_path / "pictures", "Hund", "katze")
 
-    class OwnData(Duties):
+    class OwnData(TaskRunner):
         def __init__(self, config, tier):
             super().__init__(config.model_copy(update={"data": DataConfig(source=source)}), tier)
 
-    fed.make_duties = OwnData
+    fed.make_tasks = OwnData
     agent = fed.add("kitchen", tier="head")
     fed.wait(1)
     found = member(fed, "kitchen")
@@ -414,8 +414,8 @@ def test_a_task_that_is_known_to_fit_is_not_looked_at_again(fed):
     fed.add("a0")
     fed.request(rounds=1)
     fed.finish()
-    assert fed.duties["kitchen"].checked == [fed.task]
-    assert fed.duties["a0"].checked == []
+    assert fed.tasks["kitchen"].checked == [fed.task]
+    assert fed.tasks["a0"].checked == []
 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])

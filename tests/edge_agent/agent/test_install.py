@@ -9,7 +9,7 @@ from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import install as module
 from edge_agent.agent.install import install_bundle
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleError, DataError
@@ -223,13 +223,13 @@ def test_a_damaged_old_head_does_not_stand_in_the_way(config, make_bundle, insta
 
 
 def test_a_duty_tells_the_running_bundle_from_then_on(config, make_bundle):
-    duties = Duties(config, "head")
+    tasks = TaskRunner(config, "head")
     made = make_bundle()
-    report = duties.install(order(made), made.path)
-    assert duties.bundle_id == report.bundle_id == made.manifest.bundle_id
-    assert duties.samples == 150
+    report = tasks.install(order(made), made.path)
+    assert tasks.bundle_id == report.bundle_id == made.manifest.bundle_id
+    assert tasks.samples == 150
     assert report.rss_mb > 10
-    assert Duties(config, "head").bundle_id == made.manifest.bundle_id, "also after a restart"
+    assert TaskRunner(config, "head").bundle_id == made.manifest.bundle_id, "also after a restart"
 
 
 def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle):
@@ -266,11 +266,11 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     folder = config.state.parent / "elsewhere"
     bundle = bundles.install(other.path, folder)
     result = module.personalize(bundle, samples, "prototype", {}, encoder=Encoder.open(bundle, "fp32", 1))
-    assert Duties(config, "head").bundle_id == installed.manifest.bundle_id
+    assert TaskRunner(config, "head").bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)
-    duties = Duties(config, "head")
-    assert duties.bundle_id == ""
+    tasks = TaskRunner(config, "head")
+    assert tasks.bundle_id == ""
     if case != "the pointer is torn":
-        report = duties.install(order(installed), installed.path)
-        assert report.bundle_id == duties.bundle_id == installed.manifest.bundle_id
+        report = tasks.install(order(installed), installed.path)
+        assert report.bundle_id == tasks.bundle_id == installed.manifest.bundle_id
         assert score_by_hand(config) == pytest.approx(report.acc_personal)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from edge_agent.agent.local_state import GENERATIONS, KeptFiles, remove_ended
+from edge_agent.agent.local_state import GENERATIONS, ClientStateFiles, remove_ended_runs
 from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.errors import StateError
 
@@ -16,7 +16,7 @@ def arrays(value):
 
 @pytest.fixture
 def files(tmp_path):
-    return KeptFiles(tmp_path / "runs" / "run-0001")
+    return ClientStateFiles(tmp_path / "runs" / "run-0001")
 
 
 def value_before(files, number):
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_said_to_be_damaged_and_what_to_do(files):
 
 def test_what_stood_after_rounds_that_are_kept_stays(tmp_path):
     """Every third round: a client that was not in round 3 stood there as it came out of round 2."""
-    files = KeptFiles(tmp_path, keep_every=3)
+    files = ClientStateFiles(tmp_path, keep_every=3)
     for number in (1, 2, 5, 6, 7, 8, 11, 12, 13, 14):
         files.write(number, *arrays(number))
     assert [value_before(files, kept + 1) for kept in (3, 6, 9, 12)] == [2, 6, 8, 12]
@@ -98,7 +98,7 @@ def test_a_client_that_is_set_back_forgets_what_it_kept_of_later_rounds(files, l
 
 
 def test_what_was_kept_of_rounds_that_were_set_back_goes_and_what_stood_before_stays(tmp_path):
-    files = KeptFiles(tmp_path, keep_every=3)
+    files = ClientStateFiles(tmp_path, keep_every=3)
     for number in (1, 2, 3, 4, 5, 6, 7, 8):
         files.write(number, *arrays(number))
     files.write(5, *arrays(50))
@@ -111,7 +111,7 @@ def test_only_the_newest_runs_stay_and_the_one_under_way_among_them(tmp_path):
         (tmp_path / run).mkdir()
         (tmp_path / run / "kept-0000001.safetensors").write_bytes(b"x")
         os.utime(tmp_path / run, (1000 - age, 1000 - age))
-    assert remove_ended(tmp_path, "run-0005", 3) == ["run-0002", "run-0003"]
-    assert remove_ended(tmp_path, "run-0001", 1) == ["run-0004"]
+    assert remove_ended_runs(tmp_path, "run-0005", 3) == ["run-0002", "run-0003"]
+    assert remove_ended_runs(tmp_path, "run-0001", 1) == ["run-0004"]
     assert [path.name for path in tmp_path.iterdir()] == ["run-0001"]
-    assert remove_ended(tmp_path / "nowhere", "run-0001", 1) == []
+    assert remove_ended_runs(tmp_path / "nowhere", "run-0001", 1) == []

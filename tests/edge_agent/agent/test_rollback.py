@@ -9,7 +9,7 @@ from federation_harness import Federation
 
 from edge_agent import bundle as bundles
 from edge_agent.agent.local_state import ReleaseRecord
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
 from edge_agent.config import DataConfig, HeadConfig
 from edge_agent.errors import StateError
@@ -28,7 +28,7 @@ def offer(bundle_id, release, federation=HOME):
     return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF, federation=federation)
 
 
-class HeadDuties(Duties):
+class HeadDuties(TaskRunner):
     """A device with digits, which takes any encoder."""
 
     def __init__(self, config, tier):
@@ -44,7 +44,7 @@ class HeadDuties(Duties):
 
 @pytest.fixture
 def fed(tmp_path):
-    with Federation(tmp_path, agents=(), duties=HeadDuties, capture=True) as federation:
+    with Federation(tmp_path, agents=(), tasks=HeadDuties, capture=True) as federation:
         yield federation
 
 
@@ -137,7 +137,7 @@ def test_a_bundle_that_cannot_be_refitted_is_a_fault_with_its_remedy(fed, made):
         def refit(self):
             raise StateError("no room for a head")
 
-    fed.make_duties = Broken
+    fed.make_tasks = Broken
     agent = fed.add("porch", tier="head")
     fed.wait(1)
     assert agent.condition.problem.kind == "bundle"

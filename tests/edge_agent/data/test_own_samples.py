@@ -9,7 +9,7 @@ import pytest
 
 from edge_agent import data
 from edge_agent.agent.app import _check
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError
@@ -83,9 +83,9 @@ def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tm
 
 def test_a_training_agent_gets_its_rows_and_tells_how_many(tmp_path, source, divided):
     config = AgentConfig(id="c0", state=tmp_path / "s", data=DataConfig(source=source, partition=divided))
-    duties = Duties(config, "train")
-    train, test = duties._samples(Task(input=SPEC, class_names=NAMES))
-    assert (greys(train), greys(test), duties.samples) == ([7, 2, 29], [4, 0], 3)
+    tasks = TaskRunner(config, "train")
+    train, test = tasks._samples(Task(input=SPEC, class_names=NAMES))
+    assert (greys(train), greys(test), tasks.samples) == ([7, 2, 29], [4, 0], 3)
 
 
 def test_an_unknown_client_is_told_with_the_nearest_and_how_many_there_are(source, divided):

@@ -8,7 +8,7 @@ import torch
 from paper_methods import fedpac, softmax
 
 from edge_agent import heads, methods
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import contribute
@@ -285,7 +285,7 @@ def test_both_accuracies_are_told_before_and_after_training(images):
         encoder_params={"feature_dim": 12, "width": 4},
     )
     session = Session(method, task, "a", Arrays(inputs, labels), Arrays(inputs, labels), seed=0, device="cpu")
-    fresh = session.train({}, Kept(), round_number=1, rounds=2, evaluate=True)
+    fresh = session.train({}, ClientState(), round_number=1, rounds=2, evaluate=True)
     assert {"acc.personal", "acc.after.personal", "loss", "head_loss"} == set(fresh.metrics)
     state = method.aggregate({}, [Update("a", 18.0, fresh.update)])
     received = {**method.broadcast(state), **method.downlink(state, "a")}

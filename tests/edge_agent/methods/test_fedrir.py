@@ -8,7 +8,7 @@ import torch
 from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, parts_of, tensors_of
 
 from edge_agent import heads, methods
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.methods.fedrir import specific_features
 from edge_agent.task import ImageInput, Task, WindowInput
@@ -139,8 +139,8 @@ def test_a_restart_between_rounds_changes_no_bit(task, images, mode):
 
     def play(one: Session, other: Session) -> bytes:
         start = {n: a for n, a in one._fresh.items() if n in one._shared}
-        first = one.train(start, Kept(), round_number=1, rounds=2, evaluate=False)
-        kept = Kept(decode(encode(first.kept.personal)), decode(encode(first.kept.memory)))
+        first = one.train(start, ClientState(), round_number=1, rounds=2, evaluate=False)
+        kept = ClientState(decode(encode(first.kept.personal)), decode(encode(first.kept.memory)))
         second = other.train(first.update, kept, round_number=2, rounds=2, evaluate=False)
         return encode({**second.update, **second.kept.personal, **second.kept.memory})
 

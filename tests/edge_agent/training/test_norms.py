@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.parts import MOST_ROWS, Parts, own_layers, statistics_of, take_statistics
 
@@ -102,7 +102,7 @@ def received_by(one):
     received["head.bias"][:] = 0.0
     kept = {name: one._fresh[name].copy() for name in one._personal}
     kept["encoder.2.running_mean"][:] = 50.0
-    return received, Kept(kept)
+    return received, ClientState(kept)
 
 
 @pytest.mark.parametrize("refresh, expected", [(False, 0.5), (True, 1.0)])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.agent.tasks import Duties
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.client import session
 from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.errors import DataError, MissingCapability, UnknownName
@@ -31,7 +31,7 @@ def make(tmp_path):
         config = AgentConfig(
             id="dev", state=tmp_path / "state", data=DataConfig(source=source, **data), training=training
         )
-        return Duties(config, tier)
+        return TaskRunner(config, tier)
 
     return make
 
@@ -49,26 +49,26 @@ def test_a_head_tier_device_does_not_train_and_imports_nothing_for_it(make):
 
 
 def test_a_training_job_leaves_the_update_in_the_outbox_and_the_rest_on_disk(make):
-    duties = make()
-    manifest = duties.do(job(), received())
-    assert duties.outbox.get() == manifest
+    tasks = make()
+    manifest = tasks.do(job(), received())
+    assert tasks.outbox.get() == manifest
     assert manifest.samples == 60, "80 samples, a quarter held back"
-    kept = list((duties.config.state / "runs" / "run-0001").iterdir())
+    kept = list((tasks.config.state / "runs" / "run-0001").iterdir())
     assert [path.name for path in kept] == ["kept-0000001.safetensors"]
 
 
 def test_doing_a_round_again_gives_the_same_bits(make):
-    duties = make()
-    first = duties.do(job(), received())
-    duties.do(job(round=2), received(0.2))
-    assert duties.do(job(), received()).blob.digest == first.blob.digest
+    tasks = make()
+    first = tasks.do(job(), received())
+    tasks.do(job(round=2), received(0.2))
+    assert tasks.do(job(), received()).blob.digest == first.blob.digest
     assert make().do(job(), received()).blob.digest == first.blob.digest, "also in a new process"
 
 
 def test_the_report_tells_what_was_got_and_the_personal_part_is_kept(make):
-    duties = make()
-    duties.do(job(), received())
-    report = duties.do(job(purpose="finish"), received(0.2))
+    tasks = make()
+    tasks.do(job(), received())
+    report = tasks.do(job(purpose="finish"), received(0.2))
     assert 0 <= report.acc_personal <= 1
     assert 0 <= report.acc_local <= 1
     assert report.acc_global is None, "FedPer shares no classifier"
@@ -78,10 +78,10 @@ def test_the_report_tells_what_was_got_and_the_personal_part_is_kept(make):
 
 
 def test_a_new_run_with_another_method_does_not_reuse_the_old_session(make):
-    duties = make()
-    duties.do(job(), received())
+    tasks = make()
+    tasks.do(job(), received())
     head = {"head.weight": np.zeros((10, 4), np.float32), "head.bias": np.zeros(10, np.float32)}
-    manifest = duties.do(job(run="run-0002", method="fedavg"), {**received(), **head})
+    manifest = tasks.do(job(run="run-0002", method="fedavg"), {**received(), **head})
     content = 4 * (4 * 64 + 4 + 40 + 10)
     assert content < manifest.blob.size_bytes < content + 1000
 
