@@ -8,28 +8,23 @@ a run is doing is never stored, only derived: see `Journal.replay`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
-from edge_agent.errors import StateError, UnknownName
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-from edge_agent.errors import StateError
-import contextlib
 import os
+import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-import sqlalchemy as sa
-from sqlalchemy.dialects import sqlite
+from typing import Any, Literal, get_args
+
+from edge_agent.errors import StateError, UnknownName
 from edge_agent.storage import is_synced
 from edge_agent.wire.messages import new_id
 
-
+__all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
 
 Kind = Literal[
     "coordinator_started",
@@ -218,35 +213,31 @@ def _contradiction(entry: Entry, what: str) -> StateError:
     return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {WHAT_TO_DO}")
 
 
-__all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
-
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
 """How long an append waits for another process; an append takes milliseconds, so this is patience with a slow disk."""
 
 _GENESIS = "0" * 64
-_METADATA = sa.MetaData()
-_ENTRIES = sa.Table(
-    "entries",
-    _METADATA,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("at", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False, index=True),
-    sa.Column("run", sa.Text),
-    sa.Column("round", sa.Integer),
-    sa.Column("agent", sa.Text),
-    sa.Column("digest", sa.Text),
-    sa.Column("body", sa.Text, nullable=False),
-    sa.Column("previous_hash", sa.Text, nullable=False),
-    sa.Column("hash", sa.Text, nullable=False),
-    sa.Index("ix_entries_run_round", "run", "round"),
-    sqlite_autoincrement=True,  # remembers the highest id, which shows when the newest entries were removed
+_TABLE = """
+CREATE TABLE entries (
+    id INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
+    at TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    run TEXT,
+    round INTEGER,
+    agent TEXT,
+    digest TEXT,
+    body TEXT NOT NULL,
+    previous_hash TEXT NOT NULL,
+    hash TEXT NOT NULL
+)"""  # AUTOINCREMENT remembers the highest id, which shows when the newest entries were removed
+_INDEXES = (
+    "CREATE INDEX ix_entries_kind ON entries (kind)",
+    "CREATE INDEX ix_entries_run_round ON entries (run, round)",
 )
-
-
 _NEWEST = "SELECT id, hash FROM entries ORDER BY id DESC LIMIT 1"
-_INSERT = _ENTRIES.insert().compile(dialect=sqlite.dialect())
-"""Written out once: an append spends more time on making these two than on all that they do."""
+_COLUMNS = (*_HASHED, "hash")
+_INSERT = f"INSERT INTO entries ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608 - constants
 
 
 def utc_now() -> datetime:
@@ -259,7 +250,8 @@ class Journal:
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
         self.path, self._now = path, now
-        self._engine: sa.Engine | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._lock = threading.RLock()
         self._opened: os.stat_result | None = None
 
     def __enter__(self) -> Journal:
@@ -279,8 +271,8 @@ class Journal:
         if not create and not self.path.exists():
             raise StateError(f"{self.path}: no journal here; start the coordinator once, or give its state folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._engine = _engine(self.path)
         try:
+            self._connection = self._connected()
             self._check_or_make_schema(is_begun=is_begun)
             self._opened = self.path.stat()
         except BaseException:
@@ -314,9 +306,9 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._engine is not None:
-            self._engine.dispose()
-            self._engine = self._opened = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = self._opened = None
 
     def append(
         self,
@@ -344,8 +336,8 @@ class Journal:
         The entry's ``id`` is the name and a random part: no other run has it, also none of another state folder.
         """
         with self._transaction(writes=True) as connection:
-            requested = sa.select(sa.func.count()).where(_ENTRIES.c.kind == "run_requested")
-            run = f"run-{connection.execute(requested).scalar_one() + 1:04d}"
+            requested = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'run_requested'")
+            run = f"run-{requested + 1:04d}"
             self._write(connection, draft("run_requested", run=run, body={**body, "id": f"{run}-{new_id()}"}))
             return run
 
@@ -359,19 +351,22 @@ class Journal:
         agent: str | None = None,
     ) -> list[Entry]:
         """Entries with an id above ``after``, in order; only those of a run, round, agent or of some kinds if given."""
-        query = sa.select(_ENTRIES).where(_ENTRIES.c.id > after).order_by(_ENTRIES.c.id)
-        for column, wanted in ((_ENTRIES.c.run, run), (_ENTRIES.c.round, round), (_ENTRIES.c.agent, agent)):
+        conditions, values = ["id > ?"], list[Any]([after])
+        for column, wanted in (("run", run), ("round", round), ("agent", agent)):
             if wanted is not None:
-                query = query.where(column == wanted)
+                conditions.append(f"{column} = ?")
+                values.append(wanted)
         if kinds is not None:
-            query = query.where(_ENTRIES.c.kind.in_(list(kinds)))
+            conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
+            values.extend(kinds)
+        query = f"SELECT * FROM entries WHERE {' AND '.join(conditions)} ORDER BY id"  # noqa: S608 - values are bound
         with self._transaction() as connection:
-            return [_entry(row) for row in connection.execute(query)]
+            return [_entry(row) for row in connection.execute(query, values)]
 
     def last_id(self) -> int:
         """Id of the newest entry; 0 in an empty journal."""
         with self._transaction() as connection:
-            return connection.execute(sa.select(sa.func.max(_ENTRIES.c.id))).scalar() or 0
+            return _value(connection, "SELECT max(id) FROM entries") or 0
 
     def verify(self) -> int:
         """Number of entries, after checking every link of the chain.
@@ -381,10 +376,11 @@ class Journal:
         """
         count, previous = 0, _GENESIS
         with self._transaction() as connection:
-            highest = connection.execute(sa.text("SELECT seq FROM sqlite_sequence WHERE name = 'entries'")).scalar()
-            for row in connection.execute(sa.select(_ENTRIES).order_by(_ENTRIES.c.id)):
-                count += 1
-                previous = self._checked_link(row, count, previous)
+            highest = _value(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'entries'")
+            with contextlib.closing(connection.execute("SELECT * FROM entries ORDER BY id")) as rows:
+                for row in rows:
+                    count += 1
+                    previous = self._checked_link(row, count, previous)
         if count != (highest or 0):
             raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
         return count
@@ -410,10 +406,12 @@ class Journal:
 
     def checkpoints(self) -> dict[str, str]:
         """Run -> digest of its newest checkpoint, for all runs; cheap, however long the journal is."""
-        of_state = _ENTRIES.c.kind.in_(("run_started", "warm_started", "round_closed")) & _ENTRIES.c.digest.is_not(None)
-        newest = sa.select(sa.func.max(_ENTRIES.c.id)).where(of_state).group_by(_ENTRIES.c.run)
+        newest = (
+            "SELECT max(id) FROM entries WHERE kind IN ('run_started', 'warm_started', 'round_closed') "
+            "AND digest IS NOT NULL GROUP BY run"
+        )
         with self._transaction() as connection:
-            rows = connection.execute(sa.select(_ENTRIES.c.run, _ENTRIES.c.digest).where(_ENTRIES.c.id.in_(newest)))
+            rows = connection.execute(f"SELECT run, digest FROM entries WHERE id IN ({newest})")  # noqa: S608 - constants
             return {run: digest for run, digest in rows if run is not None}
 
     def unfinished(self) -> list[str]:
@@ -423,86 +421,104 @@ class Journal:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _connected(self) -> sqlite3.Connection:
+        try:
+            # No isolation level: sqlite3 would open transactions at moments of its own choice.
+            connection = sqlite3.connect(
+                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            connection.row_factory = sqlite3.Row
+            try:
+                for pragma in ("journal_mode = WAL", f"synchronous = {'FULL' if is_synced() else 'OFF'}"):
+                    connection.execute(f"PRAGMA {pragma}").close()
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        return connection
+
     @contextlib.contextmanager
-    def _transaction(self, *, writes: bool = False) -> Iterator[sa.Connection]:
-        if self._engine is None:
+    def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
+        connection = self._connection
+        if connection is None:
             raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
         if writes:
             self.check_in_place()
-        try:
-            with self._engine.connect().execution_options(writes=writes) as connection, connection.begin():
-                yield connection
-        except (sa.exc.DatabaseError, sa.exc.InterfaceError) as error:
-            raise self._failed(error) from error
+        with self._lock:
+            try:
+                # A reader that becomes a writer fails at once when another process writes meanwhile; IMMEDIATE waits.
+                connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+                try:
+                    yield connection
+                    connection.commit()
+                except BaseException:
+                    connection.rollback()
+                    raise
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
 
-    def _write(self, connection: sa.Connection, content: dict[str, Any]) -> Entry:
-        last = connection.exec_driver_sql(_NEWEST).first()
+    def _write(self, connection: sqlite3.Connection, content: dict[str, Any]) -> Entry:
+        last = connection.execute(_NEWEST).fetchone()
         at = self._now().isoformat(timespec="milliseconds")
-        row = {**content, "id": last.id + 1 if last else 1, "at": at, "previous_hash": last.hash if last else _GENESIS}
+        row = {
+            **content,
+            "id": last["id"] + 1 if last else 1,
+            "at": at,
+            "previous_hash": last["hash"] if last else _GENESIS,
+        }
         row["hash"] = hash_of(row)
-        connection.exec_driver_sql(str(_INSERT), tuple(row[name] for name in _INSERT.positiontup or ()))
+        connection.execute(_INSERT, tuple(row[name] for name in _COLUMNS))
         return Entry(**{**row, "body": json.loads(row["body"])})
 
     def _check_or_make_schema(self, *, is_begun: bool) -> None:
         with self._transaction(writes=True) as connection:
-            version = connection.execute(sa.text("PRAGMA user_version")).scalar_one()
-            is_new = version == 0 and not sa.inspect(connection).get_table_names()
-            is_empty = is_new or (version == SCHEMA and connection.exec_driver_sql(_NEWEST).first() is None)
+            version = _value(connection, "PRAGMA user_version")
+            tables = _value(connection, "SELECT count(*) FROM sqlite_master WHERE type = 'table'")
+            is_new = version == 0 and not tables
+            is_empty = is_new or (version == SCHEMA and connection.execute(_NEWEST).fetchone() is None)
             if is_empty and is_begun:
                 raise StateError(f"{self.path}: the journal is empty, all of its entries are lost. {WHAT_TO_DO}")
             if is_new:
-                _METADATA.create_all(connection)
-                connection.execute(sa.text(f"PRAGMA user_version = {SCHEMA}"))
+                for statement in (_TABLE, *_INDEXES, f"PRAGMA user_version = {SCHEMA}"):
+                    connection.execute(statement)
             elif version != SCHEMA:
                 raise StateError(
                     f"{self.path}: journal of version {version}, this program writes version {SCHEMA}; "
                     "use the headwater release that wrote it, or another state folder"
                 )
-            complaint = connection.execute(sa.text("PRAGMA quick_check(1)")).scalar_one()
+            complaint = _value(connection, "PRAGMA quick_check(1)")
             if complaint != "ok":
                 raise self._failed(complaint)
 
-    def _checked_link(self, row: sa.Row[Any], expected_id: int, previous: str) -> str:
-        if row.id != expected_id:
-            raise self._broken(expected_id, f"it is missing, the next one is {row.id}")
-        if row.previous_hash != previous:
-            raise self._broken(row.id, "it does not follow from the entry before it")
+    def _checked_link(self, row: sqlite3.Row, expected_id: int, previous: str) -> str:
+        if row["id"] != expected_id:
+            raise self._broken(expected_id, f"it is missing, the next one is {row['id']}")
+        if row["previous_hash"] != previous:
+            raise self._broken(expected_id, "it does not follow from the entry before it")
         try:
-            found = hash_of(row._asdict())
+            found = hash_of(dict(row))
         except (TypeError, ValueError):  # a flipped bit has made bytes of what was text
             found = ""
-        if row.hash != found:
-            raise self._broken(row.id, "its content is not what was written")
-        return str(row.hash)
+        if row["hash"] != found:
+            raise self._broken(expected_id, "its content is not what was written")
+        return str(row["hash"])
 
     def _broken(self, entry: int, what: str) -> StateError:
         return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
 
     def _failed(self, error: object) -> StateError:
-        cause = getattr(error, "orig", None) or error
-        return StateError(f"{self.path}: the journal cannot be read or written ({cause}). {WHAT_TO_DO}")
+        return StateError(f"{self.path}: the journal cannot be read or written ({error}). {WHAT_TO_DO}")
 
 
-def _engine(path: Path) -> sa.Engine:
-    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_TIMEOUT_S})
-
-    @sa.event.listens_for(engine, "connect")
-    def _set_up(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # sqlite3 would open transactions at moments of its own choice
-        for pragma in ("journal_mode = WAL", f"synchronous = {'FULL' if is_synced() else 'OFF'}"):
-            connection.execute(f"PRAGMA {pragma}").close()
-
-    @sa.event.listens_for(engine, "begin")
-    def _begin(connection: sa.Connection) -> None:
-        # A reader that turns into a writer fails at once when another process writes meanwhile; IMMEDIATE waits.
-        writes = connection.get_execution_options().get("writes", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
+def _value(connection: sqlite3.Connection, query: str) -> Any:
+    """The first column of the first row; None where there is no row."""
+    row = connection.execute(query).fetchone()
+    return None if row is None else row[0]
 
 
-def _entry(row: sa.Row[Any]) -> Entry:
-    columns = row._asdict()
+def _entry(row: sqlite3.Row) -> Entry:
+    columns = dict(row)
     try:
         return Entry(**{**columns, "body": json.loads(columns["body"])})
     except ValueError as error:

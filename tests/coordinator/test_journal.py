@@ -359,5 +359,4 @@ def test_what_append_returned_survives_a_kill(tmp_path):
 def test_a_journal_waits_for_the_disk_except_where_nothing_does(tmp_path, is_simulated, level):
     """SQLite's own word for it: 2 is FULL, 0 is OFF."""
     with without_syncs() if is_simulated else contextlib.nullcontext(), Journal(tmp_path / "j.sqlite3") as journal:
-        with journal._engine.connect() as connection:
-            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level
+        assert journal._connection.execute("PRAGMA synchronous").fetchone()[0] == level

@@ -145,7 +145,6 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("paho", {"edge_agent.wire.mqtt"}),
         ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
-        ("sqlalchemy", {"coordinator.state.journal"}),
         ("ray", {"coordinator.simulation.engines.connection"}),
     ],
 )
@@ -194,7 +193,6 @@ def test_ground_floor_needs_nothing_but_its_packages(sources):
         "PIL",
         "cryptography",
         "safetensors",
-        "sqlalchemy",
         "amqtt",
         "typer",
         "rich",
@@ -206,7 +204,7 @@ def test_ground_floor_needs_nothing_but_its_packages(sources):
 
 
 def test_device_without_torch_onnx_and_scikit_learn_loads_every_module_up_to_its_command_line(sources):
-    blocked = HEAVY | {"sqlalchemy", "amqtt", "typer", "rich", "safetensors", "matplotlib", "cryptography"}
+    blocked = HEAVY | {"amqtt", "typer", "rich", "safetensors", "matplotlib", "cryptography"}
     modules = modules_of(sources, {"L0", "L1", "L2"})
     assert len(modules) > 30
     loaded = load_without(blocked, modules)

@@ -21,7 +21,7 @@ DRAWERS = {
 }
 DEPENDENCIES = {
     *("numpy", "pydantic", "paho", "safetensors", "tomli", "onnxruntime", "PIL", "pillow", "sklearn", "torch"),
-    *("torchvision", "onnx", "onnxscript", "amqtt", "sqlalchemy", "typer", "rich", "starlette", "uvicorn"),
+    *("torchvision", "onnx", "onnxscript", "amqtt", "typer", "rich", "starlette", "uvicorn"),
     *("cryptography", "matplotlib", "prometheus_client", "ray", "pytest", "xdist", "hypothesis", "ruff", "mypy"),
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "skops"}
