@@ -18,8 +18,10 @@ import numpy as np
 
 from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
 
-from ..simulation import Plan, Prepared, Simulation, open_simulation
 from ..simulation.engines.choice import cores
+from ..simulation.plan import Plan
+from ..simulation.prepared import Prepared
+from ..simulation.run import Simulation, open_simulation
 from .figures import Row
 from .processes import answer, module, say
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from edge_agent.errors import MeasuringFailed
 
-from ..simulation import Plan, Prepared, Simulation, open_simulation
 from ..simulation.engines.choice import cores
+from ..simulation.plan import Plan
+from ..simulation.prepared import Prepared
+from ..simulation.run import Simulation, open_simulation
 from . import w1
 from .figures import Row, median
 from .memory import memory_rows

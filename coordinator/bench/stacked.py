@@ -12,8 +12,9 @@ import torch
 from edge_agent.client.session import choose_device
 from edge_agent.errors import MeasuringFailed
 
-from ..simulation import Prepared, open_simulation
 from ..simulation.engines.stacked import device_name
+from ..simulation.prepared import Prepared
+from ..simulation.run import open_simulation
 from . import bare_rounds, w1
 from .figures import Row, median
 from .simulate import Size, data_source, plan_for, timed_round

@@ -62,7 +62,7 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..simulation import Plan
+    from ..simulation.plan import Plan
     from ..simulation.pools import prepare
 
     set_up_logging(verbose=verbose, quiet=True)

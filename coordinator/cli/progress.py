@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from edge_agent.wire.messages import Job
 
-from ..simulation import Simulation
 from ..simulation.results import round_of
+from ..simulation.run import Simulation
 from .options import console
 
 __all__ = ["shown"]

@@ -30,7 +30,7 @@ from .options import (
 from .simulation_output import reading, rounds_table
 
 if TYPE_CHECKING:
-    from ..simulation import Plan
+    from ..simulation.plan import Plan
 
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: fedavg.")]
 Set = Annotated[
@@ -178,7 +178,7 @@ def simulate(
 
 def _wished(typed: dict[str, Any]) -> dict[str, Any]:
     """Fields of a plan that were given on the command line; what was not is left to the file or the plan itself."""
-    from ..simulation import Plan
+    from ..simulation.plan import Plan
 
     pairs = {"params": "params", "encoder_params": "encoder_params", "input": "input_fields"}
     given = {name: typed.get(name) for name in Plan.model_fields}
@@ -218,7 +218,8 @@ def shares(text: str | None) -> dict[str, float | None]:
 
 
 def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulation import Plan, planned
+    from ..simulation.folder import planned
+    from ..simulation.plan import Plan
 
     raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
     if config is not None:
@@ -250,8 +251,8 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulation import Plan, planned
-    from ..simulation.plan import HOW_NOT_WHAT
+    from ..simulation.folder import planned
+    from ..simulation.plan import HOW_NOT_WHAT, Plan
 
     if out is None or config is not None:
         raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
@@ -288,8 +289,10 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         HeadwaterError: it cannot be done, or failed.
         KeyboardInterrupt: it was stopped, and can be gone on with.
     """
-    from ..simulation import PARTITION, Prepared, open_simulation
     from ..simulation.curves import curves
+    from ..simulation.folder import PARTITION
+    from ..simulation.prepared import Prepared
+    from ..simulation.run import open_simulation
     from .progress import shown
 
     busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
@@ -305,7 +308,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
 
 
 def _how_to_go_on(folder: Path) -> str:
-    from ..simulation import planned
+    from ..simulation.folder import planned
 
     plan = planned(folder)
     if plan is None:

@@ -10,8 +10,8 @@ from edge_agent.methods import Method
 from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names, pooled_norm
 
-from . import CLIENTS, PARTITION, planned
 from .duties import kept_in
+from .folder import CLIENTS, PARTITION, planned
 
 
 def pooled_of(folder: Path, run: str, number: int, method: Method, task: Task) -> Tensors:

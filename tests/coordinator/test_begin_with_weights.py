@@ -18,7 +18,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm import train_warm
 from coordinator.research.analyze.targets import Simulated
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
-from coordinator.simulation import Prepared, open_simulation
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from coordinator.state.run_request import Request, Weights
 from edge_agent import methods
 from edge_agent.errors import ConfigError, UsageError, WeightsError

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.simulation import Plan, Prepared, open_simulation
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 
 LEAST = {"dualfed": 0.85, "fedpick": 0.9, "fedrir": 0.9}
 

@@ -12,7 +12,9 @@ from simulation_harness import small_plan, write_images
 from coordinator.hosted import Joined
 from coordinator.hosted.crew import Crew
 from coordinator.runs.selection import lack
-from coordinator.simulation import PARTITION, Prepared, open_simulation
+from coordinator.simulation.folder import PARTITION
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId

@@ -20,7 +20,10 @@ from federation_duties import SMALL
 from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import Hosts, owner
 from coordinator.hosted.ending import cause_of_death
-from coordinator.simulation import PARTITION, Plan, Prepared, open_simulation
+from coordinator.simulation.folder import PARTITION
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from coordinator.state.run_request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.config import AgentConfig, DataConfig

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator.report.charts import mixture
-from coordinator.simulation import Plan, Prepared
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
 from edge_agent.data.partition import Division
 
 

@@ -10,13 +10,17 @@ from federation_duties import SMALL
 from federation_harness import Federation
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import simulation as simulate
-from coordinator.simulation import Prepared, open_simulation, results
+from coordinator.simulation import folder as simulation_folder
+from coordinator.simulation import results
 from coordinator.simulation.duties import Shared
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
+from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.data import Samples, partition
 from edge_agent.errors import TrainingFailed, UsageError
+from edge_agent.wire.messages import Job
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_one_model_object_serves_all_clients(images):
     prepared = Prepared.of(small_plan(images, "local"))
     shared = Shared(prepared.pools, prepared.division, prepared.model, prepared.plan.folder)
     request = prepared.request()
-    job = simulate.Job(
+    job = Job(
         run="run-0001", round=1, rounds=2, seed=0, method="local", params=request.params, task=request.task,
         blobs=(), deadline_s=1.0,
     )  # fmt: skip
@@ -103,9 +107,9 @@ def test_a_stopped_simulation_goes_on_and_tells_the_same(tmp_path, images, metho
         done = 0
         while done < jobs:
             done += simulation.step() is not None
-    found = simulate.planned(folder)
+    found = simulation_folder.planned(folder)
     assert found == plan
-    with open_simulation(Prepared.of(found, folder / simulate.PARTITION), folder) as simulation:
+    with open_simulation(Prepared.of(found, folder / simulation_folder.PARTITION), folder) as simulation:
         again = simulation.finish()
     assert learned(again) == learned(whole)
 
@@ -143,7 +147,7 @@ def test_a_client_that_diverges_fails_the_run_and_is_named(tmp_path, images):
 def test_a_share_of_the_clients_takes_part_in_each_round(tmp_path, images):
     result = run(small_plan(images, clients=6, fraction=0.5, rounds=4), tmp_path / "sim")
     assert [one["clients"] for one in result["rounds"]] == [3] * 4
-    with simulate.StateFolder(tmp_path / "sim").look() as state:
+    with StateFolder(tmp_path / "sim").look() as state:
         cohorts = [tuple(e.body["cohort"]) for e in state.journal.entries("run-0001", ("round_opened",))]
         agents = state.run("run-0001").summary()["agents"]
     assert len(set(cohorts)) > 1

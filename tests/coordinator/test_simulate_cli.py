@@ -116,7 +116,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypat
 
 
 def test_ctrl_c_before_the_run_leaves_nothing(call, images, monkeypatch, tmp_path):
-    from coordinator.simulation import Prepared
+    from coordinator.simulation.prepared import Prepared
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -305,7 +305,9 @@ def test_a_file_and_the_command_line_may_write_one_place_in_two_ways(call, image
 
 def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, monkeypatch):
     """2 rounds of 3 clients at 4 s each; the reports of 3 clients at the end count a quarter: 3 s are left."""
-    from coordinator.simulation import Plan, Prepared, open_simulation
+    from coordinator.simulation.plan import Plan
+    from coordinator.simulation.prepared import Prepared
+    from coordinator.simulation.run import open_simulation
 
     seconds = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])

@@ -13,7 +13,7 @@ from simulation_harness import learned_anywhere, run, run_and_updates, small_pla
 
 from coordinator.config import CohortConfig
 from coordinator.runs.selection import choose
-from coordinator.simulation import PARTITION, Prepared, open_simulation, planned, prepared
+from coordinator.simulation import prepared
 from coordinator.simulation.dropouts import Dropouts
 from coordinator.simulation.durations import Durations
 from coordinator.simulation.duties import answer
@@ -21,7 +21,10 @@ from coordinator.simulation.engines import Work, process
 from coordinator.simulation.engines.areas import Area
 from coordinator.simulation.engines.choice import Choice
 from coordinator.simulation.engines.pool import Beginning, Pool
+from coordinator.simulation.folder import PARTITION, planned
 from coordinator.simulation.pools import Pools
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from edge_agent.client import session
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task

@@ -10,7 +10,8 @@ import torch
 from safetensors.numpy import load_file
 from simulation_harness import run, small_plan, write_images
 
-from coordinator.simulation import Prepared, open_simulation
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from edge_agent.bundle import open_bundle
 from edge_agent.data.partition import Division
 from edge_agent.storage import read_tensors

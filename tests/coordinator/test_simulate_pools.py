@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from simulation_harness import run, small_plan, write_idx, write_images
 
-from coordinator import simulation
-from coordinator.simulation import Plan, Prepared, pools
+from coordinator.simulation import folder as simulation_folder
+from coordinator.simulation import pools
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
 from edge_agent.errors import ConfigError, DataError, UnknownName, UsageError
 
 
@@ -106,7 +108,7 @@ def test_each_person_of_a_recording_is_a_client_and_time_splits_train_from_test(
 
 def test_a_saved_partition_gives_another_seed_the_same_split(tmp_path, images):
     first = run(small_plan(images, partition="dirichlet", alpha=0.5, min_size=5), tmp_path / "one")
-    saved = str(tmp_path / "one" / simulation.PARTITION)
+    saved = str(tmp_path / "one" / simulation_folder.PARTITION)
     second = run(small_plan(images, partition=saved, clients=None, seed=9), tmp_path / "two")
     assert second["partition_hash"] == first["partition_hash"]
     assert second["partition"] == "dirichlet"

@@ -15,10 +15,12 @@ import pytest
 from safetensors.numpy import save_file
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
 
-from coordinator.simulation import PARTITION, Prepared, open_simulation
 from coordinator.simulation.engines import cluster
 from coordinator.simulation.engines.choice import Choice
 from coordinator.simulation.engines.connection import connected
+from coordinator.simulation.folder import PARTITION
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from edge_agent.errors import MissingCapability, RunFailed, UsageError
 
 STATEFUL = "fedper"

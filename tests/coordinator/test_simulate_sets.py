@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.simulation import Plan, pools
+from coordinator.simulation import pools
+from coordinator.simulation.plan import Plan
 from edge_agent.data.sets import officecaltech, pacs, ucihar
 from edge_agent.errors import DataError, UsageError
 

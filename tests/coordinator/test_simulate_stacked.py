@@ -11,8 +11,9 @@ from simulation_harness import small_plan, write_images
 from torch import nn
 
 from coordinator.cli.simulation_output import reading
-from coordinator.simulation import Prepared, open_simulation
 from coordinator.simulation.engines.trial import ONE_BY_ONE, Starter, Trial
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from edge_agent import methods, models
 from edge_agent.client.session import ClientState, Session
 from edge_agent.client.stacked import Stack

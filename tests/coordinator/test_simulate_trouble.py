@@ -12,13 +12,15 @@ import pytest
 from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator import simulation as simulate
 from coordinator.cli.simulation_output import reading
 from coordinator.fleet.uploads import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
-from coordinator.simulation import PARTITION, PLAN, Prepared, open_simulation, planned
+from coordinator.simulation import results
 from coordinator.simulation.clients import Crowd
+from coordinator.simulation.folder import PARTITION, PLAN, planned
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 from coordinator.state import identity
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, StateFolder
@@ -247,7 +249,10 @@ def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, image
     def killed(*_, **__):
         raise KeyboardInterrupt
 
-    place = {"write_json": "coordinator.simulation.folder", "engine_for": "coordinator.simulation.engines.making"}[name]
+    place = {
+        "write_json": "coordinator.simulation.folder",
+        "engine_for": "coordinator.simulation.engines.making",
+    }[name]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(f"{place}.{name}", killed)
         run(plan, folder)
@@ -386,4 +391,4 @@ def test_best_is_chosen_among_rounds_in_which_all_who_can_be_were_scored(tmp_pat
     assert [one["acc"]["after"]["clients"] for one in result["rounds"]] == [2, 2, 2]
     assert "after" in result["best"]
     assert outcome._after(result, "clients_mean") == 100 * result["rounds"][-1]["acc"]["after"]["clients_mean"]
-    assert simulate.results.best_of(result["rounds"], 3, {}, 2)["after"] == result["best"]["after"]
+    assert results.best_of(result["rounds"], 3, {}, 2)["after"] == result["best"]["after"]

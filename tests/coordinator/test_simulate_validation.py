@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from simulation_harness import learned, run, write_idx
 
-from coordinator import simulation as simulate
-from coordinator.simulation import Plan, Prepared, open_simulation
+from coordinator.simulation import folder as simulation_folder
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import open_simulation
 
 
 @pytest.fixture
@@ -36,6 +38,6 @@ def test_a_validated_run_says_so_and_goes_on_as_one(idx, tmp_path):
     folder = tmp_path / "stopped"
     with open_simulation(Prepared.of(plan), folder) as simulation:
         simulation.step()
-    found = simulate.planned(folder)
-    with open_simulation(Prepared.of(found, folder / simulate.PARTITION), folder) as simulation:
+    found = simulation_folder.planned(folder)
+    with open_simulation(Prepared.of(found, folder / simulation_folder.PARTITION), folder) as simulation:
         assert learned(simulation.finish()) == learned(whole)

@@ -29,8 +29,8 @@ from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
 from ...runs.batch_norm import pooled_before
-from ...simulation import CLIENTS, PARTITION, Prepared, planned
-from ...simulation.folder import computing_as_begun
+from ...simulation.folder import CLIENTS, PARTITION, computing_as_begun, planned
+from ...simulation.prepared import Prepared
 from ...state.retention import states_of
 from ...state.run_request import Request
 from ...state.store import StateFolder

@@ -13,7 +13,7 @@ from edge_agent.config import mistakes_of, parse, read_toml
 from edge_agent.errors import ConfigError, UnknownName
 from edge_agent.task import Frozen
 
-from ...simulation import Plan
+from ...simulation.plan import Plan
 
 FOLDER = Path("reproduce")
 

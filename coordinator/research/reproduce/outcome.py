@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from ...simulation import Plan
+from ...simulation.plan import Plan
 from ...simulation.results import best_of
 from ...text import counted
 from .cells import Cell
