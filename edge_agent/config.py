@@ -51,7 +51,7 @@ class BrokerConfig(Frozen):
     password_file: Path | None = Field(
         None, description="file whose first line is the password; a systemd credential of that name comes first"
     )
-    keepalive_s: int = Field(30, ge=5, le=600)
+    keepalive_s: int = Field(30, ge=5, le=600, description="seconds between signs of life towards the broker")
     wait: bool = Field(True, description="keep trying while the broker is away; false: give up with exit code 75")
     max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest payload we ever publish")
     tls: TlsConfig | None = None
@@ -172,7 +172,7 @@ class HeadConfig(Frozen):
     """The personal head of a head-tier device."""
 
     name: str = Field("lr", description="a file name in edge_agent/heads")
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
     precision: Literal["auto", "fp32", "int8"] = Field(
         "auto", description="auto: fp32, unless int8 is faster here and a head on local data as accurate"
     )
@@ -190,14 +190,18 @@ def default_agent_id() -> str:
 class AgentConfig(Frozen):
     """One device's agent."""
 
-    id: str = Field(default_factory=default_agent_id, pattern=NAME_PATTERN)
-    federation: str = Field("home", pattern=NAME_PATTERN)
+    id: str = Field(
+        default_factory=default_agent_id,
+        pattern=NAME_PATTERN,
+        description="unique in the federation; default: the host name",
+    )
+    federation: str = Field("home", pattern=NAME_PATTERN, description="as at the coordinator")
     tier: Literal["auto", "train", "head"] = Field("auto", description="auto: train where torch is installed")
     state: Path = Field(Path("agent-state"), description="folder for what the device keeps")
     cache_bytes: int = Field(
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
     )
-    heartbeat_s: float = Field(15.0, gt=0, le=300)
+    heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)

@@ -40,11 +40,11 @@ class Frozen(BaseModel):
 class ImageInput(Frozen):
     """Images become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
 
-    kind: Literal["image"] = "image"
+    kind: Literal["image"] = Field("image", description="image, or window for sensor recordings")
     channels: Literal[1, 3] = Field(3, description="1 = grey, 3 = RGB")
     height: int = Field(32, ge=4, le=2048, description="pixels after resizing")
     width: int = Field(32, ge=4, le=2048, description="pixels after resizing")
-    resize: Literal["bilinear"] = "bilinear"
+    resize: Literal["bilinear"] = Field("bilinear", description="interpolation")
     antialias: bool = Field(True, description="triangle filter widened when shrinking, as Pillow does")
     mean: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
     std: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
@@ -63,8 +63,8 @@ class ImageInput(Frozen):
 class WindowInput(Frozen):
     """Sensor recordings become float32 windows (channels, length) = (value - mean) / std for each channel."""
 
-    kind: Literal["window"] = "window"
-    channels: int = Field(6, ge=1, le=1024)
+    kind: Literal["window"] = Field("window", description="image, or window for sensor recordings")
+    channels: int = Field(6, ge=1, le=1024, description="values in one sample of a recording")
     length: int = Field(100, ge=4, le=65536, description="samples in one window")
     stride: int = Field(50, ge=1, le=65536, description="samples between the starts of two windows")
     mean: tuple[float, ...] = Field((0.0,), description="one value, or one for each channel, in sensor units")

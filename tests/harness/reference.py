@@ -1,0 +1,228 @@
+"""Reference pages beside the code that they describe, made from docstrings and models.
+
+``python tests/harness/reference.py`` writes them; tests/policy/test_reference.py compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from coordinator.config import CoordinatorConfig
+from edge_agent import data, heads
+from edge_agent.config import AgentConfig
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 120
+MADE = "<!-- Generated: python tests/harness/reference.py -->"
+MARKS = {"exact": "=", "same form": "≈", "approximate": "~"}
+
+
+def pages() -> dict[Path, str]:
+    """Text of every page by its path in the project."""
+    return {
+        Path("edge_agent/methods/README.md"): methods_page(),
+        Path("edge_agent/heads/README.md"): heads_page(),
+        Path("edge_agent/data/README.md"): data_page(),
+        Path("configs/README.md"): config_page(),
+    }
+
+
+def methods_page() -> str:
+    """All methods: a table to choose from, then what travels, what stays and what the server does."""
+    command = [sys.executable, "-m", "coordinator", "methods", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    methods = json.loads(done.stdout)["methods"]
+    rows = [(f"[`{m['name']}`](#{m['name']})", m["summary"], marked(m), m["paper"]) for m in methods]
+    parts = [
+        "# Methods",
+        MADE,
+        (
+            "Each method is one file here, client part and server part together; the file name is the method's name. "
+            "`headwater methods NAME` shows its parameters, their published values and where it differs from its paper."
+        ),
+        (
+            "Device heads are those that a device without torch fits on the frozen encoder. `=`: equals the personal "
+            "part that the method trains itself, on the same features (tested). `≈`: the same form, "
+            "with another start or other steps, or without training the encoder along. `~`: an approximation. "
+            "`headwater methods NAME` gives the reason for each."
+        ),
+        (
+            "What travels of batch norm is each paper's choice; `--set norm=local_stats` (or `global`, `local_all`) "
+            "changes it, except in `pfedhn`, which cannot generate statistics."
+        ),
+        table(("method", "in one sentence", "device heads", "source"), rows),
+    ]
+    for method in methods:
+        parts.append(f"## {method['name']}")
+        names = {"travels": "Travels", "stays": "Stays on the device", "server": "Server step", "source": "Source"}
+        parts.append("\n".join(bullet(f"**{title}:** {method[key]}") for key, title in names.items() if method[key]))
+    return joined(parts)
+
+
+def marked(method: dict[str, Any]) -> str:
+    """Device heads of a method, each with its mark."""
+    return " ".join(f"{MARKS[method['exactness'][head][0]]}{head}" for head in method["heads"]) or "–"
+
+
+def heads_page() -> str:
+    """All heads for devices without torch, with their parameters."""
+    parts = [
+        "# Heads",
+        MADE,
+        (
+            "A head is fitted on the features of the frozen encoder, on the device, without torch. Each is one file; "
+            "the file name is the name of the head. Parameters go into `head.params` of an agent's configuration or "
+            "`edge-agent fit --set name=value`."
+        ),
+    ]
+    for name in heads.names():
+        kind = heads.get(name)
+        parts += [f"## {name}", described(sys.modules[kind.__module__].__doc__), table_of_fields(kind.Params)]
+    return joined(parts)
+
+
+def data_page() -> str:
+    """All kinds of data sources with their options, as their files describe them."""
+    parts = [
+        "# Data sources",
+        MADE,
+        (
+            "A source is `kind:where?option=value&option=value`, the same on devices (`data.source`), for the offline "
+            "commands (`--data`) and in simulations. Each kind is one file here or in `sets/`. Nothing is downloaded."
+        ),
+    ]
+    for kind in data.registry.names():
+        doc = inspect.getmodule(data.registry.load(kind)).__doc__
+        parts += [f"## {kind}", described(doc)]
+    return joined(parts)
+
+
+def config_page() -> str:
+    """Every key of both configuration files."""
+    return joined(
+        [
+            "# Configuration",
+            MADE,
+            (
+                "TOML files for both programs. Relative paths in a file count from its folder. Unknown keys "
+                "and impossible values are reported all at once, with the nearest known name."
+            ),
+            "## Agent: `edge-agent run --config agent.toml`",
+            *sections(AgentConfig),
+            "## Coordinator: `headwater serve --config coordinator.toml`",
+            *sections(CoordinatorConfig),
+        ]
+    )
+
+
+def sections(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """A table for the plain keys of ``model``, then one for each of its sections."""
+    nested = {name: found for name, field in model.model_fields.items() if (found := models_in(field))}
+    if set(nested) != set(model.model_fields):
+        if path:
+            yield f"### `{path}`"
+        yield table_of_fields(model, besides=nested)
+    for name, kinds in nested.items():
+        field = model.model_fields[name]
+        label = f"[[{name}]]" if "tuple" in str(field.annotation) else f"{path.strip('[]')}.{name}".lstrip(".")
+        for kind in kinds:
+            variant = f" (kind = {kind.model_fields['kind'].default})" if len(kinds) > 1 else ""
+            shown = label if label.startswith("[") else f"[{label}]"
+            yield from sections(kind, f"{shown}{variant}")
+
+
+def models_in(field: FieldInfo) -> list[type[BaseModel]]:
+    """The models that a field holds: none for a plain value."""
+
+    def inside(annotation: Any) -> Iterator[type[BaseModel]]:
+        if inspect.isclass(annotation) and not typing.get_args(annotation) and issubclass(annotation, BaseModel):
+            yield annotation
+        for part in typing.get_args(annotation):
+            yield from inside(part)
+
+    return list(inside(field.annotation))
+
+
+def table_of_fields(model: type[BaseModel], besides: Iterable[str] = ()) -> str:
+    """Key, type, default and meaning of each field."""
+    rows = [
+        (f"`{name}`", f"`{kind_of(field.annotation)}`".replace("|", "or"), default_of(field), field.description or "")
+        for name, field in model.model_fields.items()
+        if name not in set(besides)
+    ]
+    return table(("key", "type", "default", "meaning"), rows)
+
+
+def kind_of(annotation: Any) -> str:
+    """A type as readers of TOML know it."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return kind_of(args[0])
+    if origin is typing.Literal:
+        return " | ".join(str(arg) for arg in args)
+    if origin in {typing.Union, types.UnionType}:
+        return " | ".join(dict.fromkeys(kind_of(arg) for arg in args if arg is not type(None)))
+    if origin in {tuple, list}:
+        return f"list of {kind_of(args[0])}"
+    if origin is dict:
+        return "table"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as TOML would have it; a dash where there is none, bold where a value is required."""
+    if field.is_required():
+        return "**required**"
+    value = field.default  # what a factory makes depends on the machine, or is empty
+    if value is None or value is PydanticUndefined or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    return f"`{value}`"
+
+
+def described(doc: str | None) -> str:
+    """A module's docstring as Markdown."""
+    return inspect.cleandoc(doc or "").replace("``", "`")
+
+
+def table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [names, tuple("---" for _ in names), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def bullet(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Paragraphs, wrapped where they are neither heading, table, list nor comment."""
+    wrapped = (
+        part if part.startswith(("#", "|", "-", "<")) or "\n" in part else textwrap.fill(part, WIDTH) for part in parts
+    )
+    return "\n\n".join(part for part in wrapped if part) + "\n"
+
+
+if __name__ == "__main__":
+    for place, text in pages().items():
+        (ROOT / place).write_text(text, encoding="utf-8")
+        print(place)

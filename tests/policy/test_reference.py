@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import reference
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return reference.pages()
+
+
+@pytest.mark.parametrize("path", ["edge_agent/methods", "edge_agent/heads", "edge_agent/data", "configs"])
+def test_reference_page_says_what_the_code_says(root, pages, path):
+    page = root / path / "README.md"
+    assert page.read_text(encoding="utf-8") == pages[page.relative_to(root)], "python tests/harness/reference.py"
+
+
+def test_every_key_of_the_configuration_has_a_meaning(pages):
+    text = next(text for path, text in pages.items() if path.parts[0] == "configs")
+    assert [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
+    for key in ("quorum", "deadline_s", "min_gain", "password_file", "partition"):
+        assert f"\n| `{key}` |" in text
