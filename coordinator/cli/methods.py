@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,26 +12,20 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 from edge_agent.methods.base import Grade
-from edge_agent.storage import write_atomic
 
 from .options import Json, print_json, show, table
 
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
-Readme = Annotated[Path | None, typer.Option("--readme", hidden=True, help="Renew the table in this file.")]
-MARKS = ("<!-- methods: headwater methods --readme README.md -->", "<!-- /methods -->")
 HEADINGS = ("Source", "Travels", "Stays", "Server", "Differs from the paper")
 GRADE_MARKS: dict[Grade, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
 KEYS = ("source", "travels", "stays", "server", "differs")
 
 
-def methods(name: Name = None, readme: Readme = None, as_json: Json = False) -> None:
+def methods(name: Name = None, as_json: Json = False) -> None:
     """All methods in a line each, or one of them: what travels, what stays, parameters, where it comes from.
 
     Example: headwater methods repper
     """
-    if readme is not None:
-        write_atomic(readme, with_table(readme.read_text(encoding="utf-8")).encode())
-        return
     if name is not None:
         one = {**describe(name), "params": parameters(name)}
         print_json(one) if as_json else show(*_lines(one))
@@ -98,29 +91,6 @@ def section(doc: str, heading: str) -> str:
         if inside:
             taken.append((line.partition(":")[2] if begins else line).strip())
     return " ".join(taken).strip()
-
-
-def with_table(text: str) -> str:
-    """``text`` with the table of all methods, as their own files describe them, between the two marks.
-
-    Raises:
-        UsageError: the marks are not there.
-    """
-    before, begin, rest = text.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not begin or not end:
-        raise UsageError(f"expected a line '{MARKS[0]}' and below it '{MARKS[1]}'; put them where the table belongs")
-    return f"{before}{begin}\n{_markdown()}\n{end}{after}"
-
-
-def _markdown() -> str:
-    head = ("method", "what it is", "travels", "stays", "server step", "heads for devices", "source")
-    rows = [
-        (f"`{r['name']}`", r["summary"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"])
-        for r in map(describe, registry.names())
-    ]
-    cells = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/').rstrip('.') for cell in row)} |" for row in cells)
 
 
 def _heads(one: dict[str, Any]) -> str:

@@ -11,12 +11,11 @@ import pytest
 
 from coordinator.cli.app import app
 from coordinator.cli.follow import _Lines
-from coordinator.cli.methods import HEADINGS, MARKS, describe, parameters, section, with_table
+from coordinator.cli.methods import HEADINGS, describe, parameters, section
 from coordinator.cli.options import console, show, table
 from coordinator.state.journal import RunRecord
 from coordinator.state.store import StateFolder
 from edge_agent import methods
-from edge_agent.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(command.name for command in app.registered_commands)
@@ -319,22 +318,6 @@ def test_sections_of_a_docstring_end_where_the_next_begins():
     doc = "X: y.\n\nSource: a\nb.\nTravels: c.\nStays: d\nServer: m\nDiffers from the paper: e."
     found = [section(doc, h) for h in HEADINGS]
     assert found == ["a b.", "c.", "d", "m", "e."]
-
-
-def test_table_of_the_readme_is_what_the_methods_say():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_table(text) == text, "renew it: headwater methods --readme README.md"
-    between = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert re.findall(r"^\| `(\w+)` \|", between, re.MULTILINE) == list(methods.names())
-
-
-def test_table_goes_only_between_its_marks():
-    with pytest.raises(UsageError, match="expected a line"):
-        with_table("# Headwater\n")
-    made = with_table(f"before\n{MARKS[0]}\nwas here\n{MARKS[1]}\nafter\n")
-    assert made.startswith(f"before\n{MARKS[0]}\n| method |")
-    assert made.endswith(f"|\n{MARKS[1]}\nafter\n")
-    assert "was here" not in made
 
 
 def test_doctor_says_what_is_here(call):

@@ -1,4 +1,4 @@
-"""Exit codes of both programs as the table in the README tells them."""
+"""Exit codes of both programs as the table in edge_agent/README.md tells them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edge_agent.cli import main as edge_agent
 from edge_agent.errors import RunFailed
 from edge_agent.storage import folder_lock, write_json
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "edge_agent/README.md"
 COORDINATOR = """
 state = "state"
 [broker]
