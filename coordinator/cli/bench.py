@@ -1,8 +1,8 @@
-"""``headwater bench``: what this machine does, beside yardsticks measured in the same run."""
+"""``headwater bench``: measure this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -10,13 +10,12 @@ import typer
 
 from edge_agent.errors import UsageError
 
-from ..bench.figures import Row, caveat, machine, rounded
 from .options import Json, print_json, show, table
 
 if TYPE_CHECKING:
-    from ..bench.simulate import Size
+    from ..research.bench.figures import Row
 
-app = typer.Typer(help="Measure this machine: transport, rounds, devices.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine: rounds, simulations, devices.", no_args_is_help=True)
 
 Agents = Annotated[int, typer.Option("--agents", min=1, max=64, help="Agents, each a process of its own.")]
 Payload = Annotated[str, typer.Option("--payload", help="Size of the model: 0.5MB, 45MB, 500000.")]
@@ -26,43 +25,10 @@ Folder = Annotated[
 ]
 Rounds = Annotated[int, typer.Option("--rounds", "-r", min=2, max=10_000, help="Rounds to time.")]
 Workload = Annotated[str, typer.Option("--workload", help="noop: no training; w1: a CNN on 600 images for each agent.")]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Transfers, or starts, that count.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Starts of an agent that count.")]
 
 _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1_000_000, "GB": 1_000_000_000}
 LARGEST_BYTES = 1 << 30
-
-
-@app.command("transport")
-def transport(
-    agents: Agents = 4,
-    payload: Payload = "45MB",
-    broker: BrokerName = "all",
-    repeats: Repeats = 3,
-    folder: Folder = None,
-    as_json: Json = False,
-) -> None:
-    """MB/s of a blob down to all agents and of one up from each, what it costs whom, and the ratio to plain TCP.
-
-    Example: headwater bench transport --agents 4 --payload 45MB --broker mosquitto
-    """
-    from ..bench import rounds
-    from ..bench import transport as bench
-    from ..bench.processes import scratch
-
-    size, here = size_bytes(payload), machine()
-    names = list(rounds.brokers(chosen("--broker", broker, "all", "mosquitto", "amqtt")))
-    with scratch(folder) as place:
-        found = bench.measure(agents, size, names, place, repeats)
-    note = caveat(here, "All processes share these cores and talk over loopback: no network, no loss, no TLS.")
-    if as_json:
-        print_json({**found, "machine": here, "caveat": note})
-        return
-    cells = [_leg(leg) for leg in found["legs"]]
-    tcp = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in found["tcp_mb_per_s"].items())
-    title = f"{agents} agents, {size / 1e6:g} MB (plain TCP: {tcp})"
-    show(table(title, ("broker", "direction", "MB/s", "of TCP", "CPU s", "peak MB"), cells, left=2))
-    show("CPU s of one transfer and peak MB: broker / coordinator / agents (their sum; the largest)")
-    show(note)
 
 
 @app.command("round")
@@ -79,16 +45,15 @@ def round_(
 
     Example: headwater bench round --agents 4 --payload 45MB --rounds 5 --json
     """
-    from ..bench import rounds as bench
-    from ..bench.bare import bare_seconds
-    from ..bench.processes import scratch
+    from ..research.bench import rounds as bench
+    from ..research.bench.figures import caveat, machine
+    from ..research.bench.processes import scratch
 
     kind = cast("Literal['noop', 'w1']", chosen("--workload", workload, "noop", "w1"))
     plan, here = bench.Plan(agents, size_bytes(payload), rounds, kind), machine()
     names = list(bench.brokers(chosen("--broker", broker, "all", "mosquitto", "amqtt")))
     with scratch(folder) as place:
-        bare = bare_seconds(agents, place) if kind == "w1" else None
-        found = [bench.measure(plan, name, place / name, bare_s=bare) for name in names]
+        found = [bench.measure(plan, name, place / name) for name in names]
     note = caveat(here, "All processes share these cores, this disk and its syncs, and talk over loopback: no network.")
     if as_json:
         shown = {"agents": agents, "payload_bytes": plan.payload_bytes, "workload": workload}
@@ -105,18 +70,16 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
 
     Example: headwater bench device --json
     """
-    from ..bench import device as bench
-    from ..bench.processes import scratch
+    from ..research.bench import device as bench
+    from ..research.bench.device_inputs import default_cache
+    from ..research.bench.figures import caveat, machine
+    from ..research.bench.processes import scratch
 
     here = machine()
     with scratch(folder) as place:
-        rows = list(bench.rows(place, bench.default_cache(), repeats))
+        rows = list(bench.rows(place, default_cache(), repeats))
     note = caveat(here, "One thread for each figure. A board is slower and has other kernels: measure there as well.")
-    if as_json:
-        print_json({"figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
-        return
-    _show("a device without torch", rows)
-    show(note)
+    _report("a device without torch", rows, {"machine": here, "caveat": note}, as_json=as_json)
 
 
 @app.command("simulate")
@@ -125,99 +88,42 @@ def simulate(
     clients: Annotated[int, typer.Option("--clients", "-n", min=1, max=10_000, help="Clients.")] = 20,
     samples: Annotated[int, typer.Option("--samples", min=10, max=3000, help="Training samples of a client.")] = 600,
     workers: Annotated[int, typer.Option("--workers", min=0, max=1024, help="0 = as many as cores.")] = 0,
-    many: Annotated[
-        int, typer.Option("--memory-clients", min=0, max=10_000, help="Clients with ResNet18; 0 = do not measure.")
-    ] = 100,
     method: Annotated[str, typer.Option("--method", "-m", help="all, fedavg or fedpac.")] = "all",
-    engine: Annotated[
-        str, typer.Option("--engine", help="pool, or stacked = all clients at once, against a loop on one device.")
-    ] = "pool",
+    engine: Annotated[str, typer.Option("--engine", help="pool, or stacked: all clients at once on one device.")] = (
+        "pool"
+    ),
     device: Annotated[str, typer.Option("--device", help="stacked: auto, cpu, cuda, cuda:1.")] = "auto",
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Simulated rounds against a bare PyTorch loop over the same clients, in turns; and memory against clients.
+    """Simulated rounds of a small CNN, without and with evaluation in turns: seconds, CPU and memory.
 
-    With --engine stacked: FedAvg on one device, for as many clients as are asked for and for five times as many. On a
-    CPU that takes many minutes; --clients 4 --rounds 1 is quick.
+    With --engine stacked a CPU takes many minutes; --clients 4 --rounds 1 is quick.
 
     Example: headwater bench simulate --rounds 5 --json
     """
-    from ..bench import simulate as bench
-    from ..bench.processes import scratch
+    from ..research.bench import simulate as bench
+    from ..research.bench.figures import caveat, machine
+    from ..research.bench.processes import scratch
 
-    if chosen("--engine", engine, "pool", "stacked") == "stacked":
-        _stacked(bench.Size(clients, samples, rounds), device, folder, as_json=as_json)
-        return
-    known = tuple(bench.BUDGETS)
-    wanted = known if chosen("--method", method, "all", *known) == "all" else (method,)
-    size, here = bench.Size(clients, samples, rounds, workers, many, wanted), machine()
+    is_stacked = chosen("--engine", engine, "pool", "stacked") == "stacked"
+    methods = bench.METHODS if chosen("--method", method, "all", *bench.METHODS) == "all" else (method,)
+    size = bench.Size(clients, samples, rounds, workers, methods, device if is_stacked else "")
+    here = machine()
     with scratch(folder) as place:
         found = bench.report(size, place)
     rows = found.pop("rows")
-    note = caveat(
-        here,
-        f"{found['workers']} workers of one thread each, rounds in turns, data {found['data']}. The bare loop sends, "
-        "averages and keeps nothing. Whatever else this machine does falls on both.",
-    )
-    if as_json:
-        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
-        return
-    _show(f"workload W1: {clients} clients x {samples} samples, {found['workers']} workers", rows)
-    show(note)
-
-
-@app.command("precision")
-def precision(
-    repeats: Repeats = 5,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    threads: Annotated[int, typer.Option("--threads", min=1, max=256, help="Torch threads.")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Training steps in bfloat16 (precision = "bfloat16") and in the other memory layout, over those by default.
-
-    Example: headwater bench precision --device cpu
-    """
-    from ..bench import precision as bench
-
-    here, found = machine(), bench.report(repeats, device, threads)
-    rows = found.pop("rows")
-    note = caveat(here, f"On {found['device']}, {threads} threads, random images, variants in turns.")
-    if as_json:
-        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
-        return
-    _show(f"training steps on {found['device']}", rows)
-    show(note)
-
-
-def _stacked(size: Size, device: str, folder: Path | None, *, as_json: bool) -> None:
-    from ..bench import stacked as bench
-    from ..bench.processes import scratch
-
-    here = machine()
-    with scratch(folder) as place:
-        found = bench.report(size, place, device)
-    rows = found.pop("rows")
-    is_cpu = found["device"] == "cpu"
-    note = caveat(
-        here,
-        f"On {'the CPU, one thread: no GPU was used' if is_cpu else found['device']}; rounds in turns, data "
-        f"{found['data']}. The loop sends, averages on the device and keeps nothing.",
-    )
-    if as_json:
-        print_json({**found, "figures": [row.as_json() for row in rows], "machine": here, "caveat": note})
-        return
-    _show(f"workload W1: {size.samples} samples a client, device {found['device']}", rows)
-    for clients, engine in found["engine"].items():
-        show(f"{clients} clients: {engine['jobs']} of {engine['of']} jobs in one pass ({engine['because']})")
-    show(note)
+    where = f"engine stacked on {found['device']}" if is_stacked else f"{found['workers']} workers of one thread each"
+    note = caveat(here, f"{where}, data {found['data']}. Whatever else this machine does slows both kinds of rounds.")
+    title = f"workload W1: {clients} clients x {samples} samples, {where}"
+    _report(title, rows, {**found, "machine": here, "caveat": note}, as_json=as_json)
 
 
 def size_bytes(text: str) -> int:
     """Bytes of ``0.5MB``, ``45 MB`` or ``500000``.
 
     Raises:
-        UsageError: not a size, or one that nobody can send.
+        UsageError: not a size, or one that cannot be sent.
     """
     number = text.strip().upper().rstrip("KMGB").strip()
     unit = text.strip().upper()[len(number) :].strip()
@@ -241,23 +147,16 @@ def chosen(option: str, given: str, *known: str) -> str:
     return given
 
 
-def _leg(leg: dict[str, Any]) -> list[object]:
-    cpu, peak = leg["cpu_s"], leg["peak_mb"]
-    roles = ("broker", "coordinator", "agents")
-    head = [leg["broker"], leg["direction"], f"{leg['mb_per_s']:.0f}", f"{leg['of_tcp']:.2f}"]
-    return [*head, " / ".join(f"{cpu[role]:.2f}" for role in roles), " / ".join(f"{peak[role]:.0f}" for role in roles)]
+def _report(title: str, rows: Sequence[Row], result: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"figures": [row.as_json() for row in rows], **result})
+        return
+    _show(title, rows)
+    show(result["caveat"])
 
 
 def _show(title: str, rows: Sequence[Row]) -> None:
-    verdicts = {True: "yes", False: "NO", None: ""}
-    cells = [
-        (
-            row.name,
-            str(rounded(row.value)),
-            row.unit,
-            "" if row.budget is None else str(row.budget),
-            verdicts[row.is_met],
-        )
-        for row in rows
-    ]
-    show(table(title, ("figure", "value", "unit", "budget", "met"), cells))
+    from ..research.bench.figures import rounded
+
+    cells = [(row.name, str(rounded(row.value)), row.unit) for row in rows]
+    show(table(title, ("figure", "value", "unit"), cells))

@@ -7,8 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from coordinator.bench import features as bench
-from coordinator.bench import w1
+from coordinator.research.bench import device_inputs as bench
+from coordinator.research.bench import workloads
 from edge_agent import data, heads, models
 from edge_agent.heads import FitData, _layers
 from edge_agent.heads import lr as lr_module
@@ -20,7 +20,7 @@ SPLITS = 3
 @pytest.fixture(scope="module")
 def found():
     """512 features of 1,198 slanted digits, by an encoder that has seen the other 599, upright and inverted."""
-    task = w1.task()
+    task = workloads.w1_task()
     sources = (
         "digits:inverted?client=0&clients=3",
         "digits:slanted?client=1&clients=3",
@@ -28,7 +28,7 @@ def found():
     )
     train, *others = (data.load(source, task.input, task.class_names) for source in sources)
     with contextlib.ExitStack() as stack:
-        stack.callback(models.registry._extra.pop, w1.ENCODER, None)
+        stack.callback(models.registry._extra.pop, workloads.W1_ENCODER, None)
         made = [bench.make(train, other, len(other))[0] for other in others]
     return np.concatenate([one.features for one in made]), np.concatenate([one.labels for one in made])
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.research.bench.figures import Row
+from coordinator.research.bench.processes import answer, module, say
+from coordinator.research.bench.simulate import proportional_mb
+from coordinator.simulation.engines.choice import cores
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.run import Simulation, open_simulation
 from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
 
-from ..simulation.engines.choice import cores
-from ..simulation.plan import Plan
-from ..simulation.prepared import Prepared
-from ..simulation.run import Simulation, open_simulation
-from .figures import Row
-from .processes import answer, module, say
-
-BUDGET = 1.1
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
 FEW, SAMPLE_EVERY_S = 4, 0.05
 ROUNDS = 2
 """Of the many; the few do more."""
@@ -54,13 +54,13 @@ def memory_rows(many: int, workers: int, folder: Path) -> list[Row]:
     return [
         Row(f"ResNet18, {few} clients: all processes", one, "MB"),
         Row(f"ResNet18, {many} clients: all processes", other, "MB"),
-        Row(f"ResNet18, {many} clients over {few}, as many updates", other / one, "x", BUDGET),
+        Row(f"ResNet18, {many} clients over {few}, as many updates", other / one, "x"),
     ]
 
 
 def _in_a_process(folder: Path, clients: int, rounds: int, workers: int) -> float:
     arguments = (folder, clients, rounds, workers)
-    with module(folder.name, arguments, folder.parent, module="coordinator.bench.memory") as measured:
+    with module(folder.name, arguments, folder.parent, module="yardstick_memory", environment=ENVIRONMENT) as measured:
         return float(answer(measured))
 
 
@@ -109,18 +109,6 @@ def _watched(simulation: Simulation) -> Iterator[list[float]]:
     finally:
         over.set()
         thread.join()
-
-
-def proportional_mb(pid: int) -> float:
-    """Memory of a process in MB (10^6 bytes), of what it shares with others its part.
-
-    Raises:
-        OSError: there is no such process, or this system does not tell.
-    """
-    for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise OSError(f"process {pid} tells nothing of its memory")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Features as heads on devices see them: those of a trained encoder, for samples that it was not trained on.
+"""What ``bench device`` works on: features of a trained encoder, and an exported ResNet18. Both are made once.
 
-Made-up clouds of points would flatter every head: logistic regression needs 24 steps of its solver on well separated
-ones, and some two hundred on the features of a network.
+Heads are fitted on features of samples that the encoder was not trained on. Synthetic clusters would flatter every
+head: logistic regression needs 24 steps of its solver on well separated ones, and some two hundred on the features of
+a network.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +19,20 @@ import numpy as np
 from edge_agent import __version__
 from edge_agent.errors import HeadwaterError, MissingCapability
 from edge_agent.storage import read_tensors, write_tensors
-
-from . import w1
+from edge_agent.task import ImageInput, Task
 
 if TYPE_CHECKING:
+    from edge_agent.bundle import Bundle
     from edge_agent.data import Samples
     from edge_agent.task import Tensors
 
 FIT, EPOCHS = 600, 2
+SIDE, CALIBRATION = 224, 16
+
+
+def default_cache() -> Path:
+    """Where features and the exported encoder are kept for the next time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "bench"
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,9 @@ def real_features(cache: Path) -> tuple[Path, Path]:
     Raises:
         MissingCapability: they have to be computed and torch is not installed.
     """
-    data = "fashion-mnist" if w1.has_fashion() else "digits"
+    from .workloads import has_fashion
+
+    data = "fashion-mnist" if has_fashion() else "digits"
     paths = (cache / f"fit-{data}-{__version__}.safetensors", cache / f"test-{data}-{__version__}.safetensors")
     try:
         for path in paths:
@@ -76,17 +87,19 @@ def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features
     from edge_agent.methods.base import Client, MethodParams
     from edge_agent.training.loops import train_all_parts
 
-    w1.register()
+    from .workloads import register, w1_task
+
+    register()
     cpu = torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = methods.create("fedavg").build(w1.task())
+        model = methods.create("fedavg").build(w1_task())
     client = Client(
         id="bench",
         model=model,
         train_inputs=torch.from_numpy(train.inputs),
         train_labels=torch.from_numpy(train.labels.astype(np.int64)),
-        task=w1.task(),
+        task=w1_task(),
         device=cpu,
         rng=np.random.default_rng(0),
         generator=torch.Generator(device=cpu).manual_seed(0),
@@ -112,9 +125,45 @@ def _samples() -> tuple[Samples, Samples]:
     """Samples to train the encoder on, and 1,800 others (1,797 digits)."""
     from edge_agent import data
 
-    task = w1.task()
-    names = (f"idx:{w1.FASHION}?split=train&n=6000", f"idx:{w1.FASHION}?split=test&n=1800&seed=1")
-    if not w1.has_fashion():
-        names = ("digits:rendered?n=3000", "digits:slanted")
+    from .workloads import FASHION, has_fashion, w1_task
+
+    task, names = w1_task(), ("digits:rendered?n=3000", "digits:slanted")
+    if has_fashion():
+        names = (f"idx:{FASHION}?split=train&n=6000", f"idx:{FASHION}?split=test&n=1800&seed=1")
     one, other = (data.load(name, task.input, task.class_names) for name in names)
     return one, other
+
+
+def resnet18(cache: Path) -> Bundle:
+    """A ResNet18 with random weights for 224 x 224 images, unpacked below ``cache``; exported the first time.
+
+    Raises:
+        MissingCapability: it has to be exported and torch or onnx is not installed.
+    """
+    from edge_agent import bundle as bundles
+
+    file = cache / f"resnet18-{__version__}-schema{bundles.SCHEMA}.hwb"
+    if not file.exists():
+        if importlib.util.find_spec("torch") is None:
+            raise MissingCapability.package("torch", "export", "measuring an encoder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _export_resnet18(file)
+    return bundles.install(file, cache / "bundles", keep=2)
+
+
+def _export_resnet18(file: Path) -> None:
+    import torch
+
+    from edge_agent import methods
+    from export.bundle import export_bundle
+
+    size = ImageInput(channels=3, height=SIDE, width=SIDE)
+    task = Task(input=size, class_names=tuple("0123456789"), encoder="resnet18")
+    method = methods.create("fedavg")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = method.build(task)
+    images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    # The older exporter takes seconds where the newer one takes a quarter of a minute.
+    export_bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")

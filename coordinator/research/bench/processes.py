@@ -15,10 +15,10 @@ from pathlib import Path
 
 from edge_agent.errors import MeasuringFailed, MissingCapability
 
-from ..processes import launch
+from ...processes import launch
 
 PATIENCE_S = 3.0
-"""How long a process may take to end politely before it is made to."""
+"""Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def usage(pid: int) -> Usage:
         seconds = _cpu_s(process)
         rss, own, peak = (_megabytes(sizes[name]) for name in ("VmRSS", "RssAnon", "VmHWM"))
     except (OSError, KeyError) as error:
-        raise MeasuringFailed(f"process {pid} is gone: it ended while it was measured ({error})") from error
+        raise MeasuringFailed(f"process {pid} ended while it was measured ({error})") from error
     return Usage(seconds, rss, own, peak)
 
 
@@ -62,26 +62,26 @@ def forget_peak(pid: int) -> None:
 
 @dataclass
 class Measured:
-    """A process of ours, and where its last words go."""
+    """A process of ours, and the file of its stderr."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def check(self) -> None:
-        """Return quietly while it runs.
+        """Check that it still runs.
 
         Raises:
             MeasuringFailed: it has ended.
         """
         code = self.process.poll()
         if code is not None:
-            raise MeasuringFailed(f"{self.name} ended with code {code}; its last words:\n{self.last_words()}")
+            raise MeasuringFailed(f"{self.name} ended with code {code}; its stderr ends:\n{self.stderr_tail()}")
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """The last lines that it logged."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-5:]) or "(it said nothing)"
+        return "\n".join(lines[-5:]) or "(stderr is empty)"
 
 
 @contextlib.contextmanager
@@ -91,12 +91,12 @@ def module(
     """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
     log = folder / f"{name}.log"
     command = launch.command(module, *map(str, arguments))
-    with log.open("wb") as words:
+    with log.open("wb") as stderr:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=words,
+            stderr=stderr,
             env={**os.environ, **(environment or {})},
         )
     try:
@@ -106,7 +106,7 @@ def module(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, politely if it goes."""
+    """End a process: SIGTERM first, SIGKILL where that does not help."""
     process.terminate()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
@@ -160,8 +160,8 @@ def wait_for(
         for measured in watched:
             measured.check()
         if time.monotonic() > until:
-            words = "\n".join(f"[{m.name}] {m.last_words()}" for m in watched)
-            raise MeasuringFailed(f"{what}: not within {limit_s:.0f} s; last words:\n{words}")
+            tails = "\n".join(f"[{m.name}] {m.stderr_tail()}" for m in watched)
+            raise MeasuringFailed(f"{what}: not within {limit_s:.0f} s; stderr:\n{tails}")
         pause.wait(every_s)
 
 

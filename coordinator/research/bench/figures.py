@@ -1,4 +1,4 @@
-"""Figures as rows: value, unit, budget, met or not; and the sentence about the machine that they come from."""
+"""Figures as rows, and the sentence about the machine that they come from."""
 
 from __future__ import annotations
 
@@ -16,43 +16,22 @@ PACKAGES = ("numpy", "paho-mqtt", "pydantic", "onnxruntime", "torch", "amqtt")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``budget`` is the most that is accepted, None where there is no bound."""
+    """One figure."""
 
     name: str
     value: float
     unit: str
-    budget: float | None = None
-
-    @property
-    def is_met(self) -> bool | None:
-        """Whether the budget is met; None without one."""
-        return None if self.budget is None else self.value <= self.budget
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object."""
-        return {
-            "name": self.name,
-            "value": rounded(self.value),
-            "unit": self.unit,
-            "budget": self.budget,
-            "met": self.is_met,
-        }
+        return {"name": self.name, "value": rounded(self.value), "unit": self.unit}
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """``value`` with so many digits that count; not a number stays what it is."""
+    """``value`` with so many significant digits; not a number stays what it is."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle one, or the mean of the two in the middle; NaN of none."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    if not ordered:
-        return math.nan
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -1,6 +1,6 @@
 """The coordinator's two halves of transport by themselves: its distributor and its collector, without a round loop.
 
-A process of its own: it asks agents (with `noop.NoDuties`) to fetch a blob, and then to send one each, and prints how
+A process of its own: it asks agents (with `NoopTasks`) to fetch a blob, and then to send one each, and prints how
 long it took. Uploads are checked, synced and journalled as in service; their receipts end the clock.
 """
 
@@ -14,6 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.fleet.downloads import Distributor
+from coordinator.fleet.uploads import Collection, Collector
+from coordinator.research.bench.processes import say
+from coordinator.research.bench.workloads import NOOP
+from coordinator.state.store import StateFolder
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
@@ -23,12 +28,6 @@ from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.tensors import Spec, encode
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Message
-
-from ..fleet.downloads import Distributor
-from ..fleet.uploads import Collection, Collector
-from ..state.store import StateFolder
-from .noop import NAME
-from .processes import say
 
 LIMIT_S = 120.0
 RUN = "run-0001"
@@ -120,7 +119,7 @@ class Hub:
         task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"))
         for agent in sorted(self.agents):
             job = wire.Job.model_validate(
-                {"purpose": purpose, "run": RUN, "round": number, "rounds": 1 << 16, "seed": 0, "method": NAME}
+                {"purpose": purpose, "run": RUN, "round": number, "rounds": 1 << 16, "seed": 0, "method": NOOP}
                 | {"params": params, "task": task, "blobs": (blob.ref,), "deadline_s": LIMIT_S}
             )
             self.send(agent, job)

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .processes import module
+from coordinator.research.bench.processes import module
 
 LIMIT_S = 60.0
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
 _GO, _DONE = b"g", b"d"
 
 
@@ -29,7 +30,9 @@ def seconds(agents: int, size_bytes: int, folder: Path) -> tuple[float, float]:
         server.settimeout(LIMIT_S)
         arguments = [server.getsockname()[1], blob]
         for number in range(agents):
-            stack.enter_context(module(f"tcp-{number}", arguments, folder, module="coordinator.bench.tcp"))
+            stack.enter_context(
+                module(f"tcp-{number}", arguments, folder, module="yardstick_tcp", environment=ENVIRONMENT)
+            )
         peers = [stack.enter_context(server.accept()[0]) for _ in range(agents)]
         for peer in peers:
             peer.settimeout(LIMIT_S)

@@ -6,12 +6,14 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from . import tcp
-from .figures import median, rounded
-from .processes import Measured, answer, forget_peak, module, tell, usage
-from .rounds import FEDERATION, agent_file, broker
+import yardstick_tcp as tcp
+
+from coordinator.research.bench.figures import rounded
+from coordinator.research.bench.processes import Measured, answer, forget_peak, module, tell, usage
+from coordinator.research.bench.rounds import FEDERATION, PROGRAMS, agent_file, broker
 
 DIRECTIONS = ("broadcast", "upload")
 
@@ -89,11 +91,11 @@ def _over(name: str, agents: int, size: int, tcp_s: dict[str, float], folder: Pa
     with broker(name) as running, contextlib.ExitStack() as stack:
         files = [agent_file(folder, f"agent-{n}", running.url, "npz:none") for n in range(agents)]
         started = [
-            stack.enter_context(module(file.stem, ["--config", file], folder, module="coordinator.bench.agent"))
+            stack.enter_context(module(file.stem, ["agent", "--config", file], folder, module=PROGRAMS))
             for file in files
         ]
         arguments = [running.url, FEDERATION, folder / "hub", agents, size]
-        hub = stack.enter_context(module("hub", arguments, folder, module="coordinator.bench.hub"))
+        hub = stack.enter_context(module("hub", arguments, folder, module="yardstick_hub", environment=tcp.ENVIRONMENT))
         answer(hub)
         measure = _Measure(hub, started, running.pid or 0, agents * size / 1e6, repeats)
         return [measure.leg(name, direction, tcp_s[direction]) for direction in DIRECTIONS]

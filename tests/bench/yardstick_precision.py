@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
+from coordinator.research.bench.figures import Row
 from edge_agent import methods
 from edge_agent.client.session import choose_device, supported
 from edge_agent.config import Precision
@@ -17,8 +19,6 @@ from edge_agent.methods.base import Client, MethodParams
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import train_all_parts
 from edge_agent.training.parts import Parts
-
-from .figures import Row, median
 
 NETWORKS = {"fedpac_cnn": (1, 28), "small_cnn": (3, 32), "resnet18": (3, 64)}
 """Encoder -> channels and side of its images."""

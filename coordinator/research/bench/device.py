@@ -1,12 +1,11 @@
-"""What a head-tier device spends: memory while idle and with an encoder, CPU time until it is ready, time of a head."""
+"""What a head-tier device needs: memory while idle and with an encoder, CPU time until it is ready, time of a head."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from edge_agent import __version__
@@ -17,30 +16,22 @@ from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
-from ..broker import find_mosquitto
-from .features import real_features
-from .figures import Row, median
+from ...broker import find_mosquitto
+from .device_inputs import SIDE, real_features, resnet18
+from .figures import Row
 from .processes import Measured, Usage, answer, module, usage, wait_for
-from .resnet import SIDE, resnet18
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
     from edge_agent.bundle import Bundle, Precision
 
-IDLE_MB, ENCODER_MB, READY_CPU_S = 45.0, 100.0, 0.3
-HEAD_MB = 60.0
-HEADS = {"lr": ("LR", 0.12), "svm": ("SVM", 0.25), "dualfed": ("DualFed", 1.0), "fedpick": ("FedPick", 1.5)}
-"""Head -> what it is called, and the CPU seconds that fitting it may take."""
-
-ACCURACY_LOSS = 0.005
-"""How much less accurate than scikit-learn's our logistic regression may be, of 1."""
-
+HEADS = {"lr": "LR", "svm": "SVM", "dualfed": "DualFed", "fedpick": "FedPick"}
 LIMIT_S = 60.0
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
-    """All figures of a device; ``cache`` keeps the exported encoder for the next time.
+    """All figures of a device; ``cache`` keeps features and the exported encoder for the next time.
 
     Raises:
         MissingCapability: what is needed to export an encoder, or to run one, is not installed.
@@ -53,19 +44,17 @@ def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
     features = real_features(cache)
     for head in HEADS:
         yield from head_rows(head, features, folder)
-    if importlib.util.find_spec("sklearn") is not None:
-        yield from beside_scikit_learn(features, folder)
 
 
 def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
-    """A head-tier agent that is connected and welcomed and has no bundle yet."""
+    """A head-tier agent that is connected and has no bundle yet."""
     folder.mkdir(parents=True, exist_ok=True)
     with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
         found = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
     del found[0]  # the first one compiles the modules, as an installation does once
-    yield Row("idle agent", median([idle.rss_mb for _, idle in found]), "MB", IDLE_MB)
+    yield Row("idle agent", median([idle.rss_mb for _, idle in found]), "MB")
     yield Row("idle agent, its own pages", median([idle.own_mb for _, idle in found]), "MB")
-    yield Row("CPU until ready", min(ready.cpu_s for ready, _ in found), "s", READY_CPU_S)
+    yield Row("CPU until ready", min(ready.cpu_s for ready, _ in found), "s")
     yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in found]), "s")
 
 
@@ -75,7 +64,7 @@ def encoder_rows(bundle: Bundle, precision: Precision, folder: Path) -> Iterator
     for _ in range(2):
         timed, its_usage = _child(folder, "encoder", bundle.folder, precision)
     name = f"ResNet18 {precision}"
-    yield Row(f"{name} loaded and run", its_usage.rss_mb, "MB", ENCODER_MB)
+    yield Row(f"{name} loaded and run", its_usage.rss_mb, "MB")
     yield Row(f"{name}, of it not pages of files", its_usage.own_mb, "MB")
     yield Row(f"{name}, the most while loading", its_usage.peak_mb, "MB")
     yield Row(f"{name}, load", timed["load_s"], "s")
@@ -83,34 +72,27 @@ def encoder_rows(bundle: Bundle, precision: Precision, folder: Path) -> Iterator
 
 
 def head_rows(head: str, features: tuple[Path, Path], folder: Path) -> Iterator[Row]:
-    """Fitting one head on the features of 600 samples, how good it is, and what a process takes that does no more."""
-    (called, budget_s), (timed, _) = HEADS[head], _child(folder, "fit", head, *features)
-    name = f"{called} head, 600 x 512 x 10"
+    """Fitting one head on the features of 600 samples: CPU time, accuracy, memory of that process."""
+    timed, _ = _child(folder, "fit", head, *features)
+    name = f"{HEADS[head]} head, 600 x 512 x 10"
     name += f", {timed['epochs']:.0f} epochs" if "epochs" in timed else ""
-    yield Row(f"{name}, CPU", timed["seconds"], "s", budget_s)
+    yield Row(f"{name}, CPU", timed["seconds"], "s")
     yield Row(f"{name}, accuracy", timed["accuracy"], "")
-    yield Row(f"{name}, the process", timed["peak_mb"], "MB", HEAD_MB)
-
-
-def beside_scikit_learn(features: tuple[Path, Path], folder: Path) -> Iterator[Row]:
-    """Our logistic regression beside scikit-learn's, on the same features."""
-    (ours, _), (theirs, _) = (_child(folder, "fit", "lr", *features), _child(folder, "scikit-learn", *features))
-    yield Row("LR by scikit-learn, CPU", theirs["seconds"], "s")
-    yield Row("LR by scikit-learn, accuracy", theirs["accuracy"], "")
-    yield Row("LR by scikit-learn, the process", theirs["peak_mb"], "MB")
-    yield Row("LR head, accuracy below that", theirs["accuracy"] - ours["accuracy"], "", ACCURACY_LOSS)
+    yield Row(f"{name}, the process", timed["peak_mb"], "MB")
 
 
 def _child(folder: Path, *arguments: object) -> tuple[dict[str, float], Usage]:
-    """What a child without torch has timed, and what it takes."""
+    """What a child process without torch has timed, and its usage."""
     folder.mkdir(parents=True, exist_ok=True)
-    with module("child", arguments, folder, module="coordinator.bench.sample", environment=ONE_THREAD) as child:
+    with module(
+        "child", arguments, folder, module="coordinator.research.bench.device_child", environment=ONE_THREAD
+    ) as child:
         found: dict[str, float] = json.loads(answer(child))
         return found, usage(child.process.pid)
 
 
 def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage]:
-    """What ``edge-agent run`` has used when its hello arrives, and while it has nothing to do."""
+    """Usage of ``edge-agent run`` when its hello arrives, and while it is idle."""
     path = agent_file(folder, name, at.url, f"images:{_some_images(folder / 'images')}", tier="head")
     host = MqttTransport(at, "bench")
     host.subscribe(*Topics(FEDERATION).for_coordinator())
@@ -119,7 +101,7 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
         # Compiled modules go to a folder of ours, also where the caller has forbidden to write any.
         compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
         with module(name, ["run", "--config", path], folder, module="edge_agent", environment=compiled) as agent:
-            _hear(host, agent, wire.Hello)
+            _wait_for_hello(host, agent)
             ready = usage(agent.process.pid)
             welcome = wire.Welcome(
                 software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=wire.new_id(), epoch=1
@@ -133,7 +115,7 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
 
 
 def _some_images(folder: Path) -> Path:
-    """Two classes of a hundred small images each, as an agent wants to see before it connects."""
+    """A folder with two classes of a hundred small images each: an agent checks its data before it connects."""
     for name in ("left", "right"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(100):
@@ -141,20 +123,17 @@ def _some_images(folder: Path) -> Path:
     return folder
 
 
-def _hear(host: MqttTransport, agent: Measured, kind: type[wire.Control]) -> None:
-    """Wait for a message of that kind."""
+def _wait_for_hello(host: MqttTransport, agent: Measured) -> None:
     waits = 0
     while waits < LIMIT_S:
         event = host.receive(1.0)
         waits += event is None
         agent.check()
-        if isinstance(event, Message) and event.topic.endswith("/up") and _is(kind, event.payload):
+        if not isinstance(event, Message) or not event.topic.endswith("/up"):
+            continue
+        if isinstance(wire.parse_from_agent(event.payload), wire.Hello):
             return
-    raise MeasuringFailed(f"{agent.name} did not say hello within {LIMIT_S:.0f} s; {agent.last_words()}")
-
-
-def _is(kind: type[wire.Control], payload: bytes) -> bool:
-    return isinstance(wire.parse_from_agent(payload), kind)
+    raise MeasuringFailed(f"{agent.name} sent no hello within {LIMIT_S:.0f} s; {agent.stderr_tail()}")
 
 
 def _is_welcomed(status: Path) -> bool:
@@ -162,8 +141,3 @@ def _is_welcomed(status: Path) -> bool:
         return bool(json.loads(status.read_bytes()).get("welcomed"))
     except (OSError, ValueError):
         return False
-
-
-def default_cache() -> Path:
-    """Where the exported encoder is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "bench"

@@ -1,0 +1,193 @@
+"""Simulated rounds of workload W1 on this machine: seconds, CPU and memory of all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from edge_agent.client.session import choose_device
+from edge_agent.errors import MeasuringFailed
+
+from ...simulation.engines.choice import cores
+from ...simulation.engines.stacked import device_name
+from ...simulation.plan import Plan
+from ...simulation.prepared import Prepared
+from ...simulation.run import Simulation, open_simulation
+from .figures import Row
+from .processes import usage
+from .workloads import FASHION, W1_ENCODER, W1_PARAMS, has_fashion, register
+
+METHODS = ("fedavg", "fedpac")
+SETUP = (f"{__package__}.workloads:register",)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured; the defaults are those of workload W1."""
+
+    clients: int = 20
+    samples: int = 600
+    rounds: int = 5
+    workers: int = 0
+    methods: tuple[str, ...] = METHODS
+    stacked_on: str = ""
+    """The device of engine ``stacked``; empty: engine ``pool`` on the CPU."""
+
+    @property
+    def worker_count(self) -> int:
+        """Workers of engine ``pool``: as many as cores where no number is given."""
+        return min(self.workers or cores(), self.clients)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """(wall, CPU) seconds of each round, without and with evaluation, and the peak memory of all processes in MB."""
+
+    method: str
+    clients: int
+    plain: tuple[tuple[float, float], ...]
+    evaluated: tuple[tuple[float, float], ...]
+    memory_mb: float | None
+    engine: dict[str, Any]
+
+    def rows(self) -> Iterator[Row]:
+        """The figures. The ratio is the median of those of rounds that came one after the other."""
+        wall = median(seconds for seconds, _ in self.plain)
+        ratio = median(one[1] / other[1] for one, other in zip(self.evaluated, self.plain, strict=True))
+        yield Row(f"{self.method}: round", wall, "s")
+        yield Row(f"{self.method}: clients trained a second", self.clients / wall, "1/s")
+        yield Row(f"{self.method}: CPU of a round, all processes", median(cpu for _, cpu in self.plain), "s")
+        yield Row(f"{self.method}: CPU of a round with evaluation over one without", ratio, "x")
+        if self.memory_mb is not None:
+            yield Row(f"{self.method}: memory of all processes", self.memory_mb, "MB")
+
+
+def report(size: Size, folder: Path) -> dict[str, Any]:
+    """Seconds of each round, and the figures as ``rows``.
+
+    Raises:
+        DataError: no such device.
+        MeasuringFailed: a run ended.
+    """
+    device = device_name(choose_device(size.stacked_on)) if size.stacked_on else "cpu"
+    source = data_source(folder, size)
+    found = [measure(method, source, size, folder / method) for method in size.methods]
+    seconds = {
+        one.method: {
+            kind: [round(wall, 4) for wall, _ in rounds]
+            for kind, rounds in (("plain", one.plain), ("evaluated", one.evaluated))
+        }
+        for one in found
+    }
+    return {
+        "data": source.partition("?")[0],
+        "device": device,
+        "workers": 1 if size.stacked_on else size.worker_count,
+        "seconds": seconds,
+        "engine": {one.method: one.engine for one in found},
+        "rows": [row for one in found for row in one.rows()],
+    }
+
+
+def data_source(folder: Path, size: Size) -> str:
+    """Fashion-MNIST, or random images where it is not installed."""
+    if has_fashion():
+        return f"idx:{FASHION}"
+    rng, count = np.random.default_rng(0), max(4 * size.samples, 1000) // 10 * 10
+    images = rng.integers(0, 256, (count, 28, 28)).astype(np.uint8)
+    path = folder / "random.npz"
+    np.savez(path, inputs=images, labels=np.arange(count) % 10, class_names=np.array(list("0123456789")))
+    return f"npz:{path}"
+
+
+def plan_for(method: str, source: str, size: Size) -> Plan:
+    """The simulation; it has many more rounds than are measured, and is closed when enough have been timed."""
+    params = dict(W1_PARAMS) if method == "fedavg" else {**W1_PARAMS, "weight_decay": 5e-4}
+    engine = {"engine": "pool", "workers": size.worker_count, "device": "cpu"}
+    if size.stacked_on:
+        engine = {"engine": "stacked", "device": size.stacked_on, "threads": 1}
+    return Plan.model_validate(
+        {
+            "method": method,
+            "params": params,
+            "data": (source,),
+            "partition": "fedpac",
+            "clients": size.clients,
+            "size": size.samples,
+            "rounds": 1_000_000,
+            "encoder": W1_ENCODER,
+            "evaluate_every": 0,
+            **engine,
+        }
+    )
+
+
+def measure(method: str, source: str, size: Size, folder: Path) -> Timed:
+    """Rounds without and with evaluation in turns, after one of each that does not count.
+
+    Raises:
+        MeasuringFailed: a run ended.
+    """
+    register()
+    prepared = Prepared.of(plan_for(method, source, size))
+    prepared = prepared if size.stacked_on else prepared.shared()
+    evaluating = replace(prepared, plan=prepared.plan.model_copy(update={"evaluate_every": 1}))
+    folder.mkdir(parents=True)
+    memory_mb = None
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(open_simulation(prepared, folder / "plain", SETUP))
+        timed_round(plain)
+        with contextlib.suppress(OSError):
+            memory_mb = sum(map(proportional_mb, _pids(plain)))
+        evaluated = stack.enter_context(open_simulation(evaluating, folder / "evaluating", SETUP))
+        timed_round(evaluated)
+        turns = [(timed_round(plain), timed_round(evaluated)) for _ in range(size.rounds)]
+        engine = plain.engine.figures.get("stacked", {})
+    one, other = zip(*turns, strict=True)
+    return Timed(method, size.clients, one, other, memory_mb, engine)
+
+
+def timed_round(simulation: Simulation) -> tuple[float, float]:
+    """(wall, CPU) seconds from handing out the work of a round to handing out that of the next one.
+
+    Raises:
+        MeasuringFailed: the run ended.
+    """
+    simulation.talk()
+    pids = _pids(simulation)
+    begin, cpu, number = time.perf_counter(), cpu_seconds(pids), simulation.open_round
+    while simulation.open_round == number:
+        if simulation.is_over:
+            raise MeasuringFailed("the simulated run ended while it was measured")
+        simulation.work()
+        simulation.talk()
+    return time.perf_counter() - begin, cpu_seconds(pids) - cpu
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds that processes have used so far."""
+    return sum(usage(pid).cpu_s for pid in pids)
+
+
+def proportional_mb(pid: int) -> float:
+    """Memory of a process in MB (10^6 bytes); of pages shared with others, its share.
+
+    Raises:
+        OSError: there is no such process, or this system does not provide the figure.
+    """
+    for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise OSError(f"process {pid}: no proportional set size in /proc")
+
+
+def _pids(simulation: Simulation) -> tuple[int, ...]:
+    return (os.getpid(), *simulation.engine.pids)

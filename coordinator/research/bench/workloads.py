@@ -1,0 +1,194 @@
+"""The workloads of ``bench round`` and ``bench simulate``, and the two programs that know them.
+
+``noop`` trains nothing, so that only the framework's own work is left: every agent adds a number of its own to all that
+it receives, each round carries other bytes both ways, and nothing can come from a cache.
+
+``w1`` trains: Fashion-MNIST, 600 training samples an agent, 5 epochs, batch 50, SGD with lr 0.05, a CNN of 281,034
+weights. Where Fashion-MNIST is not installed (Debian: dataset-fashion-mnist), scikit-learn's digits take its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import secrets
+import signal
+import threading
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from edge_agent import methods, models
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import TaskRunner
+from edge_agent.config import AgentConfig, load
+from edge_agent.methods.base import Client, Exactness, Method, MethodParams
+from edge_agent.models import NoParams
+from edge_agent.task import ImageInput, Task, Tensors
+from edge_agent.wire.messages import Job, Report, UpdateManifest
+from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.worker import ThreadWorker
+
+if TYPE_CHECKING:
+    from edge_agent.training.parts import Parts
+
+NOOP = "noop"
+NOOP_ARRAYS = 20
+"""As many tensors as a small convolutional network has."""
+
+W1_ENCODER = "w1_cnn"
+W1_PARAMS: dict[str, Any] = {"local_epochs": 5, "batch_size": 50, "lr": 0.05, "momentum": 0.0}
+SAMPLES, TEST_FRACTION = 900, 1 / 3
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+class NoopParams(MethodParams):
+    """Parameters of method ``noop``."""
+
+    payload_bytes: int = Field(500_000, ge=4 * NOOP_ARRAYS, le=1 << 30, description="size of the model, each way")
+    upload_bytes: int = Field(0, ge=0, le=1 << 30, description="size of an update; 0 = that of the model")
+
+
+class NoopMethod(Method):
+    """The mean of the received tensors; known only to processes that call `register`."""
+
+    Params = NoopParams
+    heads = ()
+    exactness: ClassVar[Exactness] = {}
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """All of it travels."""
+        return ("encoder",)
+
+    def build(self, task: Task) -> Parts:  # noqa: ARG002 - the same for every task
+        """So many arrays of equal size."""
+        import torch
+
+        from edge_agent.training.parts import Parts
+
+        size = self.params.payload_bytes // (4 * NOOP_ARRAYS)
+        arrays = {f"array{number:02d}": torch.nn.Parameter(torch.rand(size)) for number in range(NOOP_ARRAYS)}
+        return Parts(encoder=torch.nn.ParameterDict(arrays))
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """The received tensors plus the client's number."""
+        return add(received, number_of(client.id))
+
+
+class NoopTasks(TaskRunner):
+    """Tasks of an agent that adds a number instead of training, and does not load torch."""
+
+    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+        """The received tensors plus a number (or an upload of another size), or an empty report."""
+        if job.purpose == "finish":
+            return Report(run=job.run, samples=1)
+        number = number_of(self.config.id)
+        upload_bytes = int(job.params.get("upload_bytes", 0))
+        update = add(received, number)
+        if upload_bytes:
+            update = {"array": np.full(upload_bytes // 4, number + job.round, np.float32)}
+        return self.outbox.put(update, run=job.run, round_number=job.round, samples=1, metrics={})
+
+
+class W1Encoder:
+    """The CNN of workload W1, in the form of a file in ``edge_agent/models``."""
+
+    Params = NoParams
+    ACCEPTS = ("image",)
+    SMALLEST = 16
+
+    @staticmethod
+    def build(task: Task) -> Any:
+        """conv 5x5 (16), conv 5x5 (32), each halved, then 512 features."""
+        from torch import nn
+
+        from edge_agent.models.base import Layers
+
+        channels, *sides = task.input_shape
+        height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
+        layers: list[nn.Module] = [nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(32 * height * width, 512), nn.ReLU()]
+        return Layers(512, layers)
+
+
+def register() -> None:
+    """Add the benchmark's method and encoder to the registries of this process."""
+    methods.registry.add(NOOP, NoopMethod)
+    models.registry.add(W1_ENCODER, W1Encoder)
+
+
+def number_of(client: str) -> int:
+    """1 to 97, by the client's id."""
+    return 1 + zlib.crc32(client.encode()) % 97
+
+
+def add(received: Tensors, number: int) -> Tensors:
+    """All arrays plus ``number``."""
+    return {name: array + number for name, array in received.items()}
+
+
+def w1_task() -> Task:
+    """28 x 28 grey pixels, ten classes."""
+    size = ImageInput(channels=1, height=28, width=28)
+    return Task(input=size, class_names=tuple("0123456789"), encoder=W1_ENCODER)
+
+
+def w1_source(client: int, clients: int) -> str:
+    """The data source of one agent."""
+    if has_fashion():
+        return f"idx:{FASHION}?split=train&n={SAMPLES}&seed={client}"
+    return f"digits:optdigits?client={client}&clients={clients}"
+
+
+def has_fashion() -> bool:
+    """Whether Fashion-MNIST is installed."""
+    return any(FASHION.glob("train-images*"))
+
+
+def main() -> None:
+    """``coordinator|agent --config FILE [--train]``: the real programs with the benchmark's method and encoder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", choices=("coordinator", "agent"))
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--train", action="store_true", help="train instead of adding a number")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    if arguments.program == "coordinator":
+        _serve(arguments.config)
+    else:
+        _run_agent(load(AgentConfig, arguments.config), trains=arguments.train)
+
+
+def _serve(config: Path) -> None:
+    import torch  # now, so that "idle" is what a coordinator with torch takes
+
+    from ...service.app import coordinator, load_config, stop_on_signals
+    from .processes import say
+
+    torch.set_num_threads(1)
+    register()
+    with coordinator(load_config(config)) as service, stop_on_signals() as stop:
+        say("ready")
+        service.serve(stop)
+
+
+def _run_agent(config: AgentConfig, *, trains: bool) -> None:
+    stop, boot = threading.Event(), secrets.token_hex(8)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if trains:
+        register()
+    tasks = TaskRunner(config, "train") if trains else NoopTasks(config, "train")
+    transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
+    agent = Agent(config, transport, tasks, worker=ThreadWorker(transport.wake), boot=boot)
+    agent.start()
+    agent.serve(stop)
+    agent.close()
+
+
+if __name__ == "__main__":
+    main()

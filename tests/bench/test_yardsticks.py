@@ -1,0 +1,156 @@
+"""The yardsticks measure the right thing: shapes of results, arithmetic of figures. Never how fast it is."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yardstick_loop as loop
+import yardstick_memory as memory
+import yardstick_precision as precision
+import yardstick_scikit_learn as scikit_learn
+import yardstick_simulate as simulate
+import yardstick_stacked as stacked
+import yardstick_tcp as tcp
+import yardstick_transport as transport
+
+from coordinator.research.bench import device_inputs, workloads
+from coordinator.research.bench import simulate as ours
+from edge_agent import methods, models
+
+pytestmark = pytest.mark.bench
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    """What the benchmark registers in this process is forgotten after each test."""
+    for registry in (methods.registry, models.registry):
+        monkeypatch.setattr(registry, "_extra", dict(registry._extra))
+
+
+def test_scikit_learn_is_measured_on_the_features_of_the_device(tmp_path):
+    rng = np.random.default_rng(0)
+    labels, means = np.arange(80) % 3, 3 * rng.standard_normal((3, 8), np.float32)
+    points = means[labels] + rng.standard_normal((80, 8), np.float32)
+    paths = (tmp_path / "fit", tmp_path / "test")
+    for path, part in zip(paths, (slice(40), slice(40, None)), strict=True):
+        classifier = {"weight": means, "bias": np.zeros(3, np.float32)}
+        device_inputs.Features(points[part], labels[part], classifier).write(path)
+    found = scikit_learn.measure(paths, tmp_path)
+    assert found["accuracy"] > 0.9
+    assert found["peak_mb"] > 60
+
+
+def test_plain_tcp_moves_every_byte_both_ways(tmp_path):
+    down, up = tcp.seconds(2, 300_000, tmp_path)
+    assert down > 0
+    assert up > 0
+
+
+@pytest.mark.broker
+def test_transport_is_measured_in_both_directions(tmp_path):
+    found = transport.measure(1, 200_000, ["amqtt"], tmp_path, repeats=1)
+    assert [(leg["broker"], leg["direction"]) for leg in found["legs"]] == [("amqtt", "broadcast"), ("amqtt", "upload")]
+    for leg in found["legs"]:
+        assert leg["mb_per_s"] > 0
+        assert leg["of_tcp"] == pytest.approx(leg["mb_per_s"] / found["tcp_mb_per_s"][leg["direction"]], rel=0.01)
+        assert set(leg["cpu_s"]) == set(leg["peak_mb"]) == {"broker", "coordinator", "agents"}
+        assert all(10 < size < 1000 for size in leg["peak_mb"].values())
+    json.dumps(found)
+
+
+def test_ratios_are_medians_of_pairs_and_not_of_all():
+    """Load that falls on one pair falls on both: 2 / 1, 30 / 20 and 3 / 2 have the median 1.5."""
+    turns = simulate.Turns(
+        "fedavg",
+        ours=((2, 4.4), (30, 4), (3, 4)),
+        bare=((1, 4), (20, 4), (2, 4)),
+        keeping=((1, 3), (10, 3), (2, 3)),
+    )
+    found = {row.name: row for row in turns.rows()}
+    assert found["fedavg: round over bare loop"].value == 1.5
+    assert found["fedavg: round over bare loop, CPU of all processes"].value == 1.0
+    assert found["fedavg: round over bare loop that keeps freed memory, too"].value == 2.0
+
+
+def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
+    """30 samples in batches of 20 are two steps: five epochs of all weights; FedPAC: one of the head, five without."""
+    monkeypatch.setitem(workloads.W1_PARAMS, "batch_size", 20)
+    steps, step = [], torch.optim.SGD.step
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self: (steps.append(len(self.param_groups[0]["params"])), step(self))
+    )
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(30, 1, 28, 28), torch.arange(30) % 10
+    loop.fedavg(loop.fresh_model(), inputs, labels)
+    assert steps == [8] * 10
+    steps.clear()
+    loop.fedpac(loop.fresh_model(), inputs, labels)
+    assert steps == [2] * 2 + [6] * 10
+    means = loop.class_means(torch.tensor([[1.0], [3.0], [7.0]]), torch.tensor([4, 4, 9]))
+    assert means[:, 0].tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0, 7]
+
+
+def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "has_fashion", lambda: False)
+    size = ours.Size(clients=2, samples=20, rounds=1, workers=1)
+    found = simulate.measure("fedavg", ours.data_source(tmp_path, size), size, tmp_path / "run")
+    assert [len(one) for one in (found.ours, found.bare, found.keeping)] == [1, 1, 1]
+    assert [row.unit for row in found.rows()] == ["s", "s", "x", "x", "x"]
+    assert all(row.value > 0 for row in found.rows())
+
+
+def test_memory_of_few_clients_and_of_many_is_that_of_as_many_updates(tmp_path, monkeypatch):
+    """8 clients in 2 rounds send as many updates as 4 in 4; each simulation has a process of its own."""
+    asked, most = [], {4: 1000.0, 8: 1050.0}
+    monkeypatch.setattr(
+        memory, "_in_a_process", lambda folder, clients, *rest: (asked.append((clients, *rest)), most[clients])[1]
+    )
+    rows = memory.memory_rows(8, 3, tmp_path / "memory")
+    assert asked == [(4, 4, 3), (8, 2, 3)]
+    assert [(row.value, row.unit) for row in rows] == [(1000, "MB"), (1050, "MB"), (1.05, "x")]
+
+
+def test_memory_of_a_simulation_is_that_of_all_its_processes(tmp_path):
+    with_one_worker = memory._in_a_process(tmp_path / "one", 1, 1, 1)
+    assert 400 < with_one_worker < 3000
+
+
+def test_stacked_rounds_are_measured_against_a_loop_on_the_same_device(tmp_path, monkeypatch):
+    """Of 1 / 4 and 3 / 6 the median is 0.375."""
+    turns = stacked.Against(7, (1.0, 3.0), (4.0, 6.0), {})
+    assert [(row.name, row.value) for row in turns.rows()] == [
+        ("7 clients: rounds a second, engine stacked", 0.5),
+        ("7 clients: rounds a second, one client after another", 0.2),
+        ("7 clients: round over that loop", 0.375),
+    ]
+    monkeypatch.setattr(ours, "has_fashion", lambda: False)
+    found = stacked.report(ours.Size(clients=1, samples=20, rounds=1), tmp_path, "cpu")
+    assert found["device"] == "cpu"
+    assert (found["engine"]["1"]["jobs"], found["engine"]["1"]["of"]) == (0, 2), "there is nobody beside it"
+    assert found["engine"]["5"]["of"] == 10
+    assert set(found["engine"]["5"]["seconds_of_a_step"]) == {"one by one", "grouped", "unfolded"}
+    assert all(row.value > 0 for row in found["rows"])
+
+
+def test_precisions_and_layouts_are_measured_in_turns(monkeypatch):
+    monkeypatch.setattr(precision, "NETWORKS", {"small_cnn": (1, 8)})
+    monkeypatch.setattr(precision, "SAMPLES", 60)
+    calls, autocast = [], torch.autocast
+
+    def watched(*words, **how):
+        calls.append(how["enabled"])
+        return autocast(*words, **how)
+
+    monkeypatch.setattr(torch, "autocast", watched)
+    threads = torch.get_num_threads()
+    try:
+        found = precision.report(2, "cpu", 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert [row.unit for row in found["rows"]] == ["s", "x", "x"]
+    assert all(row.value > 0 for row in found["rows"])
+    assert calls == [False, False, True, True, False, False] * 3, "two batches of each variant, once to warm up"
+    assert (found["device"], found["threads"]) == ("cpu", 1)
