@@ -16,7 +16,7 @@ import pytest
 from coordinator.broker import mosquitto_acl
 from coordinator.cli.app import app
 from coordinator.config import CoordinatorConfig
-from edge_agent import data, methods
+from edge_agent import __version__, data, methods
 from edge_agent.cli import COMMANDS
 from edge_agent.config import AgentConfig, load
 from edge_agent.errors import HeadwaterError
@@ -74,7 +74,7 @@ def test_links_of_the_documents_lead_somewhere(root):
 
 def test_changelog_has_an_entry_for_this_version(root, project):
     text = (root / ".github/CHANGELOG.md").read_text(encoding="utf-8")
-    version = project["project"]["version"]
+    version = __version__
     entry = re.search(rf"^## \[{re.escape(version)}\].*\n((?:(?!^## ).*\n?)*)", text, re.MULTILINE)
     assert entry, f"no '## [{version}]' in the changelog"
     assert re.search(r"^- \S", entry[1], re.MULTILINE), "the entry is empty"
@@ -189,7 +189,7 @@ def wheel(root, tmp_path_factory):
 
 
 def test_wheel_holds_exactly_the_three_packages_and_the_tables_to_reproduce(root, wheel, project):
-    name = f"headwater-{project['project']['version']}"
+    name = f"headwater-{__version__}"
     info, shared = f"{name}.dist-info", f"{name}.data"
     assert {path.split("/")[0] for path in wheel.namelist()} == {"edge_agent", "export", "coordinator", info, shared}
     tables = {f"{shared}/data/share/headwater/reproduce/{path.name}" for path in root.glob("configs/reproduce/*.toml")}
@@ -210,7 +210,7 @@ def test_wheel_holds_every_file_of_the_packages(root, wheel):
 
 
 def test_wheel_brings_both_commands_and_the_licence(wheel, project):
-    info = f"headwater-{project['project']['version']}.dist-info"
+    info = f"headwater-{__version__}.dist-info"
     points = configparser.ConfigParser()
     points.read_string(wheel.read(f"{info}/entry_points.txt").decode())
     assert set(points["console_scripts"]) == {"headwater", "edge-agent"}
