@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-_ROOT = str(Path(__file__).resolve().parents[1])
+_ROOT = str(Path(__file__).resolve().parents[2])
 """Where these packages are, also if they were not installed; searched after Python's own modules."""
 
 _BEGIN = (

@@ -133,5 +133,5 @@ def read_table(name: str) -> Table:
 
 def _home() -> Path:
     """Beside the packages in a checkout, in the environment's shared files where it is installed."""
-    beside = Path(__file__).resolve().parents[2] / "configs" / FOLDER
+    beside = Path(__file__).resolve().parents[3] / "configs" / FOLDER
     return beside if beside.is_dir() else Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
