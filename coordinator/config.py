@@ -28,7 +28,7 @@ class EmbeddedConfig(Frozen):
     bind: str = Field("127.0.0.1", min_length=1, max_length=253, description="address to listen on; 0.0.0.0 = all")
     port: int = Field(1883, ge=0, le=65535, description="TCP port; 0 = any free one")
     password_file: Path | None = Field(
-        None, description="users and hashes as 'headwater enroll' writes them; without it everybody may connect"
+        None, description="users and password hashes, as 'headwater enroll' writes them; without it anyone may connect"
     )
 
 
@@ -38,9 +38,12 @@ class RunConfig(Frozen):
     method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
     rounds: int = Field(10, ge=1, le=1_000_000, description="rounds of one run")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the first weights, of cohorts and of the agents")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of initial weights, cohorts and agents")
     keep_every: int = Field(
-        0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the newest only"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="keep checkpoints of every n-th round, for 'headwater analyze'; 0 = the newest only",
     )
     weights: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
         None,
@@ -53,21 +56,21 @@ class CohortConfig(Frozen):
     """Who takes part in a round."""
 
     tier: Literal["train", "any"] = Field(
-        "train", description="any: head-tier devices, too, where the method has something for them that is exact"
+        "train", description="any: also devices without torch, where their part of the method is exact"
     )
-    fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents that is asked")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents in a round")
     fraction_max: float | None = Field(
-        None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
+        None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
     min_agents: int = Field(
         1,
         ge=1,
         le=1_000_000,
-        description="a round opens when so many agents are there, and waits while fewer can deliver",
+        description="a round starts with this many agents, and waits while fewer can deliver",
     )
-    max_agents: int | None = Field(None, ge=1, le=1_000_000, description="never ask more; None = no bound")
+    max_agents: int | None = Field(None, ge=1, le=1_000_000, description="upper bound of agents in a round")
     over_selection: float = Field(
-        1.0, ge=1, le=4, description="ask so many times more agents than needed; 1.3 covers 10 % that drop out"
+        1.0, ge=1, le=4, description="select this many times the agents needed; 1.3 covers 10 % that drop out"
     )
 
     @model_validator(mode="after")
@@ -86,15 +89,13 @@ class RoundConfig(Frozen):
         0.8,
         gt=0,
         le=1,
-        description="share of the agents that can still deliver which is enough to close after the grace",
+        description="share of the agents that can still deliver; enough to close after the grace period",
     )
-    grace_s: float = Field(10.0, ge=0, le=86_400, description="waited for the rest once the quorum is there")
-    deadline_s: float = Field(
-        600.0, gt=0, le=7 * 86_400, description="an agent that has not delivered by then is left out"
-    )
-    lease_s: float = Field(45.0, gt=0, le=3600, description="an agent that is silent for so long counts as gone")
+    grace_s: float = Field(10.0, ge=0, le=86_400, description="grace period for the rest, once the quorum is reached")
+    deadline_s: float = Field(600.0, gt=0, le=7 * 86_400, description="an agent without an update by then is left out")
+    lease_s: float = Field(45.0, gt=0, le=3600, description="an agent that is silent for this long is offline")
     max_attempts: int = Field(
-        3, ge=1, le=1000, description="a run fails when a round lacks updates after so many deadlines"
+        3, ge=1, le=1000, description="a run fails when a round lacks updates after this many deadlines"
     )
 
 
@@ -107,33 +108,36 @@ class ExportConfig(Frozen):
         "auto", description="auto: torch's dynamo exporter where onnxscript is installed, else the older one"
     )
     every: int = Field(
-        0, ge=0, le=1_000_000, description="also release each so many rounds, to head-tier devices; 0 = after the run"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="also release every n-th round to devices of tier head; 0 = only after the run",
     )
     patience: int = Field(
-        0, ge=0, le=1000, description="end the run when so many releases in a row gave devices no better acc.personal"
+        0,
+        ge=0,
+        le=1000,
+        description="end the run when this many releases in a row brought no better acc.personal; 0 = never",
     )
     pool_norm: bool = Field(
-        True, description="ask devices once for batch norm that stays with them otherwise; false: then no export"
+        True,
+        description="collect batch norm statistics that stay on devices once, for the export; false: no export then",
     )
     calibration: str | None = Field(
-        None, max_length=1000, description="data source of inputs that settle the int8 ranges; None = random inputs"
+        None, max_length=1000, description="data source of inputs for the int8 ranges; default: random inputs"
     )
-    folder: Path = Field(
-        Path(), description="what a relative place in calibration counts from; default: this file's folder"
-    )
+    folder: Path = Field(Path(), description="base of relative paths in calibration; default: this file's folder")
 
 
 class HostedConfig(Frozen):
     """A client whose data lie where the coordinator is: it takes part as any agent does, in a process beside us."""
 
-    id: str = Field(pattern=NAME_PATTERN, description="as an agent's: no agent may have the same")
+    id: str = Field(pattern=NAME_PATTERN, description="as of an agent; no agent may have the same")
     data: DataConfig = Field(description="as in an agent's configuration")
     device: str = Field(
         "auto", max_length=64, description="auto, cpu, cuda, cuda:1, mps; auto: cuda where there is one"
     )
-    threads: int = Field(
-        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
-    )
+    threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
     precision: Precision = Field("float32", description=PRECISION)
 
     def agent(self, federation: str, state: Path, lease_s: float) -> AgentConfig:
@@ -153,18 +157,16 @@ class WarmStartConfig(Frozen):
     """What the encoder learns before the first round, from data that the coordinator has."""
 
     data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
-    folder: Path = Field(Path(), description="what a relative place in data counts from; default: this file's folder")
+    folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
     epochs: int = Field(5, ge=1, le=100_000, description="passes over the data")
     lr: float = Field(0.01, gt=0, le=1000, description="step size of SGD")
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.0, ge=0, le=1000, description="of SGD")
     batch_size: int = Field(50, ge=1, le=1_000_000, description="samples in one step")
-    test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held back to score on")
+    test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of that split")
     device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
-    threads: int = Field(
-        1, ge=0, le=256, description="torch threads; 0 = torch's own choice. 1 keeps results repeatable"
-    )
+    threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
 
 
 class ProxyConfig(Frozen):
@@ -174,37 +176,41 @@ class ProxyConfig(Frozen):
     """
 
     data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
-    folder: Path = Field(Path(), description="what a relative place in data counts from; default: this file's folder")
-    every: int = Field(1, ge=1, le=1_000_000, description="rounds; the last one is evaluated in any case")
+    folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
+    every: int = Field(1, ge=1, le=1_000_000, description="evaluate every n-th round; the last one always")
     device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
 
 
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
-    federation: str = Field("home", pattern=NAME_PATTERN, description="agents of the same federation work together")
+    federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation; agents use the same")
     state: Path = Field(Path("state"), description="folder for journal, blobs and runs")
-    broker: BrokerConfig | None = Field(None, description="a broker that is already there")
-    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig, description="the broker to start otherwise")
+    broker: BrokerConfig | None = Field(None, description="an existing broker")
+    embedded: EmbeddedConfig = Field(
+        default_factory=EmbeddedConfig, description="the broker that the coordinator starts without [broker]"
+    )
     task: Task = Field(description="inputs, classes and encoder")
     run: RunConfig = Field(default_factory=RunConfig, description="defaults of a run")
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     evaluate_every: int = Field(
-        1, ge=0, le=1_000_000, description="agents evaluate each so many rounds; 0 = at the end"
+        1, ge=0, le=1_000_000, description="agents evaluate every n-th round; 0 = only after the last"
     )
     hosted: tuple[HostedConfig, ...] = Field(
-        (), max_length=10_000, description="clients whose data lie here; they take part like agents"
+        (), max_length=10_000, description="clients with data on this machine; they take part like agents"
     )
     hosted_processes: int | None = Field(
-        None, ge=1, le=1024, description="processes that they share; default: as many as cores, with a GPU one"
+        None, ge=1, le=1024, description="processes of the hosted clients; default: as many as cores, or one with a GPU"
     )
 
     warm_start: WarmStartConfig | None = Field(
-        None, description="what the encoder learns here before the first round of a run"
+        None, description="training of the encoder on this machine before round 1"
     )
-    proxy: ProxyConfig | None = Field(None, description="samples to evaluate the shared model on, after rounds")
+    proxy: ProxyConfig | None = Field(
+        None, description="evaluation of the shared model on samples of this machine, after rounds"
+    )
 
     @model_validator(mode="after")
     def _each_hosted_once(self) -> CoordinatorConfig:

@@ -51,9 +51,9 @@ class BrokerConfig(Frozen):
     password_file: Path | None = Field(
         None, description="file whose first line is the password; a systemd credential of that name comes first"
     )
-    keepalive_s: int = Field(30, ge=5, le=600, description="seconds between signs of life towards the broker")
-    wait: bool = Field(True, description="keep trying while the broker is away; false: give up with exit code 75")
-    max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest payload we ever publish")
+    keepalive_s: int = Field(30, ge=5, le=600, description="seconds between MQTT keep-alive messages")
+    wait: bool = Field(True, description="retry while the broker is away; false: end with exit code 75")
+    max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest MQTT payload that is published")
     tls: TlsConfig | None = None
 
     @field_validator("url")
@@ -124,14 +124,14 @@ class DataConfig(Frozen):
     """Local data of one device; they never leave it."""
 
     source: str = Field(description="kind:where[?option=value], see 'edge-agent fit --help'")
-    folder: Path = Field(Path(), description="what a relative place in source counts from; default: this file's folder")
-    test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held back for evaluation")
+    folder: Path = Field(Path(), description="base of relative paths in source; default: this file's folder")
+    test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: int = Field(0, ge=0, description="seed of that split")
     partition: Path | None = Field(
-        None, description="file of a partition that several share; this device has its rows of the source alone"
+        None, description="partition file; this device uses only its client's rows of the source"
     )
     client: str | None = Field(
-        None, pattern=NAME_PATTERN, description="whose rows of the partition; default: those of the agent's id"
+        None, pattern=NAME_PATTERN, description="client in the partition; default: the agent's id"
     )
 
     @model_validator(mode="after")
@@ -147,8 +147,8 @@ class DataConfig(Frozen):
 
 Precision = Literal["float32", "bfloat16"]
 PRECISION = (
-    "of training steps; bfloat16: mixed, weights stay float32, other numbers; float32 all the same where a step, timed "
-    "before the first one, is not faster in bfloat16"
+    "of training steps; bfloat16: mixed precision with float32 weights, only where a step, timed before the first one, is "
+    "faster; results differ slightly"
 )
 
 
@@ -160,11 +160,11 @@ class TrainingConfig(Frozen):
         1,
         ge=0,
         le=256,
-        description="of torch, ONNX Runtime and numpy; 0 = their own choice. 1 keeps results repeatable",
+        description="threads of torch, ONNX Runtime and numpy; 0 = their default. 1 keeps results repeatable",
     )
     precision: Precision = Field("float32", description=PRECISION)
     share_norm: bool = Field(
-        True, description="give the encoder's batch norm, where it stays here otherwise, once for an encoder for others"
+        True, description="send batch norm statistics that otherwise stay here once, for the export"
     )
 
 
@@ -174,10 +174,13 @@ class HeadConfig(Frozen):
     name: str = Field("lr", description="a file name in edge_agent/heads")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
     precision: Literal["auto", "fp32", "int8"] = Field(
-        "auto", description="auto: fp32, unless int8 is faster here and a head on local data as accurate"
+        "auto", description="auto: int8 where it is faster on this device and as accurate on local data, else fp32"
     )
     min_gain: float = Field(
-        -0.02, ge=-1, le=1, description="a new pair replaces the old only if acc.personal changes by at least this"
+        -0.02,
+        ge=-1,
+        le=1,
+        description="a new encoder and head replace the old only if acc.personal changes by at least this",
     )
 
 
@@ -195,9 +198,9 @@ class AgentConfig(Frozen):
         pattern=NAME_PATTERN,
         description="unique in the federation; default: the host name",
     )
-    federation: str = Field("home", pattern=NAME_PATTERN, description="as at the coordinator")
+    federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation, as at the coordinator")
     tier: Literal["auto", "train", "head"] = Field("auto", description="auto: train where torch is installed")
-    state: Path = Field(Path("agent-state"), description="folder for what the device keeps")
+    state: Path = Field(Path("agent-state"), description="folder for bundles, heads and client state")
     cache_bytes: int = Field(
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
     )

@@ -120,7 +120,7 @@ class Task(Frozen):
         min_length=1, max_length=10_000, description="label map: position is the label"
     )
     encoder: Label = Field("small_cnn", description="a file name in edge_agent/models")
-    encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
+    encoder_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that encoder")
 
     @property
     def num_classes(self) -> int:
