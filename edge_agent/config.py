@@ -147,8 +147,8 @@ class DataConfig(Frozen):
 
 Precision = Literal["float32", "bfloat16"]
 PRECISION = (
-    "of training steps; bfloat16: mixed precision with float32 weights, only where a step, timed before the first one, is "
-    "faster; results differ slightly"
+    "of training steps; bfloat16: mixed precision with float32 weights, only where a step, timed before the first one, "
+    "is faster; results differ slightly"
 )
 
 
