@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MissingCapability
 from edge_agent.storage import Access, write_atomic
 
-from ..processes import launch
+from ..processes.launch import worker_command
 from .access import COORDINATOR_USER, is_password, read_passwords, set_password
 from .supervise import SupervisedBroker, is_loopback
 
@@ -42,13 +43,13 @@ class EmbeddedBroker(SupervisedBroker):
         Raises:
             MissingCapability: amqtt is not installed.
             UsageError: the port is taken.
-            BrokerAway: the process did not come up; the message holds its last words.
+            BrokerAway: the process did not start; the message says why.
         """
         if importlib.util.find_spec("amqtt") is None:
             raise MissingCapability.package("amqtt", "coordinator", "the embedded broker")
         if self.password_file is None and not is_loopback(self.bind):
             log.warning(
-                "anonymous broker on a public address bind=%s: anybody who reaches it can take part; "
+                "anonymous broker on a public address bind=%s: anybody who can connect can take part; "
                 "set embedded.password_file, or bind to 127.0.0.1",
                 self.bind,
             )
@@ -62,12 +63,10 @@ class EmbeddedBroker(SupervisedBroker):
             return BrokerConfig(url=self.url)
         return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=_own_password(self.password_file))
 
-    def command(self) -> list[str]:
+    def command(self) -> Sequence[str]:
         """The command line that serves ``bind`` and ``port``."""
-        arguments = ["--bind", self.bind, "--port", str(self.port), "--federation", self.federation]
-        if self.password_file is not None:
-            arguments += ["--password-file", str(self.password_file.resolve())]
-        return [*launch.command("coordinator.broker", *arguments)]
+        users = [] if self.password_file is None else [str(self.password_file.resolve())]
+        return worker_command("coordinator.broker.serve:serve", self.bind, str(self.port), self.federation, *users)
 
 
 def _own_password(password_file: Path) -> Path:

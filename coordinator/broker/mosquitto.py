@@ -49,7 +49,7 @@ class MosquittoBroker(SupervisedBroker):
         Raises:
             MissingCapability: mosquitto is not installed.
             UsageError: the port is taken.
-            BrokerAway: the process did not come up; the message holds its last words.
+            BrokerAway: the process did not start; the message says why.
         """
         if find_mosquitto() is None:
             raise MissingCapability(

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ from amqtt.broker import Broker
 from amqtt.contexts import Action
 from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
 
+from ..processes.pipe import Pipe
+from ..processes.worker_main import listen
 from .access import Rules, is_password, read_passwords
 
 
@@ -86,32 +86,18 @@ def settings(bind: str, port: int, federation: str, password_file: str | None) -
     return {"listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}}, "plugins": plugins}
 
 
-def serve(bind: str, port: int, federation: str, password_file: str | None) -> None:
-    """Serve until standard input ends."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+def serve(pipe: Pipe, bind: str, port: str, federation: str, password_file: str | None = None) -> None:
+    """The child process: serve until the owner closes the pipe."""
     for name in ("amqtt", "transitions"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A connection that says nothing is how one asks whether a broker is up; that is no error.
+    # A connection that sends nothing is how one asks whether a broker accepts connections; that is no error.
     logging.getLogger("amqtt.broker").addFilter(lambda record: "No data" not in record.getMessage())
     gc.collect()
     gc.freeze()  # what the imports made stays; later collections need not look at it
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(settings(bind, port, federation, password_file)))
+    listen(pipe, lambda _: None)
+    asyncio.run(_serve(settings(bind, int(port), federation, password_file)))
 
 
 async def _serve(config: dict[str, Any]) -> None:
-    loop, parent_gone = asyncio.get_running_loop(), asyncio.Event()
-    watch = threading.Thread(target=_wait_for_parent, args=(loop, parent_gone), daemon=True)
-    watch.start()
-    broker = Broker(config)
-    await broker.start()
-    await parent_gone.wait()
-    await broker.shutdown()
-
-
-def _wait_for_parent(loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
-    """Standard input is a pipe whose other end closes with the parent, even when the parent is killed."""
-    while sys.stdin.buffer.read(4096):
-        pass
-    with contextlib.suppress(RuntimeError):  # the loop has ended already
-        loop.call_soon_threadsafe(gone.set)
+    await Broker(config).start()
+    await asyncio.Event().wait()

@@ -13,8 +13,8 @@ from rich.table import Table
 from edge_agent.errors import UsageError
 
 from ..config import CoordinatorConfig
-from ..hosted.checking import overlaps
 from ..hosted.figures import told
+from ..hosted.preflight import overlaps
 from ..report.figures import notes_of
 from ..runs.result_warnings import lines
 from ..service.app import coordinator, load_config, stop_on_signals

@@ -1,1 +1,1 @@
-"""Child processes of the coordinator."""
+"""Child processes of the coordinator: started, supervised and spoken to in one way."""

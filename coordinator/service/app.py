@@ -19,10 +19,10 @@ from edge_agent.worker import ThreadWorker
 
 from ..broker import EmbeddedBroker
 from ..config import CoordinatorConfig
-from ..hosted import Hosts, Joined
-from ..hosted.checking import overlaps
-from ..hosted.desk import Desk
-from ..hosted.own import OwnWork
+from ..hosted import CombinedTransport, HostedTransport
+from ..hosted.preflight import overlaps
+from ..hosted.run_hooks import OwnDataHooks
+from ..processes.compute import ComputeProcess
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
@@ -49,10 +49,12 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         broker = stack.enter_context(broker_for(config))
         mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
         worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
-        own = OwnWork(config.proxy, Desk(state.path / "hosted" / "computing.log"), ThreadWorker(mqtt.wake))
+        hooks = OwnDataHooks(
+            config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
+        )
         probe_s = 0.0 if config.broker is None else PROBE_S  # nobody serves at a broker that has just been started
         service = Coordinator(
-            config, state, transport, worker=worker, aside=own, broker_url=broker.url, probe_s=probe_s
+            config, state, transport, worker=worker, aside=hooks, broker_url=broker.url, probe_s=probe_s
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)
@@ -78,8 +80,8 @@ def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:
     if not config.hosted:
         return main
     topics, ids = Topics(config.federation), [client.id for client in config.hosted]
-    hosts = Hosts.of(config, main.wake)
-    return Joined(main, hosts, topics, ids, hosts.away)
+    hosts = HostedTransport.of(config, main.wake)
+    return CombinedTransport(main, hosts, topics, ids, hosts.away)
 
 
 @contextlib.contextmanager

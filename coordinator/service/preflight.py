@@ -13,7 +13,7 @@ from edge_agent.methods import Method
 from edge_agent.task import Task
 
 from ..config import CoordinatorConfig
-from ..hosted.checking import check_hosted, check_settings, check_warmable
+from ..hosted.preflight import check_hosted, check_settings, check_warmable
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from edge_agent.errors import cause
 from edge_agent.storage import write_atomic
 
 from ..fleet.rejections import Refusals
-from ..hosted.joined import Joined
+from ..hosted import CombinedTransport
 from ..runs.context import Waiting
 from ..state.journal import utc_now
 from ..text import listed
@@ -96,7 +96,7 @@ def status_of(c: Coordinator) -> dict[str, Any]:
     if stall is not None:
         run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
     hosted = {client.id for client in c.config.hosted}
-    notes = c.transport.notes() if isinstance(c.transport, Joined) else {}
+    notes = c.transport.notes() if isinstance(c.transport, CombinedTransport) else {}
     return {
         "federation": c.config.federation,
         "broker": c.broker_url,

@@ -17,8 +17,8 @@ from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 
 from ..config import CoordinatorConfig
+from ..processes.pipe import SharedBuffer
 from ..state.run_request import Request
-from .engines.areas import Area
 from .engines.choice import Choice
 from .plan import Plan
 from .pools import Pools, prepare
@@ -53,7 +53,7 @@ class Prepared:
     task: Task
     model: Built
     choice: Choice = field(default_factory=Choice)
-    memory: Area | None = None
+    memory: SharedBuffer | None = None
     """Where the pools lie that workers are to share."""
 
     @classmethod
@@ -94,7 +94,7 @@ class Prepared:
         """The same with its pools, where processes are to share them, in memory that they can; forget the original."""
         if self.choice.engine != "pool":
             return self
-        area = Area.of(*self.pools.content())
+        area = SharedBuffer.of(*self.pools.content())
         pools = replace(Pools.from_memory(area.map(), self.task), owners=self.pools.owners)
         return replace(self, memory=area, pools=pools)
 

@@ -14,7 +14,7 @@ from paho.mqtt import client as mqtt
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, Rules, find_mosquitto, mosquitto_acl
 from coordinator.broker.access import hash_password, is_password, read_passwords, set_password
 from coordinator.broker.mosquitto import settings_text
-from coordinator.broker.supervise import claim_port, is_loopback
+from coordinator.broker.supervise import held_port, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, StateError, UsageError
 
 PATIENCE_S = 20
@@ -104,7 +104,8 @@ def test_stopped_broker_is_gone_and_stays_gone(kind):
     assert not broker.is_alive
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert claim_port("127.0.0.1", port) == port
+    with held_port("127.0.0.1", port) as free:
+        assert free == port
     assert broker.restarts == 0
     broker.stop()
 
@@ -132,7 +133,8 @@ def test_broker_goes_with_a_parent_that_is_killed(kind):
         ended, _, _ = select.select([broker], [], [], PATIENCE_S)
         os.close(broker)
     assert ended, "a process's descriptor becomes readable when the process ends"
-    assert claim_port("127.0.0.1", port) == port
+    with held_port("127.0.0.1", port) as free:
+        assert free == port
 
 
 @pytest.fixture

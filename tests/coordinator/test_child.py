@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import coordinator
-from coordinator.hosted import desk, owner
-from coordinator.hosted.desk import Desk
+from coordinator.hosted import transport
+from coordinator.processes import compute
+from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.launch import command
-from coordinator.simulation.engines import process
+from coordinator.processes.supervisor import ChildProcess
+from coordinator.simulation.engines import pool
 from edge_agent.errors import RunFailed
 
 HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
@@ -41,18 +43,21 @@ def test_python_itself_would_take_the_working_folders(hostile):
     assert "a file of the working folder was imported" in words
 
 
-@pytest.mark.parametrize("line", [owner.COMMAND, desk.COMMAND])
+@pytest.mark.parametrize("line", [transport.COMMAND, compute.COMMAND, pool.COMMAND])
 def test_children_begin_whatever_lies_in_the_working_folder(hostile, line):
-    """Hosted processes end without a word when nobody holds their standard input."""
-    code, _, words = said(*line)
-    assert (code, words) == (0, "")
+    """They exit without output when their owner has closed the pipe."""
+    child = ChildProcess(line, hostile / "child.log")
+    child.pipe.close()
+    assert child._process.wait(120) == 0
+    assert (hostile / "child.log").read_text() == ""
+    child.close()
 
 
 def test_a_question_is_answered_there(hostile):
-    asked = Desk(hostile / "words.log")
+    asked = ComputeProcess(hostile / "words.log")
     try:
         with pytest.raises(RunFailed, match="KeyError: 'do'"):
-            asked.ask({})
+            asked.submit({})
     finally:
         asked.close()
 
@@ -71,5 +76,4 @@ def test_it_is_otherwise_as_with_m(hostile):
 
 def test_no_child_is_started_in_another_way():
     found = {path.name for path in ROOT.rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")}
-    assert found == {"child.py"}
-    assert command("coordinator.simulation.engines.worker") == process.COMMAND
+    assert found == {"launch.py"}

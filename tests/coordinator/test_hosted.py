@@ -9,8 +9,8 @@ from federation_duties import quick_params
 from federation_harness import Federation
 from simulation_harness import small_plan, write_images
 
-from coordinator.hosted import Joined
-from coordinator.hosted.crew import Crew
+from coordinator.hosted import CombinedTransport
+from coordinator.hosted.agents import HostedAgents
 from coordinator.runs.selection import lack
 from coordinator.simulation.folder import PARTITION
 from coordinator.simulation.prepared import Prepared
@@ -63,7 +63,7 @@ class Mixed(Federation):
     def join(self, coordinator):
         main, side = coordinator.transport, self.crew.broker.transport()
         side.subscribe(*self.topics.for_coordinator())
-        coordinator.transport = Joined(main, side, self.topics, self.hosted)
+        coordinator.transport = CombinedTransport(main, side, self.topics, self.hosted)
 
     def kill_coordinator(self):
         """Hosted clients die with it."""
@@ -74,7 +74,7 @@ class Mixed(Federation):
 
     def start_crew(self):
         configs = [c.agent("home", self.config.state, self.config.round.lease_s) for c in self.config.hosted]
-        self.crew = Crew(configs, InlineWorker(), clock=self.clock)
+        self.crew = HostedAgents(configs, InlineWorker(), clock=self.clock)
         self.crew.start()
 
     def step(self):
@@ -179,7 +179,7 @@ def test_an_agent_with_the_id_of_a_hosted_client_is_refused_and_everybody_can_re
         fed.add("c0")
         fed.wait(1)
         second = fed.agents["c0"]
-        with pytest.raises(DuplicateId, match="the id 'c0' is in use: the coordinator hosts a client of that") as told:
+        with pytest.raises(DuplicateId, match="the id 'c0' is in use: the coordinator itself hosts a client") as told:
             second.raise_if_refused()
         assert told.value.exit_code == 2
         assert second.boot in str(told.value)
@@ -211,7 +211,7 @@ def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
 def test_both_sides_are_heard_in_turn_and_hear_what_is_for_all():
     main, side = MemoryBroker(capture=True), MemoryBroker(capture=True)
     topics = Topics("home")
-    joined = Joined(main.transport(), side.transport(), topics, ["h"])
+    joined = CombinedTransport(main.transport(), side.transport(), topics, ["h"])
     joined.subscribe("x/+")
     joined.start()
     for broker, name in ((main, "m"), (side, "s")):

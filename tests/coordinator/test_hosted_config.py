@@ -10,8 +10,8 @@ import torch
 
 from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
-from coordinator.hosted import Hosts, checking, owner
-from coordinator.hosted.checking import overlaps
+from coordinator.hosted import HostedTransport, preflight, transport
+from coordinator.hosted.preflight import overlaps
 from coordinator.service.preflight import check_defaults
 from edge_agent import data
 from edge_agent.client.session import choose_device
@@ -132,25 +132,25 @@ def test_a_run_says_so_before_it_begins(tmp_path, capsys):
 
 
 def test_auto_takes_the_gpu_where_there_is_one_and_else_the_cpu(monkeypatch):
-    assert checking.missing_device("auto") == checking.missing_device("cpu") == ""
+    assert preflight.missing_device("auto") == preflight.missing_device("cpu") == ""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto") == torch.device("cuda")
-    assert checking.missing_device("cuda:1") == ""
-    assert checking.missing_device("cuda:2") == "this machine has 2 CUDA devices"
+    assert preflight.missing_device("cuda:1") == ""
+    assert preflight.missing_device("cuda:2") == "this machine has 2 CUDA devices"
 
 
 def test_one_process_serves_a_gpu_and_several_serve_cores(tmp_path, monkeypatch):
     config = configured({"id": "a"}, {"id": "b"}, {"id": "c"}, state=tmp_path)
-    able = owner.capabilities.find()
+    able = transport.capabilities.find()
 
     def processes(accelerators, cores, **changes):
         found = able.model_copy(update={"accelerators": accelerators, "cores": cores})
-        monkeypatch.setattr(owner.capabilities, "find", lambda: found)
-        hosts = Hosts.of(config.model_copy(update=changes), lambda: None)
+        monkeypatch.setattr(transport.capabilities, "find", lambda: found)
+        hosts = HostedTransport.of(config.model_copy(update=changes), lambda: None)
         return [[client.id for client in process.configs] for process in hosts.processes]
 
     assert processes(("nvidia gpu",), 8) == [["a", "b", "c"]]

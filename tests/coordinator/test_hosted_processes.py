@@ -18,8 +18,9 @@ import pytest
 from federation_duties import SMALL
 
 from coordinator.broker import EmbeddedBroker
-from coordinator.hosted import Hosts, owner
-from coordinator.hosted.ending import cause_of_death
+from coordinator.hosted import HostedTransport, transport
+from coordinator.processes import supervisor
+from coordinator.processes.supervisor import exit_reason
 from coordinator.simulation.folder import PARTITION
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.prepared import Prepared
@@ -115,14 +116,20 @@ def test_two_hosted_clients_and_two_agents_over_a_broker_end_in_the_bits_of_the_
     assert [agent["id"] for agent in summary["agents"]] == ["c0", "c1", "c2", "c3"]
 
 
-DIES_AT_WORK = """
-import json, struct, sys
+PIPE = """
+import json, socket, struct, sys, threading
+end = socket.socket(fileno=0)
 def say(topic, payload):
-    sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
+    end.sendall(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
+"""
+DIES_AT_WORK = (
+    PIPE
+    + """
 say(b"fl/1/home/s/h", b"online b1")
-say(b"at work", json.dumps(["h", ["run-0001", 2, "train"]]).encode())
+say(b"task", json.dumps(["h", ["run-0001", 2, "train"]]).encode())
 sys.exit("no memory is left")
 """
+)
 
 
 def heard(hosts, told):
@@ -135,10 +142,10 @@ def heard(hosts, told):
 
 def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, monkeypatch):
     """Each death is told at once, and after the third one nobody waits for the client in this round."""
-    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", DIES_AT_WORK))
+    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", DIES_AT_WORK))
     woken = threading.Event()
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = Hosts([config], 1, tmp_path, woken.set)
+    hosts = HostedTransport([config], 1, tmp_path, woken.set)
     hosts.start()
     try:
         heard = []
@@ -152,27 +159,27 @@ def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, mo
     assert told[:-1] == presence * 3
     fault = wire.parse_from_agent(told[-1][1])
     assert (fault.run, fault.round) == ("run-0001", 2)
-    assert "died 3 times in round 2" in fault.message
-    assert "exit code 1; its last words: no memory is left" in fault.message
+    assert "crashed 3 times in round 2" in fault.message
+    assert "exit code 1; last output: no memory is left" in fault.message
     assert woken.is_set()
     assert hosts.processes[0].pid is not None
 
 
-IS_THERE = """
-import struct, sys, threading
-topic, payload = b"fl/1/home/s/h", b"online b1"
-sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
-sys.stdout.buffer.flush()
+IS_THERE = (
+    PIPE
+    + """
+say(b"fl/1/home/s/h", b"online b1")
 threading.Event().wait()
 """
+)
 
 
 @contextlib.contextmanager
 def one_hosted(folder, monkeypatch, script=IS_THERE):
-    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", script))
-    monkeypatch.setattr(owner, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     config = AgentConfig(id="h", state=folder / "h", data=DataConfig(source="none:"))
-    hosts = Hosts([config], 1, folder / "words", lambda: None)
+    hosts = HostedTransport([config], 1, folder / "words", lambda: None)
     hosts.start()
     try:
         yield hosts
@@ -190,10 +197,10 @@ def test_a_hosted_process_comes_back_however_it_ended(tmp_path, monkeypatch, end
             shutil.rmtree(tmp_path / "words")
         os.kill(before, signal.SIGKILL if ends == "log removed" else signal.SIGRTMIN + 2)
         until(lambda: hosts.processes[0].pid != before and not hosts.away(), "it is back")
-        assert hosts.processes[0]._thread.is_alive()
+        assert hosts.processes[0].supervisor.is_alive
 
 
-NO_WORDS = "import sys; sys.stdout.buffer.write(bytes([1, 0, 0, 0, 0, 0, 255])); sys.stdout.flush(); sys.stdin.read()"
+NO_WORDS = PIPE + "end.sendall(bytes([1, 0, 0, 0, 0, 0, 255])); threading.Event().wait()"
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), BlockingIOError(11, "no"), ValueError("?")])
@@ -207,13 +214,13 @@ def test_a_process_that_cannot_be_started_is_tried_again_and_the_status_says_why
         return real(*words, **options)
 
     free = threading.Event()
-    monkeypatch.setattr(owner.subprocess, "Popen", popen)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
     with one_hosted(tmp_path, monkeypatch) as hosts:
         until(lambda: len(tries) >= 4, "it is tried again")
-        assert f"its process ended, {type(error).__name__}: " in hosts.away()["h"]
+        assert f"its process exited ({type(error).__name__}: " in hosts.away()["h"]
         free.set()
         until(lambda: not hosts.away(), "it is there")
-    assert caplog.text.count("hosted_process_died") >= 4
+    assert caplog.text.count("hosted_process_exited") >= 4
 
 
 def test_a_process_that_says_what_cannot_be_read_is_ended_and_started_again(tmp_path, monkeypatch, caplog):
@@ -224,10 +231,10 @@ def test_a_process_that_says_what_cannot_be_read_is_ended_and_started_again(tmp_
 
 
 def test_pauses_grow_and_stay_bounded():
-    pauses = [owner._pause_s(lives) for lives in range(5000)]
+    pauses = [supervisor.restart_pause_s(runs) for runs in range(5000)]
     assert pauses[:2] == [0.0, 0.0]
     assert pauses == sorted(pauses)
-    assert pauses[-1] == owner.LONGEST_PAUSE_S
+    assert pauses[-1] == supervisor.LONGEST_PAUSE_S
 
 
 @pytest.mark.parametrize(
@@ -235,16 +242,16 @@ def test_pauses_grow_and_stay_bounded():
 )
 def test_every_end_has_words(tmp_path, code, told):
     words = tmp_path / "words.log"
-    assert cause_of_death(code, words) == f"{told}; its last words are lost: {words} cannot be read"
+    assert exit_reason(code, words) == f"{told}; its log {words} cannot be read"
     words.write_bytes(b"x" * 200_000 + b"\nfirst\nlast \xff\n")
-    assert cause_of_death(code, words).startswith(f"{told}; its last words: x")
-    assert cause_of_death(code, words).endswith("xx / first / last \ufffd")
+    assert exit_reason(code, words).startswith(f"{told}; last output: x")
+    assert exit_reason(code, words).endswith("xx / first / last \ufffd")
 
 
 def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", "import threading; threading.Event().wait()"))
-    monkeypatch.setattr(owner, "MOST_WAITING_BYTES", 400_000)
-    hosts = Hosts(
+    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", "import threading; threading.Event().wait()"))
+    monkeypatch.setattr(transport, "MAX_QUEUED_BYTES", 400_000)
+    hosts = HostedTransport(
         [AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))], 1, tmp_path, lambda: None
     )
     hosts.start()
@@ -257,14 +264,14 @@ def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch)
         hosts.close()
 
 
-SAYS_WHAT_IT_HEARS_FIRST = """
-import struct, sys, threading
-name, size = struct.unpack("<HI", sys.stdin.buffer.read(6))
-topic, payload = b"fl/1/home/s/h", b"online " + sys.stdin.buffer.read(name)
-sys.stdout.buffer.write(struct.pack("<HI", len(topic), len(payload)) + topic + payload)
-sys.stdout.buffer.flush()
+SAYS_WHAT_IT_HEARS_FIRST = (
+    PIPE
+    + """
+name, size = struct.unpack("<HI", end.recv(6, socket.MSG_WAITALL))
+say(b"fl/1/home/s/h", b"online " + end.recv(name, socket.MSG_WAITALL))
 threading.Event().wait()
 """
+)
 
 
 def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(tmp_path, monkeypatch):
@@ -273,15 +280,15 @@ def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(
             hosts.publish("fl/1/home/b/0123", b"news")
             return super().model_dump(**options)
 
-    monkeypatch.setattr(owner, "COMMAND", (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST))
+    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST))
     config = Slow(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = Hosts([config], 1, tmp_path / "words", lambda: None)
+    hosts = HostedTransport([config], 1, tmp_path / "words", lambda: None)
     hosts.start()
     try:
         said = until(lambda: hosts.receive(0), "it is there")
     finally:
         hosts.close()
-    assert said.payload == b"online begin"
+    assert said.payload == b"online configure"
 
 
 def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(tmp_path):
@@ -293,7 +300,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = Hosts([config], 1, tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([config], 1, tmp_path, lambda: woken.append(1))
     hosts._events = Interleaved()
     for number in range(3):
         hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
@@ -303,7 +310,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 def test_whoever_is_woken_already_is_not_woken_for_each_word(tmp_path):
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = Hosts([config], 1, tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([config], 1, tmp_path, lambda: woken.append(1))
     for number in range(5):
         hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
     assert len(woken) == 1

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.config import ProxyConfig
 from coordinator.hosted.figures import told
-from coordinator.hosted.own import PROXY_LIMIT_S, OwnWork, _left_over
 from coordinator.hosted.proxy import evaluate_on_proxy
+from coordinator.hosted.run_hooks import PROXY_LIMIT_S, OwnDataHooks, _pending_states
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
@@ -125,16 +125,16 @@ def number_of(question):
     return int(question["state"].rpartition("-")[2].partition(".")[0])
 
 
-class DeskHere:
-    """A desk without a process; a round in ``fails`` cannot be evaluated."""
+class InProcess:
+    """A `ComputeProcess` without a process; a round in ``fails`` cannot be evaluated."""
 
     def __init__(self, fails=()):
         self.fails, self.asked, self.dropped = fails, [], []
 
-    def drop(self, question):
+    def cancel(self, question):
         self.dropped.append(number_of(question))
 
-    def ask(self, question):
+    def submit(self, question):
         number = number_of(question)
         self.asked.append(number)
         if number in self.fails:
@@ -148,11 +148,11 @@ class DeskHere:
 class Watched(Federation):
     def __init__(self, folder, proxy, worker=None, fails=(), **options):
         super().__init__(folder, agents=2, tasks=TinyDuties, **options)
-        self.proxy, self.worker, self.desk = proxy, worker or InlineWorker(), DeskHere(fails)
+        self.proxy, self.worker, self.desk = proxy, worker or InlineWorker(), InProcess(fails)
 
     def start_coordinator(self):
         def prepare(coordinator):
-            coordinator.aside = OwnWork(self.proxy, self.desk, self.worker)
+            coordinator.aside = OwnDataHooks(self.proxy, self.desk, self.worker)
 
         return super().start_coordinator(prepare)
 
@@ -273,7 +273,7 @@ def test_a_run_that_waits_long_enough_ends_without_the_figure_and_says_so(tmp_pa
         slow.work()
         assert fed.entries()[-1].kind == "run_finished"
         assert fed.waiting() == []
-    assert failed == {"round": 1, "reason": "no figure 600 s after the last round"}
+    assert failed == {"round": 1, "reason": "no result 600 s after the last round"}
 
 
 def test_states_of_runs_that_are_over_are_swept_when_the_coordinator_comes_back(tmp_path, own):
@@ -292,10 +292,10 @@ def test_states_of_runs_that_are_over_are_swept_when_the_coordinator_comes_back(
         assert len(list(going.glob("proxy-*"))) == 3
 
 
-def test_left_over_states_are_taken_in_the_order_of_rounds(tmp_path):
+def test_pending_states_states_are_taken_in_the_order_of_rounds(tmp_path):
     for number in (10, 9, 100):
         (tmp_path / f"proxy-{number}.safetensors").touch()
-    assert [number for number, _ in _left_over(tmp_path)] == [9, 10, 100]
+    assert [number for number, _ in _pending_states(tmp_path)] == [9, 10, 100]
 
 
 def test_a_failure_is_a_warning(tmp_path, own, caplog):

@@ -12,13 +12,15 @@ import torch
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, updates_of, write_images
 
 from coordinator.config import CohortConfig
+from coordinator.processes.pipe import SharedBuffer
+from coordinator.processes.supervisor import Limits
 from coordinator.runs.selection import choose
 from coordinator.simulation import prepared
 from coordinator.simulation.dropouts import Dropouts
 from coordinator.simulation.durations import Durations
 from coordinator.simulation.duties import answer
-from coordinator.simulation.engines import Work, process
-from coordinator.simulation.engines.areas import Area
+from coordinator.simulation.engines import Work
+from coordinator.simulation.engines import pool as local_pool
 from coordinator.simulation.engines.choice import Choice
 from coordinator.simulation.engines.pool import Beginning, Pool
 from coordinator.simulation.folder import PARTITION, planned
@@ -69,9 +71,11 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         assert pool._deaths.at_work.total() == 1
         assert victim.pid not in pool.pids
         found = updates_of(simulation)
-        orphan = pool._crew[0]._process
-        orphan.stdin.close()  # what its owner's death does
-        assert orphan.wait(10) == 0
+        orphan = simulation.engine._crew[0]
+        simulation.engine._selector.unregister(orphan.pipe)
+        simulation.engine._crew.remove(orphan)
+        orphan.pipe.close()  # what its owner's death does
+        assert orphan._process.wait(10) == 0
     assert learned_anywhere(result) == learned_anywhere(whole)
     assert found == updates
     assert (result["engine"], result["workers"], result["threads"]) == ("pool", 2, 1)
@@ -82,13 +86,13 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
 
 FAKE = """
 import json, os, signal, socket, struct, sys
-end = socket.socket(fileno=int(sys.argv[1]))
+end = socket.socket(fileno=0)
 def hear():
-    size, = struct.unpack("<I", end.recv(4, socket.MSG_WAITALL))
-    return json.loads(end.recv(size, socket.MSG_WAITALL))
+    topic, size = struct.unpack("<HI", end.recv(6, socket.MSG_WAITALL))
+    return end.recv(topic + size, socket.MSG_WAITALL)
 def say(words):
     text = json.dumps(words).encode()
-    end.sendall(struct.pack("<I", len(text)) + text)
+    end.sendall(struct.pack("<HI", 0, len(text)) + text)
 begun = hear()
 """
 DIES = "say({}); hear(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -97,8 +101,8 @@ NEVER_STARTS = "sys.exit('no module named torch')"
 SAYS_WHERE_BLOBS_ARE = """
 say({})
 while True:
-    first, blobs, *_ = socket.recv_fds(end, 4, 8)
-    words = json.loads(end.recv(struct.unpack("<I", first)[0], socket.MSG_WAITALL))
+    first, blobs, *_ = socket.recv_fds(end, 6, 8)
+    end.recv(sum(struct.unpack("<HI", first)), socket.MSG_WAITALL)
     told = " ".join(str(os.fstat(blob).st_ino) + ":" + os.pread(blob, 9, 0).decode() for blob in blobs)
     said = {"error": "E", "message": told}
     say({"type": "fault", "said": json.dumps(said), "seconds": 1.5})
@@ -113,8 +117,8 @@ def pool_of(tmp_path, monkeypatch):
     def made(script, workers=1):
         path = tmp_path / "fake.py"
         path.write_text(FAKE + script)
-        monkeypatch.setattr(process, "COMMAND", (sys.executable, str(path)))
-        pool = Pool(Beginning({}, Area.of(b"x"), tmp_path / "logs", {}), workers)
+        monkeypatch.setattr(local_pool, "COMMAND", (sys.executable, str(path)))
+        pool = Pool(Beginning({}, SharedBuffer.of(b"x"), tmp_path / "logs", Limits()), workers)
         begun.append(pool)
         pool.start()
         return pool
@@ -148,7 +152,7 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
 def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
     pool = pool_of(NEVER_STARTS)
     pool.give(work_for())
-    with pytest.raises(RunFailed, match=r"exit code 1; its last words: no module named torch; try --engine serial"):
+    with pytest.raises(RunFailed, match=r"exit code 1; last output: no module named torch; try --engine serial"):
         pool.take()
 
 

@@ -90,7 +90,7 @@ def test_a_coordinator_whose_group_is_told_to_end_starts_no_process_anew(tmp_pat
         assert leader.wait(LIMIT_S) == 0
         assert members(leader) == []
     words = (tmp_path / "out.log").read_text()
-    assert "hosted_process_died" not in words
+    assert "hosted_process_exited" not in words
     assert words.count("broker died") <= 1
     assert "Traceback" not in words
     assert "stopped; the next start goes on from here" in words

@@ -15,10 +15,10 @@ from federation_harness import Federation
 from simulation_harness import write_images
 
 from coordinator.config import CoordinatorConfig, WarmStartConfig
-from coordinator.hosted import desk
-from coordinator.hosted.desk import Desk
-from coordinator.hosted.own import OwnWork
-from coordinator.hosted.warm import train_warm
+from coordinator.hosted.run_hooks import OwnDataHooks
+from coordinator.hosted.warm_start import train_warm
+from coordinator.processes import compute, supervisor
+from coordinator.processes.compute import ComputeProcess
 from coordinator.service.preflight import checked_method
 from coordinator.state.run_request import Request
 from edge_agent import methods
@@ -34,23 +34,26 @@ def images(tmp_path):
     return WarmStartConfig(data=source, epochs=8, lr=0.1, device="cpu")
 
 
+WARM_START = "coordinator.hosted.warm_start:train_warm"
+
+
 def question(settings, into, method="fedavg", seed=1, **changes):
     told = {"method": method, "params": {}, "task": TASK.model_dump(mode="json"), "seed": seed, "into": str(into)}
     return {**told, "settings": {**settings.model_dump(mode="json"), **changes}}
 
 
-class DeskHere:
-    """A desk without a process; it counts what it is asked."""
+class InProcess:
+    """A `ComputeProcess` without a process; it records what it is asked."""
 
     def __init__(self):
         self.asked = []
 
-    def ask(self, question):
-        self.asked.append(question["do"])
+    def submit(self, question):
+        self.asked.append(question["do"].partition(":")[2])
         return train_warm(question)
 
-    def drop(self, question):
-        self.asked.append("drop")
+    def cancel(self, question):
+        self.asked.append("cancel")
 
     def close(self):
         pass
@@ -61,11 +64,11 @@ class Warmed(Federation):
 
     def __init__(self, folder, settings, **options):
         super().__init__(folder, **options)
-        self.settings, self.desk = settings, DeskHere()
+        self.settings, self.desk = settings, InProcess()
 
     def start_coordinator(self):
         def prepare(coordinator):
-            coordinator.aside = OwnWork(None, self.desk, InlineWorker())
+            coordinator.aside = OwnDataHooks(None, self.desk, InlineWorker())
 
         return super().start_coordinator(prepare)
 
@@ -88,14 +91,14 @@ def test_the_encoder_learns_and_the_same_seed_gives_the_same_bits(tmp_path, imag
 
 
 def test_what_is_written_is_the_first_state_of_the_method(tmp_path, images):
-    """SCAFFOLD's has a control variate of zeros beside the model; FedPer's has no head, and another is thrown away."""
+    """SCAFFOLD's has a control variate of zeros beside the model; FedPer's has no head, and another is discarded."""
     train_warm(question(images, tmp_path / "s", "scaffold"))
     scaffold = read_tensors(tmp_path / "s")
     model = {name for name in scaffold if name.split(".")[0] in {"encoder", "head"}}
     assert model
     assert all(not scaffold[name].any() for name in scaffold.keys() - model)
     told = train_warm(question(images, tmp_path / "p", "fedper"))
-    assert told["head"] == "thrown away"
+    assert told["head"] == "discarded"
     assert {name.split(".")[0] for name in read_tensors(tmp_path / "p")} == {"encoder"}
 
 
@@ -132,7 +135,7 @@ def test_a_restart_does_not_repeat_what_is_in_the_journal(tmp_path, images, numb
         fed.finish()
         assert fed.encoder_sha256 == sha
         assert len(fed.entries("warm_started")) == 1
-        assert fed.desk.asked == ["warm"] * (2 if (number, before) == (1, True) else 1)
+        assert fed.desk.asked == ["train_warm"] * (2 if (number, before) == (1, True) else 1)
 
 
 def test_a_warm_start_that_cannot_be_made_fails_the_run_and_says_why(tmp_path, images):
@@ -151,14 +154,14 @@ def test_a_cancelled_run_does_not_keep_the_process_busy(tmp_path, images):
             pass
 
     with Warmed(tmp_path / "fed", images, agents=1) as fed:
-        fed.coordinator.aside = OwnWork(None, fed.desk, Never())
+        fed.coordinator.aside = OwnDataHooks(None, fed.desk, Never())
         run = fed.request()
         fed.settle()
         assert "before the first round" in fed.coordinator.status()["waiting"]["for"]
         fed.state.journal.append("cancel_requested", run=run, body={"reason": "enough"})
         fed.wait(1)
         assert fed.record.status == "cancelled"
-        assert fed.desk.asked == ["drop"]
+        assert fed.desk.asked == ["cancel"]
 
 
 def test_mistakes_are_told_before_the_run():
@@ -187,56 +190,56 @@ def test_a_request_keeps_its_warm_start_through_the_journal(images):
 
 def test_the_process_answers_what_is_computed_here_and_comes_back_when_it_is_killed(tmp_path, images):
     here = train_warm(question(images, tmp_path / "here"))
-    asked = Desk(tmp_path / "words.log")
+    asked = ComputeProcess(tmp_path / "words.log")
     try:
-        there = asked.ask({"do": "warm", **question(images, tmp_path / "there")})
+        there = asked.submit({"do": WARM_START, **question(images, tmp_path / "there")})
         assert there == here
         assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
         with pytest.raises(RunFailed, match="unknown method 'fedavgg': did you mean 'fedavg'"):
-            asked.ask({"do": "warm", **question(images, tmp_path / "x", "fedavgg")})
+            asked.submit({"do": WARM_START, **question(images, tmp_path / "x", "fedavgg")})
     finally:
         asked.close()
 
 
 FAKE = """
-import json, os, struct, sys
+import json, os, socket, struct, sys
+end = socket.socket(fileno=0)
 from pathlib import Path
 tries = Path(sys.argv[1])
 tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
-sys.stdin.buffer.read(6)
+end.recv(6, socket.MSG_WAITALL)
 if len(tries.read_text()) < int(sys.argv[2]):
     sys.exit("no memory")
 said = json.dumps({"tries": len(tries.read_text())}).encode()
-sys.stdout.buffer.write(struct.pack("<HI", 6, len(said)) + b"answer" + said)
-sys.stdout.buffer.flush()
+end.sendall(struct.pack("<HI", 6, len(said)) + b"result" + said)
 sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("dies, answers", [(0, True), (2, True), (3, False)])
 def test_a_process_that_dies_is_asked_again_and_at_last_given_up(tmp_path, monkeypatch, dies, answers):
-    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", FAKE, str(tmp_path / "tries"), str(dies + 1)))
-    asked = Desk(tmp_path / "words.log")
+    monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", FAKE, str(tmp_path / "tries"), str(dies + 1)))
+    asked = ComputeProcess(tmp_path / "words.log")
     try:
         if answers:
-            assert asked.ask({}) == {"tries": dies + 1}
+            assert asked.submit({}) == {"tries": dies + 1}
         else:
-            with pytest.raises(RunFailed, match="died 3 times, at last of exit code 1; its last words: no memory"):
-                asked.ask({})
+            with pytest.raises(RunFailed, match="crashed 3 times, the last time with exit code 1; last output: no mem"):
+                asked.submit({})
     finally:
         asked.close()
-    with pytest.raises(RunFailed, match="nobody waits for it any more"):
-        asked.ask({})
+    with pytest.raises(RunFailed, match="request cancelled"):
+        asked.submit({})
 
 
 def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    asked, ends = Desk(tmp_path / "words.log"), []
+    monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    asked, ends = ComputeProcess(tmp_path / "words.log"), []
     long, queued = {"do": "long"}, {"do": "queued"}
 
     def ask(question):
-        with pytest.raises(RunFailed, match="nobody waits for it any more"):
-            asked.ask(question)
+        with pytest.raises(RunFailed, match="request cancelled"):
+            asked.submit(question)
         ends.append(question)
 
     at_work = threading.Thread(target=ask, args=(long,))
@@ -244,12 +247,12 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
     pause, tries = threading.Event(), 0
     while asked.pid is None and (tries := tries + 1) < 1000:
         pause.wait(0.01)
-    asked.drop(queued)
+    asked.cancel(queued)
     ask_later = threading.Thread(target=ask, args=(queued,))
     assert at_work.is_alive(), "another question is none of its business"
-    asked.drop(long)
+    asked.cancel(long)
     at_work.join(10)
-    asked.drop(queued)
+    asked.cancel(queued)
     ask_later.start()
     ask_later.join(10)
     assert ends == [long, queued]
@@ -258,21 +261,21 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
 
 
 def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(desk, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    asked, question, start = Desk(tmp_path / "words.log"), {"do": "long"}, desk.subprocess.Popen
-    drops = threading.Thread(target=asked.drop, args=(question,))
+    monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    asked, question, start = ComputeProcess(tmp_path / "words.log"), {"do": "long"}, supervisor.subprocess.Popen
+    drops = threading.Thread(target=asked.cancel, args=(question,))
 
     def popen(*words, **options):
         drops.start()
         drops.join(0.2)
         return start(*words, **options)
 
-    monkeypatch.setattr(desk.subprocess, "Popen", popen)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
     refused = threading.Event()
 
     def ask():
-        with pytest.raises(RunFailed, match="nobody waits for it any more"):
-            asked.ask(question)
+        with pytest.raises(RunFailed, match="request cancelled"):
+            asked.submit(question)
         refused.set()
 
     threading.Thread(target=ask, daemon=True).start()
@@ -281,9 +284,9 @@ def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_
 
 
 def test_a_process_that_cannot_be_started_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(desk, "COMMAND", (str(tmp_path / "no python"),))
-    with pytest.raises(RunFailed, match="died 3 times, at last of no such file or folder"):
-        Desk(tmp_path / "words.log").ask({})
+    monkeypatch.setattr(compute, "COMMAND", (str(tmp_path / "no python"),))
+    with pytest.raises(RunFailed, match="crashed 3 times, the last time with no such file or folder"):
+        ComputeProcess(tmp_path / "words.log").submit({})
 
 
 @pytest.mark.parametrize("name", methods.names())

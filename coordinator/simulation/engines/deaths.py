@@ -6,11 +6,9 @@ from collections import Counter
 
 from edge_agent.errors import RunFailed
 
+from ...processes.supervisor import MAX_CRASHES
 from ..duties import no_memory
 from .base import Done, Work
-
-MOST_DEATHS = 3
-"""How often workers may die at one client's job before the client is given up: memory that is short stays short."""
 
 
 class Deaths:
@@ -31,14 +29,14 @@ class Deaths:
             RunFailed: several of them, one after another.
         """
         self._before_work += 1
-        if self._before_work >= MOST_DEATHS:
+        if self._before_work >= MAX_CRASHES:
             raise RunFailed(f"workers cannot start: the last one ended with {why}; try --engine serial")
 
     def given_up(self, work: Work, why: str) -> Done | None:
         """One more death at this work. What the client says, when it is time to give up; else None: do it again."""
         key = (work.client, work.job.round, work.job.purpose)
         self.at_work[key] += 1
-        if self.at_work[key] < MOST_DEATHS:
+        if self.at_work[key] < MAX_CRASHES:
             return None
-        said = no_memory(work.client, work.job, f"{MOST_DEATHS} workers ended at it, with {why}")
+        said = no_memory(work.client, work.job, f"{MAX_CRASHES} workers ended at it, with {why}")
         return Done(work, said, None, 0.0)

@@ -10,9 +10,10 @@ import torch
 
 from edge_agent.client.session import choose_device
 
+from ...processes.pipe import SharedBuffer
+from ...processes.supervisor import Limits
 from ..duties import Sessions, Shared
 from ..prepared import Prepared
-from .areas import Area
 from .base import Engine
 from .beginning import words_for
 from .cluster import Cluster, Orders
@@ -38,9 +39,8 @@ def engine_for(prepared: Prepared, folder: Path, *, partition: str, clients: str
         orders = Orders(words, prepared.pools.content, prepared.division, folder / clients, plan)
         return Cluster(orders, choice.workers)
     words |= {"folder": str(folder.absolute()), "partition": partition, "clients": clients}
-    memory = prepared.memory or Area.of(*prepared.pools.content())
-    threads = {"OMP_NUM_THREADS": str(plan.threads), "MKL_NUM_THREADS": str(plan.threads)} if plan.threads else {}
-    return Pool(Beginning(words, memory, folder / LOGS, threads), choice.workers)
+    memory = prepared.memory or SharedBuffer.of(*prepared.pools.content())
+    return Pool(Beginning(words, memory, folder / LOGS, Limits(threads=plan.threads or None)), choice.workers)
 
 
 def _shared(prepared: Prepared, clients: Path) -> Shared:

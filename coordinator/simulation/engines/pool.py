@@ -7,9 +7,11 @@ dies takes nothing with it: its job is done again, from the same kept state, wit
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import selectors
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from typing import Any
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import UpdateManifest
 
-from .areas import Area
+from ...processes.launch import worker_command
+from ...processes.pipe import SharedBuffer
+from ...processes.supervisor import ChildProcess, Limits
 from .base import ANSWERS, Done, Work
 from .deaths import Deaths
-from .process import WorkerProcess
 from .shelf import Shelf
 
 log = logging.getLogger(__name__)
+
+COMMAND = worker_command("coordinator.simulation.engines.worker:serve")
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,22 @@ class Beginning:
     """What a worker is told first, and the pools in shared memory."""
 
     words: Mapping[str, Any]
-    pools: Area
+    pools: SharedBuffer
     logs: Path
-    environment: Mapping[str, str]
+    limits: Limits
+
+
+class _Worker(ChildProcess):
+    """One worker process."""
+
+    def __init__(self, number: int, beginning: Beginning) -> None:
+        self.number = number
+        super().__init__(COMMAND, beginning.logs / f"worker-{number}.log", beginning.limits)
+
+    def tell(self, words: Mapping[str, Any], areas: Sequence[SharedBuffer] = ()) -> None:
+        """Send JSON; a worker that is gone does not receive it, and shows that when it is listened to."""
+        with contextlib.suppress(OSError):
+            self.pipe.send("", json.dumps(words).encode(), areas)
 
 
 class Pool:
@@ -44,11 +62,11 @@ class Pool:
     def __init__(self, beginning: Beginning, workers: int) -> None:
         self.workers = workers
         self._beginning = beginning
-        self._shelf = Shelf(lambda blob: Area.of(blob.data))
+        self._shelf = Shelf(lambda blob: SharedBuffer.of(blob.data))
         self._selector = selectors.DefaultSelector()
-        self._crew: list[WorkerProcess] = []
-        self._getting_ready: set[WorkerProcess] = set()
-        self._busy: dict[WorkerProcess, Work] = {}
+        self._crew: list[_Worker] = []
+        self._getting_ready: set[_Worker] = set()
+        self._busy: dict[_Worker, Work] = {}
         self._waiting: list[Work] = []
         self._deaths = Deaths()
         self._done: list[Done] = []
@@ -78,7 +96,6 @@ class Pool:
 
     def start(self) -> None:
         """Start all workers; none is waited for."""
-        self._beginning.logs.mkdir(parents=True, exist_ok=True)
         for number in range(self.workers):
             self._hire(number)
 
@@ -101,8 +118,8 @@ class Pool:
     def close(self) -> None:
         """End all workers at once."""
         for worker in self._crew:
-            self._selector.unregister(worker.line)
-            worker.end()
+            self._selector.unregister(worker.pipe)
+            worker.close()
         self._crew.clear()
         self._selector.close()
         self._shelf.close()
@@ -110,11 +127,11 @@ class Pool:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _hire(self, number: int) -> None:
-        worker = WorkerProcess(number, self._beginning.logs, self._beginning.environment)
+        worker = _Worker(number, self._beginning)
         worker.tell(self._beginning.words, [self._beginning.pools])
         self._crew.append(worker)
         self._getting_ready.add(worker)
-        self._selector.register(worker.line, selectors.EVENT_READ, worker)
+        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
 
     def _hand_out(self) -> None:
         idle = [worker for worker in self._crew if worker not in self._busy and worker not in self._getting_ready]
@@ -127,9 +144,9 @@ class Pool:
         for key, _ in self._selector.select():
             self._listen(key.data)
 
-    def _listen(self, worker: WorkerProcess) -> None:
+    def _listen(self, worker: _Worker) -> None:
         try:
-            words, areas = worker.line.receive()
+            _, payload, areas = worker.pipe.receive()
         except (EOFError, OSError):
             self._bury(worker)
             return
@@ -140,9 +157,9 @@ class Pool:
         else:
             work = self._busy.pop(worker)
             self._hand_out()  # before anything else: nobody is idle while this is looked at
-            self._came_back(work, words, areas)
+            self._came_back(work, json.loads(payload), areas)
 
-    def _came_back(self, work: Work, words: Mapping[str, Any], areas: list[Area]) -> None:
+    def _came_back(self, work: Work, words: Mapping[str, Any], areas: Sequence[SharedBuffer]) -> None:
         said = ANSWERS[words["type"]].model_validate_json(words["said"])
         blob = None
         if isinstance(said, UpdateManifest):
@@ -155,12 +172,12 @@ class Pool:
         self._shelf.forget(done.work)
         self._done.append(done)
 
-    def _bury(self, worker: WorkerProcess) -> None:
+    def _bury(self, worker: _Worker) -> None:
         """A worker is gone: another one takes its place, and its work."""
-        self._selector.unregister(worker.line)
+        self._selector.unregister(worker.pipe)
         self._crew.remove(worker)
-        why = worker.died_of()
-        worker.end()
+        why = worker.exit_reason()
+        worker.close()
         log.warning("worker_died number=%d of=%s", worker.number, why)
         if worker in self._getting_ready:
             self._getting_ready.remove(worker)

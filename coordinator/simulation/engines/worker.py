@@ -1,82 +1,54 @@
-"""A worker process, started as ``python -m coordinator.simulation.engines.worker DESCRIPTOR``.
-
-One torch thread, one model object, the pools mapped. Whoever started it holds its standard input; when that ends,
-because its owner was killed, say, the worker ends in the middle of whatever it does: nobody would hear of it.
-"""
+"""A worker process of a simulation: one torch thread, one model object, the pools mapped from shared memory."""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import socket
-import sys
-import threading
+import queue
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from edge_agent.data.partition import Division
 from edge_agent.storage import without_syncs
 from edge_agent.wire.messages import Job
 
-from ...processes.launch import heed_no_signals
+from ...processes.pipe import Frame, Pipe, SharedBuffer
+from ...processes.worker_main import listen
 from ..duties import Shared, answer
-from .areas import Area
 from .base import received
 from .beginning import shared_by
-from .line import Line
 
 
-def main() -> None:
-    """Say "ready", then answer one job after another until the owner hangs up."""
-    heed_no_signals()
-    threading.Thread(target=_end_with_owner, daemon=True).start()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    line = Line(socket.socket(fileno=int(sys.argv[1])))
+def serve(pipe: Pipe) -> None:
+    """The child process: report that it is ready, then run one job after another."""
+    frames = queue.SimpleQueue[Frame]()
+    listen(pipe, frames.put)
     with without_syncs():
-        _serve(line)
-
-
-def _serve(line: Line) -> None:
-    try:
-        shared = _begin(*line.receive())
-        line.send({"ready": os.getpid()})
+        shared = _begin(frames.get())
+        pipe.send("ready", json.dumps({"ready": os.getpid()}).encode())
         while True:
-            _work(shared, line)
-    except (EOFError, BrokenPipeError):
-        return
+            _work(shared, frames.get(), pipe)
 
 
-def _end_with_owner() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(0)
-
-
-def _begin(words: dict[str, Any], areas: list[Area]) -> Shared:
-    folder, (pool,) = Path(words["folder"]), areas
-    memory = pool.map()
-    pool.close()
+def _begin(frame: Frame) -> Shared:
+    words, (memory,) = json.loads(frame.payload), _mapped(frame.buffers)
+    folder = Path(words["folder"])
     return shared_by(words, memory, Division.read(folder / words["partition"]), folder / words["clients"])
 
 
-def _work(shared: Shared, line: Line) -> None:
-    words, areas = line.receive()
+def _work(shared: Shared, frame: Frame, pipe: Pipe) -> None:
+    words = json.loads(frame.payload)
     job = Job.model_validate_json(words["job"])
-    found = answer(shared, words["client"], job, received(_mapped(areas)))
-    area = [Area.of(*found.content)] if found.content else []
+    found = answer(shared, words["client"], job, received(_mapped(frame.buffers)))
+    area = [SharedBuffer.of(*found.content)] if found.content else []
     said = {"type": found.said.type, "said": found.said.model_dump_json(), "seconds": found.seconds}
-    line.send(said, area)
+    pipe.send("done", json.dumps(said).encode(), area)
     for one in area:
         one.close()
 
 
-def _mapped(areas: Sequence[Area]) -> list[memoryview]:
-    views = [area.map() for area in areas]
-    for area in areas:
-        area.close()
+def _mapped(buffers: Sequence[SharedBuffer]) -> list[memoryview]:
+    views = [buffer.map() for buffer in buffers]
+    for buffer in buffers:
+        buffer.close()
     return views
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,16 @@
-"""Several agents in one process: each with a state folder of its own, all with one worker, one model and one pool.
+"""Hosted clients: several agents in one child process, each with its state folder, all with one worker and model.
 
-Torch comes with the first job, as on a device.
+Torch is imported with the first job, as on a device. When the owner of the process is gone, the process exits at once:
+what its clients have saved is complete on disk, and nobody could receive the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +19,17 @@ from typing import TYPE_CHECKING
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig
+from edge_agent.storage import folder_lock, sweep
 from edge_agent.task import Task, Tensors
-from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.memory import MemoryBroker, MemoryTransport
 from edge_agent.wire.messages import Job, Report, UpdateManifest
-from edge_agent.worker import Worker
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message
+from edge_agent.worker import ThreadWorker, Worker
+
+from ..processes.pipe import Frame, Pipe
+from ..processes.worker_main import listen
+from .transport import TASK_TOPIC
 
 if TYPE_CHECKING:
     from edge_agent.client.session import Built
@@ -89,7 +101,7 @@ class HostedDuties(TaskRunner):
         return own.taken_from(self._common.pools(config.source, config.folder, task))
 
 
-class Crew:
+class HostedAgents:
     """Agents on a broker in memory. `start`, then `step` again and again."""
 
     def __init__(
@@ -104,19 +116,58 @@ class Crew:
         self.agents = [self._agent(config, HostedDuties(config, common, note), worker, clock) for config in configs]
 
     def start(self) -> None:
-        """Everybody connects."""
+        """Connect all agents."""
         for agent in self.agents:
             agent.start()
 
     def step(self) -> bool:
-        """One step of everybody; True when anybody had something to do."""
+        """One step of each agent; True when any of them had something to do."""
         return sum(agent.step(0) for agent in self.agents) > 0
 
     def idle_s(self) -> float:
-        """How long nothing is due unless something arrives."""
+        """Seconds in which nothing is due unless a message arrives."""
         return min(agent.idle_s() for agent in self.agents)
 
     def _agent(self, config: AgentConfig, duties: TaskRunner, worker: Worker, clock: Callable[[], float]) -> Agent:
         boot = secrets.token_hex(8)
         transport = self.broker.transport(will_of(config, boot))
         return Agent(config, transport, duties, clock=clock, worker=worker, boot=boot)
+
+
+def serve(pipe: Pipe) -> None:
+    """The child process: receive the configurations, then forward messages between the owner and the agents."""
+    logging.getLogger().setLevel(logging.INFO)
+    configs = [AgentConfig.model_validate(one) for one in json.loads(pipe.receive().payload)]
+    wake = threading.Event()
+
+    def note(client: str, job: Job | None) -> None:
+        task = None if job is None else [job.run, job.round, job.purpose]
+        pipe.send(TASK_TOPIC, json.dumps([client, task]).encode())
+
+    def on_frame(frame: Frame) -> None:
+        agents.broker.route(frame.topic, frame.payload)
+        wake.set()
+
+    with contextlib.ExitStack() as stack:
+        for config in configs:
+            stack.enter_context(folder_lock(config.state, f"hosted client {config.id}"))
+            sweep(config.state)
+        agents = HostedAgents(configs, ThreadWorker(wake.set), note=note)
+        gate = agents.broker.transport()
+        gate.subscribe(*Topics(configs[0].federation).for_coordinator())
+        gate.start()
+        listen(pipe, on_frame)
+        agents.start()
+        while True:
+            wake.clear()
+            while agents.step():
+                _forward(gate, pipe)
+            _forward(gate, pipe)
+            wake.wait(agents.idle_s())
+
+
+def _forward(gate: MemoryTransport, pipe: Pipe) -> None:
+    """Send everything that the agents have published so far."""
+    while (event := gate.receive(0)) is not None:
+        if isinstance(event, Message):
+            pipe.send(event.topic, event.payload)

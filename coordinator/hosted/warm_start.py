@@ -64,7 +64,7 @@ def train_warm(question: dict[str, Any]) -> dict[str, Any]:
         "epochs": settings.epochs,
         "loss": round(loss, 6),
         "accuracy": _score(trained, test, device),
-        "head": "shared" if is_own else "thrown away",
+        "head": "shared" if is_own else "discarded",
         "device": str(device),
     }
 

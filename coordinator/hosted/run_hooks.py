@@ -1,0 +1,303 @@
+"""What the coordinator computes on its own data: warm starts before a run, accuracy on proxy samples after a round.
+
+Both in one child process, one request at a time. A run waits for its warm start; no round waits for the proxy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_agent.errors import HeadwaterError, RunFailed
+from edge_agent.storage import read_tensors
+from edge_agent.wire.tensors import pieces
+from edge_agent.worker import Worker
+
+from ..config import ProxyConfig, WarmStartConfig
+from ..fleet.uploads import reason_of
+from ..processes.compute import ComputeProcess
+from ..runs.context import Aside, Steps, Waiting
+from ..runs.release import encoder_sha256
+from ..state.retention import keep
+from ..text import counted
+
+if TYPE_CHECKING:
+    from ..runs.round_loop import RunLoop
+    from ..state.store import StateFolder
+
+log = logging.getLogger(__name__)
+
+PROXY_LIMIT_S = 600.0
+"""How long a finished run waits for the accuracy of its last rounds."""
+
+MOST_REASONS = 10
+"""Different failures of the proxy that the journal records of one run; the log has all."""
+
+WHOM = ("the coordinator",)
+_PROXY, _WARM = "proxy-{}.safetensors", "warm.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class _Evaluation:
+    """A pending evaluation: the shared model after a round, whose state is the file ``path``."""
+
+    loop: RunLoop
+    number: int
+    path: Path
+    request: dict[str, Any]
+
+
+class OwnDataHooks(Aside):
+    """An `Aside` that computes in a `ComputeProcess`.
+
+    One proxy evaluation runs and one waits: where that takes longer than rounds do, the newest replaces the one that
+    waits, so that the model after the last round is always evaluated.
+    """
+
+    def __init__(self, proxy: ProxyConfig | None, process: ComputeProcess, worker: Worker) -> None:
+        """``worker`` is not shared with others: its thread waits for results."""
+        self._proxy, self._process, self._worker = proxy, process, worker
+        self._running: _Evaluation | None = None
+        self._next: _Evaluation | None = None
+
+    def start(self, state: StateFolder) -> None:
+        """Remove states that were kept for evaluations of runs that are over by now."""
+        unfinished = set(state.journal.unfinished())
+        for name in (_PROXY.format("*"), _WARM):
+            for path in (state.path / "runs").glob(f"*/{name}"):
+                if path.parent.name not in unfinished:
+                    _remove(path)
+
+    def prepare(self, loop: RunLoop) -> Steps:
+        """Make the requested warm start, unless it has been made; repeat evaluations that a kill has interrupted.
+
+        Raises:
+            RunFailed: the warm start cannot be made.
+        """
+        entries = loop.fleet.state.journal.entries(loop.run, ("warm_started", "round_closed"))
+        closed = max((entry.round or 0 for entry in entries), default=0)
+        if closed:
+            for number, path in _pending_states(loop.fleet.state.run(loop.run).folder):
+                self._evaluate(loop, number, path)
+            self.closed(loop, closed)
+        elif loop.request.warm_start is not None and not entries:
+            yield from self._warm(loop, loop.request.warm_start)
+
+    def closed(self, loop: RunLoop, number: int) -> None:
+        """Evaluate the proxy where that is due and has not been done."""
+        if not self._is_due(loop, number):
+            return
+        path = loop.fleet.state.run(loop.run).folder / _PROXY.format(number)
+        try:
+            _link(loop.fleet.state.blobs.path(loop.checkpoint), path)
+        except OSError as error:
+            _note_failure(loop, number, reason_of(error))
+            _remove(path)
+            return
+        self._evaluate(loop, number, path)
+
+    def rest(self, loop: RunLoop) -> Steps:
+        """Wait until the evaluations of the last rounds are done, or have failed."""
+        until = loop.fleet.clock() + PROXY_LIMIT_S
+        while (due := self._of(loop.run)) and loop.fleet.clock() < until:
+            rounds = " and ".join(str(evaluation.number) for evaluation in due)
+            what = f"acc.proxy after round {rounds}, evaluated on the proxy samples"
+            yield Waiting(what, WHOM, until, "proxy")
+        for evaluation in due:
+            _note_failure(loop, evaluation.number, f"no result {PROXY_LIMIT_S:g} s after the last round")
+        self.ended(loop.run)
+
+    def ended(self, run: str) -> None:
+        """Cancel what is pending or running for the run."""
+        for evaluation in self._of(run):
+            if evaluation is self._running:
+                self._process.cancel(evaluation.request)
+                self._running = None
+            else:
+                self._next = None
+            _remove(evaluation.path)
+
+    def collect(self) -> None:
+        """Take the results that have arrived."""
+        self._worker.collect()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+        self._worker.close()
+
+    # --- warm start ------------------------------------------------------------------------------------------------
+
+    def _warm(self, loop: RunLoop, settings: WarmStartConfig) -> Steps:
+        path = loop.fleet.state.run(loop.run).folder / _WARM
+        path.parent.mkdir(parents=True, exist_ok=True)
+        request = {
+            "do": "coordinator.hosted.warm_start:train_warm",
+            "into": str(path),
+            "settings": settings.model_dump(mode="json"),
+            **_request(loop),
+        }
+        results: list[tuple[dict[str, Any] | None, BaseException | None]] = []
+        begin = loop.fleet.stopwatch()
+        self._worker.submit("warm start", lambda: self._process.submit(request), lambda r, e: results.append((r, e)))
+        long = counted(settings.epochs, "epoch")
+        what = f"a warm start on {settings.data}, {long}, before the first round"
+        try:
+            while not results:
+                yield Waiting(what, WHOM, None, "warm start")
+        finally:
+            if not results:  # the run was cancelled
+                self._process.cancel(request)
+        answer, error = results[0]
+        if answer is None:
+            raise RunFailed(f"warm start: {reason_of(error) if error is not None else 'no answer'}")
+        self._adopt(loop, path, {**answer, "seconds": round(loop.fleet.stopwatch() - begin, 3)})
+
+    def _adopt(self, loop: RunLoop, path: Path, result: dict[str, Any]) -> None:
+        """The run continues from this state; journaled before it is used."""
+        journal, blobs = loop.fleet.state.journal, loop.fleet.state.blobs
+        state = read_tensors(path)
+        digest = blobs.put(*pieces(state))
+        loop.state, loop.checkpoint = state, digest
+        keep(journal, loop.run, loop.request, 0, digest)
+        body = {**result, "encoder_sha256": encoder_sha256(loop)}
+        journal.append("warm_started", run=loop.run, digest=digest, body=body)
+        loop.forget_blobs()
+        path.unlink(missing_ok=True)
+        known = "unknown" if result["accuracy"] is None else result["accuracy"]
+        log.info("warm_started run=%s samples=%d accuracy=%s", loop.run, result["samples"], known)
+
+    # --- proxy -----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, loop: RunLoop, number: int, path: Path) -> None:
+        """Evaluate the state in the file ``path``."""
+        if not self._is_due(loop, number):
+            _remove(path)
+            return
+        request = {
+            "do": "coordinator.hosted.proxy:evaluate_on_proxy",
+            "state": str(path),
+            **_request(loop),
+            **self._where(),
+        }
+        evaluation = _Evaluation(loop, number, path, request)
+        if self._running is None:
+            self._ask(evaluation)
+            return
+        if self._next is not None:
+            log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.loop.run, self._next.number)
+            _remove(self._next.path)
+        self._next = evaluation
+
+    def _ask(self, evaluation: _Evaluation) -> None:
+        self._running = evaluation
+        self._worker.submit(
+            "proxy", lambda: self._process.submit(evaluation.request), functools.partial(self._take, evaluation)
+        )
+
+    def _take(self, evaluation: _Evaluation, answer: dict[str, Any] | None, error: BaseException | None) -> None:
+        """Record a result, unless its run is over."""
+        if evaluation is not self._running:
+            return
+        self._running = None
+        _remove(evaluation.path)
+        if answer is None:
+            _note_failure(evaluation.loop, evaluation.number, reason_of(error) if error is not None else "no answer")
+        else:
+            _note(evaluation.loop, evaluation.number, answer)
+        following, self._next = self._next, None
+        if following is not None:
+            self._ask(following)
+
+    def _of(self, run: str) -> list[_Evaluation]:
+        """The evaluations of a run that are not done."""
+        return [
+            evaluation
+            for evaluation in (self._running, self._next)
+            if evaluation is not None and evaluation.loop.run == run
+        ]
+
+    def _is_due(self, loop: RunLoop, number: int) -> bool:
+        if self._proxy is None or (number % self._proxy.every and number != loop.request.rounds):
+            return False
+        if not any(name.startswith("encoder.") for name in loop.state):
+            return False
+        if number in (evaluation.number for evaluation in self._of(loop.run)):
+            return False
+        return not loop.fleet.state.journal.entries(loop.run, ("proxy_evaluated",), round=number)
+
+    def _where(self) -> dict[str, Any]:
+        return {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
+
+
+def _note(loop: RunLoop, number: int, answer: dict[str, Any]) -> None:
+    with _only_logged(loop.run, number):
+        state = loop.fleet.state
+        state.journal.append("proxy_evaluated", run=loop.run, round=number, body=answer)
+        state.run(loop.run).append_metrics({"kind": "proxy", "round": number, **answer})
+    log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", loop.run, number, answer["acc"], answer["by"])
+
+
+def _note_failure(loop: RunLoop, number: int, why: str) -> None:
+    """Log it each time; journal and metrics get each reason once."""
+    log.warning("proxy_failed run=%s round=%d reason=%s", loop.run, number, why)
+    with _only_logged(loop.run, number):
+        state = loop.fleet.state
+        known = {_pattern(str(e.body.get("reason"))) for e in state.journal.entries(loop.run, ("proxy_failed",))}
+        if _pattern(why) in known or len(known) >= MOST_REASONS:
+            return
+        state.journal.append("proxy_failed", run=loop.run, round=number, body={"reason": why})
+        state.run(loop.run).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
+
+
+def _pattern(reason: str) -> str:
+    """A reason without its numbers: those of rounds and processes differ each time."""
+    return re.sub(r"\d+", "#", reason)
+
+
+def _request(loop: RunLoop) -> dict[str, Any]:
+    """What both requests tell of the run."""
+    request = loop.request
+    params, task = loop.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
+    weights = None if request.weights is None else request.weights.model_dump(mode="json")
+    return {"method": request.method, "params": params, "task": task, "seed": request.seed, "weights": weights}
+
+
+def _pending_states(folder: Path) -> list[tuple[int, Path]]:
+    """Round and path of the states that were kept for evaluations, the oldest first."""
+    found = ((re.fullmatch(r"proxy-(\d+)\.safetensors", path.name), path) for path in folder.glob("proxy-*"))
+    return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("not_removed path=%s reason=%s", path, reason_of(error))
+
+
+def _link(blob: Path, path: Path) -> None:
+    """Link the blob under another name, because the store removes it after the next round."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    try:
+        os.link(blob, path)
+    except OSError:  # a file system without links
+        shutil.copyfile(blob, path)
+
+
+@contextlib.contextmanager
+def _only_logged(run: str, number: int) -> Iterator[None]:
+    """An accuracy that cannot be written ends nothing."""
+    try:
+        yield
+    except (HeadwaterError, OSError) as error:
+        log.warning("proxy_not_written run=%s round=%d reason=%s", run, number, reason_of(error))

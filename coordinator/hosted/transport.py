@@ -1,0 +1,386 @@
+"""The coordinator's transport to its agents: hosted clients in child processes, all others at the broker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from edge_agent import capabilities
+from edge_agent.config import AgentConfig
+from edge_agent.errors import DuplicateId, HeadwaterError, MessageError
+from edge_agent.wire import messages as wire
+from edge_agent.wire.memory import DEFAULT_MAX_PAYLOAD_BYTES
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Event, Message, Traffic, Transport
+
+from ..config import CoordinatorConfig
+from ..processes.launch import worker_command
+from ..processes.pipe import Frame, Pipe
+from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor
+from ..text import listed
+
+log = logging.getLogger(__name__)
+
+COMMAND = worker_command("coordinator.hosted.agents:serve")
+
+TASK_TOPIC = "task"
+"""Topic of what only the owner of a process receives: which client runs which task; null when it is done."""
+
+MAX_QUEUED_BYTES = 64 << 20
+"""Most bytes queued for a process that does not receive; the rest is dropped, as a broker drops it."""
+
+ClientTask = tuple[str, str, int, str]
+"""Client, run, round and purpose."""
+
+
+class CombinedTransport:
+    """A `wire.transport.Transport`: hosted clients behind one transport, all other agents behind the other.
+
+    The coordinator does not see the difference. The id of a hosted client is reserved: messages under it from the
+    broker are ignored, and an agent that introduces itself with it is rejected.
+    """
+
+    def __init__(
+        self,
+        main: Transport,
+        side: Transport,
+        topics: Topics,
+        hosted: Collection[str],
+        away: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """``side`` calls ``main.wake`` when it has a message. ``away``: hosted client -> why it is offline."""
+        self._main, self._side, self._topics, self._hosted = main, side, topics, frozenset(hosted)
+        self.max_payload_bytes = min(main.max_payload_bytes, side.max_payload_bytes)
+        self.traffic = main.traffic
+        """That of the broker; messages of hosted clients do not use a network."""
+
+        self._to_side = {topic for agent in hosted for topic in (topics.down(agent), topics.down_chunks(agent))}
+        self._broadcasts = topics.broadcast("")
+        self._is_sides_turn = False
+        self._away = away
+        self._duplicates = dict[str, str]()
+        self._boot, self._seq = secrets.token_hex(8), 0
+
+    def start(self) -> None:
+        """Start both.
+
+        Raises:
+            BrokerAway: as the main transport's.
+        """
+        self._side.start()
+        self._main.start()
+
+    def close(self) -> None:
+        """Close both."""
+        self._side.close()
+        self._main.close()
+
+    def subscribe(self, *filters: str) -> None:
+        """Subscribe with both."""
+        self._side.subscribe(*filters)
+        self._main.subscribe(*filters)
+
+    def unsubscribe(self, *filters: str) -> None:
+        """Unsubscribe with both."""
+        self._side.unsubscribe(*filters)
+        self._main.unsubscribe(*filters)
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+        """Publish to whom the topic concerns: one hosted client, the broker, or both.
+
+        Raises:
+            MessageError: the payload is larger than ``max_payload_bytes``.
+        """
+        if topic in self._to_side:
+            self._side.publish(topic, payload)
+            return
+        if topic == self._topics.announce or topic.startswith(self._broadcasts):
+            self._side.publish(topic, payload)
+        self._main.publish(topic, payload, qos=qos, retain=retain)
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event of either; they take turns, so that neither delays the other."""
+        self._is_sides_turn = not self._is_sides_turn
+        sources = (self._from_side, self._from_main) if self._is_sides_turn else (self._from_main, self._from_side)
+        for source in sources:
+            if (event := source(0)) is not None:
+                return event
+        return self._from_main(timeout_s) if timeout_s > 0 else None
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return at once."""
+        self._main.wake()
+
+    def notes(self) -> dict[str, tuple[str, ...]]:
+        """Hosted client -> notes for the status: why it is offline, and who else uses its id."""
+        away = self._away()
+        notes = {name: (away.get(name, ""), self._duplicates.get(name, "")) for name in self._hosted}
+        return {name: found for name, both in notes.items() if (found := tuple(filter(None, both)))}
+
+    def _from_side(self, timeout_s: float) -> Event | None:
+        while (event := self._side.receive(timeout_s)) is not None:
+            if isinstance(event, Message):  # that a client is connected to its own process is not an event here
+                return event
+        return None
+
+    def _from_main(self, timeout_s: float) -> Event | None:
+        event = self._main.receive(timeout_s)
+        return None if isinstance(event, Message) and self._is_duplicate(event) else event
+
+    def _is_duplicate(self, message: Message) -> bool:
+        try:
+            agent, kind = self._topics.sender(message.topic)
+        except MessageError:
+            return False  # rejected by the coordinator, with a reason
+        if agent not in self._hosted:
+            return False
+        if agent not in self._duplicates:
+            log.warning("duplicate_id agent=%s is hosted here and was heard at the broker; give it another id", agent)
+            at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            self._duplicates[agent] = (
+                f"an agent at the broker has the id '{agent}', too, was first heard at {at}, and is rejected: this "
+                "client is hosted here; give one of them another id"
+            )
+        if kind == "up" and not message.retained:
+            self._reject(agent, message.payload)
+        return True
+
+    def _reject(self, agent: str, payload: bytes) -> None:
+        """Answer an agent that introduces itself; its other messages get no answer."""
+        try:
+            hello = wire.parse_from_agent(payload)
+        except HeadwaterError:
+            return
+        if not isinstance(hello, wire.Hello):
+            return
+        self._seq += 1
+        message = (
+            f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
+            f"{hello.boot}) cannot use it; give one of them another id in its configuration"
+        )
+        rejection = wire.Refused(
+            boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=message, whom=hello.boot
+        )
+        self._main.publish(self._topics.down(agent), wire.encode(rejection))
+
+
+class HostedTransport:
+    """A `wire.transport.Transport` to clients in child processes, which are restarted when they exit.
+
+    ``wake`` is called when there is a message to receive.
+    """
+
+    def __init__(self, configs: Sequence[AgentConfig], processes: int, folder: Path, wake: Callable[[], None]) -> None:
+        """``folder``: for the logs of the processes, among which the clients are divided."""
+        self.max_payload_bytes, self.traffic = DEFAULT_MAX_PAYLOAD_BYTES, Traffic()
+        self._topics, self._wake = Topics(configs[0].federation), wake
+        self._events, self._is_called = queue.SimpleQueue[Message](), False
+        self.processes = [
+            HostedProcess(number, configs[number::processes], folder, self._deliver)
+            for number in range(min(processes, len(configs)))
+        ]
+        self._process_of = {
+            topic: process
+            for process in self.processes
+            for config in process.configs
+            for topic in (self._topics.down(config.id), self._topics.down_chunks(config.id))
+        }
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
+        """To the hosted clients of a configuration."""
+        agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
+        return cls(agents, config.hosted_processes or _default_processes(agents), config.state / "hosted", wake)
+
+    def start(self) -> None:
+        """Start the processes; none is waited for."""
+        for process in self.processes:
+            process.start()
+
+    def close(self) -> None:
+        """Kill the processes; the state of their clients is on disk."""
+        for process in self.processes:
+            process.close()
+
+    def subscribe(self, *filters: str) -> None:
+        """Nothing to do: a process sends everything to its owner."""
+
+    def unsubscribe(self, *filters: str) -> None:
+        """Nothing to do."""
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
+        """Publish to the process of the client whose topic it is, or to all."""
+        one = self._process_of.get(topic)
+        for process in self.processes if one is None else (one,):
+            if not process.send(topic, payload):
+                self.traffic.dropped += 1
+
+    def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - whoever waits is woken
+        """The next message, if there is one; never waits."""
+        self._is_called = False  # before the queue is read: whoever adds a message afterwards calls again
+        try:
+            return self._events.get_nowait()
+        except queue.Empty:
+            return None
+
+    def wake(self) -> None:
+        """Nothing to do: `receive` never waits."""
+
+    def away(self) -> dict[str, str]:
+        """Client -> why it is offline, for those whose process is starting or restarting."""
+        return {client: why for process in self.processes for client, why in process.away().items()}
+
+    def _deliver(self, message: Message) -> None:
+        self._events.put(message)
+        if not self._is_called:  # one call is enough for all messages that wait
+            self._is_called = True
+            self._wake()
+
+
+class HostedProcess:
+    """One supervised process and its clients."""
+
+    def __init__(
+        self, number: int, configs: Sequence[AgentConfig], folder: Path, deliver: Callable[[Message], None]
+    ) -> None:
+        self.number, self.configs = number, configs
+        self._deliver, self._topics = deliver, Topics(configs[0].federation)
+        self._log = folder / f"process-{number}.log"
+        self._presence = {self._topics.presence(config.id) for config in configs}
+        self._boots: dict[str, str] = {}
+        self._running: ClientTask | None = None
+        self._crashes = Counter[ClientTask]()
+        self._problem = "its process is starting"
+        self._outgoing = _SendQueue()
+        self.supervisor = Supervisor(f"hosted-{number}", self._spawn, self._serve, self._on_exit)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        child = self.supervisor.child
+        return None if child is None else child.pid
+
+    def start(self) -> None:
+        """Start it; it is not waited for."""
+        self.supervisor.start()
+
+    def close(self) -> None:
+        """Kill it."""
+        self.supervisor.stop()
+
+    def away(self) -> dict[str, str]:
+        """Client -> why it is offline, for those that have not reported their presence."""
+        online = self._boots.copy()
+        absent = (config.id for config in self.configs if self._topics.presence(config.id) not in online)
+        return dict.fromkeys(absent, f"{self._problem}; log: {self._log}")
+
+    def send(self, topic: str, payload: bytes) -> bool:
+        """Queue a message; False when the process does not receive and the queue is full."""
+        return self._outgoing.put(topic, payload)
+
+    # --- in the supervisor's thread --------------------------------------------------------------------------------
+
+    def _spawn(self) -> ChildProcess:
+        outgoing = _SendQueue()
+        outgoing.put("configure", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
+        self._outgoing = outgoing  # only now: the first message that the process receives is its configuration
+        child = ChildProcess(COMMAND, self._log)
+        clients = listed(tuple(config.id for config in self.configs))
+        log.info("hosted_process_started number=%d pid=%d clients=%s", self.number, child.pid, clients)
+        return child
+
+    def _serve(self, child: ChildProcess) -> None:
+        outgoing = self._outgoing
+        writer = threading.Thread(target=outgoing.write_to, args=(child.pipe,), daemon=True)
+        writer.start()
+        try:
+            while True:
+                self._on_frame(child.pipe.receive())
+        except (EOFError, OSError):
+            return
+        except Exception:
+            child.kill()
+            raise
+        finally:
+            child.wait()
+            outgoing.close()
+            writer.join()
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.topic == TASK_TOPIC:
+            client, task = json.loads(frame.payload)
+            if task is not None:
+                self._running = (client, *task)
+            elif self._running is not None:
+                self._crashes.pop(self._running, None)
+                self._running = None
+            return
+        if frame.topic in self._presence:
+            self._boots[frame.topic] = frame.payload.decode().partition(" ")[2]
+        self._deliver(Message(frame.topic, frame.payload))
+
+    def _on_exit(self, reason: str, pause_s: float) -> None:
+        """Report what the clients cannot report any more: that they are offline, and that a task has failed."""
+        later = f" in {pause_s:.0f} s" if pause_s >= 1 else ""
+        self._problem = f"its process exited ({reason}) and is restarted{later}"
+        log.warning("hosted_process_exited number=%d reason=%s restart_in_s=%.1f", self.number, reason, pause_s)
+        for topic, boot in self._boots.items():
+            self._deliver(Message(topic, f"offline {boot}".encode()))
+        self._boots.clear()
+        task, self._running = self._running, None
+        if task is None:
+            return
+        self._crashes[task] += 1
+        if self._crashes[task] < MAX_CRASHES:
+            return
+        del self._crashes[task]
+        client, run, number, _ = task
+        message = (
+            f"the process of hosted client '{client}' crashed {MAX_CRASHES} times in round {number}, the last time "
+            f"with {reason}"[:1800]
+            + "; give it more memory, or a smaller batch_size"
+        )
+        fault = wire.Fault(error="TrainingFailed", message=message, run=run, round=number)
+        self._deliver(Message(self._topics.up(client), wire.encode(fault)))
+
+
+class _SendQueue:
+    """Messages to a process; bounded, and written by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._waiting = queue.SimpleQueue[tuple[str, bytes] | None]()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def put(self, topic: str, payload: bytes) -> bool:
+        with self._lock:
+            if self._bytes + len(payload) > MAX_QUEUED_BYTES:
+                return False
+            self._bytes += len(payload)
+        self._waiting.put((topic, bytes(payload)))
+        return True
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def write_to(self, pipe: Pipe) -> None:
+        with contextlib.suppress(OSError):  # the process is gone, which its reader notices, too
+            while (item := self._waiting.get()) is not None:
+                pipe.send(*item)
+                with self._lock:
+                    self._bytes -= len(item[1])
+
+
+def _default_processes(agents: Sequence[AgentConfig]) -> int:
+    """One process for each core; but a single one for a GPU, where each process would need a context of its own."""
+    able = capabilities.find()
+    uses_gpu = able.accelerators and any(agent.training.device != "cpu" for agent in agents)
+    return 1 if uses_gpu else able.cores

@@ -1,0 +1,128 @@
+"""The framed pipe between the coordinator and a child process: topics with payloads, and shared memory by descriptor.
+
+Both ends are processes of this program on one machine. Arrays that several processes read are sent as descriptors of
+shared memory; their bytes do not pass through the socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_HEADER = struct.Struct("<HI")
+MAX_BUFFERS = 8
+
+
+class SharedBuffer:
+    """Bytes in shared memory, behind a file descriptor that belongs to this object and is closed with it.
+
+    The memory has no name, so nothing is left behind however the processes end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def of(cls, *pieces: bytes | memoryview) -> SharedBuffer:
+        """A new buffer that holds the pieces, one after another.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        if hasattr(os, "memfd_create"):
+            buffer = cls(os.memfd_create("headwater", os.MFD_CLOEXEC))
+        else:
+            with tempfile.TemporaryFile() as file:
+                buffer = cls(os.dup(file.fileno()))
+        try:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                while view:
+                    view = view[os.write(buffer.descriptor, view) :]
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    def map(self) -> memoryview:
+        """All bytes, read-only and not copied; they stay as long as the view is used, also after `close`."""
+        size = os.fstat(self.descriptor).st_size
+        return memoryview(mmap.mmap(self.descriptor, size, access=mmap.ACCESS_READ) if size else b"")
+
+    def close(self) -> None:
+        """Close the descriptor; views and other processes keep what they have mapped."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Frame(NamedTuple):
+    """One message: its topic, its payload, and buffers of shared memory, which belong to the receiver."""
+
+    topic: str
+    payload: bytes
+    buffers: tuple[SharedBuffer, ...] = ()
+
+
+class Pipe:
+    """One end of the pipe. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._sending = end, threading.Lock()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._end.fileno()
+
+    def close(self) -> None:
+        """Close this end; the other end receives EOFError."""
+        self._end.close()
+
+    def send(self, topic: str, payload: bytes = b"", buffers: Sequence[SharedBuffer] = ()) -> None:
+        """Send a frame; waits until the other end takes it. The sender may close the buffers afterwards.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+        name = topic.encode()
+        content = b"".join((_HEADER.pack(len(name), len(payload)), name, payload))
+        with self._sending:
+            sent = 0
+            if buffers:
+                sent = socket.send_fds(self._end, [content[: _HEADER.size]], [one.descriptor for one in buffers])
+            self._end.sendall(memoryview(content)[sent:])
+
+    def receive(self) -> Frame:
+        """The next frame; waits for it.
+
+        Raises:
+            EOFError: the other end is closed.
+            UnicodeDecodeError: what came is not a frame.
+        """
+        if hasattr(socket, "recv_fds"):
+            first, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, MAX_BUFFERS)
+        else:
+            first, descriptors = self._end.recv(_HEADER.size), []
+        buffers = tuple(SharedBuffer(descriptor) for descriptor in descriptors)
+        if not first:
+            raise EOFError("the other end of the pipe is closed")
+        name, size = _HEADER.unpack(first + self._exactly(_HEADER.size - len(first)))
+        return Frame(self._exactly(name).decode(), self._exactly(size), buffers)
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            piece = self._end.recv(min(size - len(found), 1 << 20))
+            if not piece:
+                raise EOFError("the other end of the pipe is closed")
+            found += piece
+        return bytes(found)

@@ -1,0 +1,247 @@
+"""Child processes: started with a pipe and limits, restarted when they exit, and why they exited."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_agent.errors import cause
+
+from .pipe import Pipe
+
+log = logging.getLogger(__name__)
+
+MAX_CRASHES = 3
+"""How often processes may crash at one task before the task fails: memory that is too small stays too small."""
+
+EXIT_TIMEOUT_S = 3.0
+"""How long a process may take to exit after it has closed its pipe or was asked to stop; then it is killed."""
+
+STABLE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 0.05, 30.0
+"""Pauses before restarts double; a process that ran for ``STABLE_S`` is restarted at once."""
+
+STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a process that was asked to stop, perhaps together with all others of its terminal or systemd unit."""
+
+OWNER_STOP_S = 1.0
+"""How long the owner of such a process waits before a restart: it may be about to receive the same signal."""
+
+TAIL_LINES, TAIL_BYTES = 5, 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a child may use; None: no limit. Beyond ``memory_mb`` allocations fail, beyond ``cpu_s`` it is killed."""
+
+    memory_mb: int | None = None
+    cpu_s: int | None = None
+    threads: int | None = None
+    """Threads of BLAS and OpenMP, torch's included."""
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that tell the child its limits; `worker_main` applies them."""
+        known = {
+            "HEADWATER_MEMORY_MB": self.memory_mb,
+            "HEADWATER_CPU_S": self.cpu_s,
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), self.threads),
+        }
+        return {name: str(value) for name, value in known.items() if value}
+
+
+NO_LIMITS = Limits()
+
+
+class ChildProcess:
+    """A child process. Its standard input is the pipe: when the owner is gone, however it ended, the child exits.
+
+    Output and errors go to the file ``log``; without one, `follow_output` has to read them.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path | None = None, limits: Limits = NO_LIMITS) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._log, self._tail = log, deque[str](maxlen=TAIL_LINES)
+        ours, theirs = socket.socketpair()
+        self.pipe = Pipe(ours)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(theirs)
+                output = subprocess.PIPE
+                if log is not None:
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    output = stack.enter_context(log.open("wb")).fileno()
+                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **limits.environment()},
+                )
+        except BaseException:
+            self.pipe.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not exited."""
+        return self._process.poll() is None
+
+    def follow_output(self, on_line: Callable[[str], None]) -> None:
+        """Call ``on_line`` with each line of output until the process closes it."""
+        for line in self._process.stdout or ():
+            text = line.decode(errors="replace").rstrip()
+            self._tail.append(text)
+            on_line(text)
+
+    def kill(self) -> None:
+        """Kill it at once."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Ask it to stop, wait, and kill it if it does not."""
+        self._process.terminate()
+        self.pipe.close()
+        self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal; killed if it does not exit within ``EXIT_TIMEOUT_S``."""
+        try:
+            return self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def exit_reason(self) -> str:
+        """Exit code or signal, and the last lines of output; waits for the exit."""
+        return exit_reason(self.wait(), self._log or list(self._tail))
+
+    def close(self) -> None:
+        """Kill it if it still runs, and release everything."""
+        self.kill()
+        self._process.wait()
+        self.pipe.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def exit_reason(code: int, output: Path | Sequence[str]) -> str:
+    """Exit code or signal in words, and the last lines of the output (a log file, or its last lines)."""
+    how = f"exit code {code}"
+    if code < 0:
+        known = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have no name
+        how = f"signal {-code}{known.get(-code, '')}"
+    if isinstance(output, Path):
+        try:
+            with output.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                output = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError:
+            return f"{how}; its log {output} cannot be read"
+    return f"{how}; last output: {' / '.join(output)}" if output else f"{how}; no output"
+
+
+class Supervisor:
+    """A thread that keeps one child process running: restarted when it exits, after growing pauses, until `stop`.
+
+    ``spawn`` starts the child, ``serve`` communicates with it and returns when it has exited or closed its pipe,
+    ``on_exit`` is told the reason and the pause in seconds before the restart. All are called in the thread, which is
+    the parent of every child.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[], ChildProcess],
+        serve: Callable[[ChildProcess], None],
+        on_exit: Callable[[str, float], None],
+        *,
+        longest_pause_s: float = LONGEST_PAUSE_S,
+    ) -> None:
+        self.child: ChildProcess | None = None
+        self.restarts = 0
+        self._spawn, self._serve, self._on_exit, self._longest_pause_s = spawn, serve, on_exit, longest_pause_s
+        self._stopping, self._starting = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still supervises."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread; the child is not waited for."""
+        self._thread.start()
+
+    def stop(self, *, politely: bool = False) -> None:
+        """End the child, at once unless ``politely``, and the thread."""
+        with self._starting:
+            self._stopping.set()
+            if self.child is not None:
+                (self.child.stop if politely else self.child.kill)()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, but no longer than until `stop`; whether it was called."""
+        return self._stopping.wait(seconds)
+
+    def _run(self) -> None:
+        short_runs = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code, reason = self._run_once()
+            if self._stopping.is_set():
+                return
+            short_runs = 0 if time.monotonic() - started > STABLE_S else short_runs + 1
+            pause_s = restart_pause_s(short_runs, self._longest_pause_s)
+            self.restarts += 1
+            try:
+                self._on_exit(reason, pause_s)
+            except Exception:
+                log.exception("exit_not_handled child=%s", self._thread.name)
+            self._stopping.wait(max(pause_s, OWNER_STOP_S) if code in STOP_SIGNALS else pause_s)
+
+    def _run_once(self) -> tuple[int, str]:
+        """Exit code and reason of one child, or why it could not be started; no exception ends this thread."""
+        child = None
+        try:
+            with self._starting:
+                if self._stopping.is_set():
+                    return 0, ""
+                self.child = child = self._spawn()
+            self._serve(child)
+            return child.wait(), child.exit_reason()
+        except Exception as error:  # no memory, too many open files, a full disk: all of them may pass
+            if not isinstance(error, OSError):
+                log.exception("child_lost name=%s", self._thread.name)
+            reason = f"{type(error).__name__}: {cause(error)}"
+            if child is None:
+                return 0, reason
+            child.kill()
+            return child.wait(), f"{reason}; {child.exit_reason()}"
+        finally:
+            if child is not None:
+                child.close()
+
+
+def restart_pause_s(short_runs: int, longest_s: float = LONGEST_PAUSE_S) -> float:
+    """Seconds before a restart after so many short runs in a row; the first restart is immediate."""
+    return 0.0 if short_runs < 2 else min(longest_s, FIRST_PAUSE_S * 2.0 ** min(short_runs, 20))
