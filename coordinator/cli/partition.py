@@ -12,7 +12,7 @@ from edge_agent.config import parse
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
-from ..report.charts import mixture, picture_kind
+from ..report.partition_plot import mixture, picture_kind
 from . import simulate
 from .options import Json, Verbose, print_json, ready_for, set_up_logging, show, table
 

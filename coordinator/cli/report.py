@@ -11,7 +11,7 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
 from ..report import write_report
-from ..report.charts import picture
+from ..report.page import accuracy_svg
 from ..state.journal import Journal, RunRecord
 from ..state.store import StateFolder
 from .options import Config, Json, State, console, print_json, ready_for, show, state_path
@@ -40,7 +40,7 @@ def report(config: Config = None, state: State = None, run: Run = None, svg: Svg
         console.print(f"{record.run} has not finished ({record.status}): it {standing(record)}", soft_wrap=True)
     if svg is not None:
         ready_for(svg)
-        write_atomic(svg, picture(chosen).encode())
+        write_atomic(svg, accuracy_svg(chosen).encode())
     if as_json:
         status = {"status": record.status, "round": record.round}
         print_json({"run_id": chosen.run, **status, "report": str(path), "summary": chosen.summary()})

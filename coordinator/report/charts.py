@@ -1,27 +1,26 @@
-"""Charts as inline SVG: no library, no scripts, colours from the page's style sheet, a text for who cannot see."""
+"""Charts as SVG: no library, no scripts, colours from the page's style sheet, and a text for screen readers."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import Any
-
-from edge_agent.errors import StateError, UsageError
-
-from ..state.store import RunFolder
-from ..text import counted
-from .figures import SCOPES, RunFigures, as_number, read_run
 
 WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 44
 ROW_HEIGHT = 26
 MARKERS = {"local": "square", "global": "diamond", "personal": "dot"}
-"""Shapes beside colours: a reader who does not tell the colours apart reads the same chart."""
+"""Shapes beside colours: readers who cannot tell the colours apart read the same chart."""
+
+_MATRIX_MARGIN = 70
+_MOST_NAMED, _MOST_NUMBERED = 40, 13
+_SHAPES = ("dot", "square", "diamond")
+_COLOURS = ("4e79a7", "f28e2b", "e15759", "76b7b2", "59a14f", "d4a72c", "b07aa1", "ff7f9e", "9c755f", "8c8c8c")
+
+Keys = Sequence[tuple[str, str, str]]
+"""Entries of a legend: (name, style, shape); shape is ``line``, ``dashed``, ``bar`` or one of MARKERS."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class Series:
     points: tuple[tuple[float, float], ...]
     style: str
     is_dashed: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its entry in a legend."""
+        return self.name, self.style, "dashed" if self.is_dashed else "line"
 
 
 @dataclass(frozen=True)
@@ -56,57 +60,186 @@ class Axis:
         return [number * step for number in range(first, last + 1)]
 
 
-def line_chart(text: str, series: Sequence[Series], *, x_label: str, y_label: str, low: float, high: float) -> str:
-    """Lines over rounds; ``text`` is what a screen reader says instead."""
+@dataclass(frozen=True)
+class Chart:
+    """An SVG element of WIDTH x ``height``; ``text`` is what a screen reader says instead."""
+
+    text: str
+    height: float
+    body: str
+
+    def __str__(self) -> str:
+        return self.at()
+
+    def at(self, y: float | None = None) -> str:
+        """The element for a page, or at height ``y`` inside another SVG."""
+        place = "" if y is None else f'x="0" y="{y:.0f}" width="{WIDTH}" height="{self.height:.0f}" '
+        return (
+            f'<svg {place}viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.text)}">'
+            f"<title>{escape(self.text)}</title>{self.body}</svg>"
+        )
+
+
+def line_chart(text: str, series: Sequence[Series], *, x_label: str, y_label: str, low: float, high: float) -> Chart:
+    """Lines over rounds."""
     xs = [x for line in series for x, _ in line.points]
     across = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     up = Axis(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [_frame(across, up, x_label, y_label), *(_line(one, across, up) for one in series)]
-    return _svg(text, HEIGHT, parts)
+    parts = [*_frame(across, up, x_label, y_label)]
+    for line in series:
+        places = [(across.at(x), up.at(y)) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline class="line {line.style}{" dashed" * line.is_dashed}" points="{path}"/>')
+        if len(places) <= 40:
+            parts += [_mark("dot", line.style, x, y, 2.6) for x, y in places]
+    return Chart(text, HEIGHT, "".join(parts))
 
 
 def bar_chart(
     text: str, groups: Sequence[tuple[int, tuple[float, ...]]], styles: Sequence[str], *, x_label: str, y_label: str
-) -> str:
-    """Bars over rounds, one for each style; ``text`` is what a screen reader says instead."""
+) -> Chart:
+    """Bars over rounds, one for each style."""
     numbers = [number for number, _ in groups]
     highest = max((value for _, values in groups for value in values), default=0.0) or 1.0
     across = Axis(min(numbers) - 0.5, max(numbers) + 0.5, LEFT, WIDTH - RIGHT)
     up = Axis(0.0, nice_ceiling(highest), HEIGHT - BOTTOM, TOP)
-    room = 0.8 * (across.at(1) - across.at(0)) / len(styles)
-    bars = []
-    for number, values in groups:
-        for place, (value, style) in enumerate(zip(values, styles, strict=True)):
-            left = across.at(number) + (place - len(styles) / 2) * room
-            top = up.at(value)
-            bars.append(
-                f'<rect class="fill {style}" x="{left:.1f}" y="{top:.1f}" '
-                f'width="{max(room - 1, 0.5):.1f}" height="{up.begin - top:.1f}"/>'
-            )
-    return _svg(text, HEIGHT, [_frame(across, up, x_label, y_label), *bars])
+    room = 0.8 * (across.at(1) - across.at(0))
+    bars = [
+        part
+        for number, values in groups
+        for part in _bars(across.at(number), room, list(zip(styles, values, strict=True)), up)
+    ]
+    return Chart(text, HEIGHT, "".join([*_frame(across, up, x_label, y_label), *bars]))
 
 
-def dot_chart(text: str, rows: Sequence[tuple[str, dict[str, float]]], *, x_label: str, low: float, high: float) -> str:
-    """One row for each name with a mark for each scope; ``text`` is what a screen reader says instead."""
+def named_bars(text: str, bars: Sequence[tuple[str, str, Mapping[str, float | None]]], *, y_label: str) -> Chart:
+    """Bars 0..1 for (name, note below it, style -> value); None is drawn as a dash on the base line."""
+    up = Axis(0.0, 1.0, HEIGHT - BOTTOM - 14, TOP)
+    step = (WIDTH - LEFT - RIGHT) / max(len(bars), 1)
+    parts = [*_horizontal_grid(up), _turned(y_label, 11, (TOP + up.begin) / 2, "middle", "label")]
+    for place, (name, note, values) in enumerate(bars):
+        middle = LEFT + step * (place + 0.5)
+        parts += _bars(middle, 0.8 * step, list(values.items()), up)
+        parts.append(_word(_short(name, max(2, int(step / 6))), middle, up.begin + 16, "middle", "tick"))
+        parts.append(_word(note, middle, up.begin + 30, "middle", "small tick"))
+    return Chart(text, HEIGHT, "".join(parts))
+
+
+def dot_chart(
+    text: str, rows: Sequence[tuple[str, dict[str, float]]], *, x_label: str, low: float, high: float
+) -> Chart:
+    """One row for each name with a mark for each scope."""
     left = 130
     across = Axis(low, high, left, WIDTH - RIGHT)
-    height = TOP + ROW_HEIGHT * len(rows) + BOTTOM
-    parts = [_vertical_grid(across, TOP, height - BOTTOM)]
+    bottom = TOP + ROW_HEIGHT * len(rows)
+    parts = []
+    for tick in across.ticks():
+        x = across.at(tick)
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}"/>')
+        parts.append(_word(f"{tick:g}", x, bottom + 17, "middle", "tick"))
     for position, (name, values) in enumerate(rows):
         y = TOP + ROW_HEIGHT * (position + 0.5)
-        parts.append(f'<text class="label" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{_short(name)}</text>')
+        parts.append(_word(_short(name), left - 10, y + 4, "end", "label"))
         spread = [across.at(value) for value in values.values()]
         if spread:
             parts.append(f'<line class="grid" x1="{min(spread):.1f}" y1="{y}" x2="{max(spread):.1f}" y2="{y}"/>')
         parts += [_mark(MARKERS.get(scope, "dot"), scope, across.at(value), y) for scope, value in values.items()]
-    parts.append(_x_label(x_label, height, (left + WIDTH - RIGHT) / 2))
-    return _svg(text, height, parts)
+    parts.append(_word(x_label, (left + WIDTH - RIGHT) / 2, bottom + BOTTOM - 7, "middle", "label"))
+    return Chart(text, bottom + BOTTOM, "".join(parts))
 
 
-def legend(entries: Sequence[tuple[str, str, str]]) -> str:
-    """A row of (name, style, shape) keys; shape is ``line``, ``dashed``, ``bar`` or one of MARKERS."""
-    keys = "".join(f"<li>{_key(style, shape)} {escape(name)}</li>" for name, style, shape in entries)
-    return f'<ul class="legend">{keys}</ul>'
+def matrix_chart(
+    text: str, names: Sequence[str], matrix: Sequence[Sequence[float | None]], *, low: float, high: float
+) -> Chart:
+    """A square matrix; cells from pale (``low`` and less) to full (``high``), with numbers where there is room."""
+    count, span = len(names), (high - low) or 1.0
+    size = (WIDTH - _MATRIX_MARGIN - RIGHT) / count
+    bottom = TOP + count * size
+    parts = []
+    for row, line in enumerate(matrix):
+        for column, value in enumerate(line):
+            x, y = _MATRIX_MARGIN + column * size, TOP + row * size
+            share = 0.0 if value is None else min(1.0, max(0.0, (value - low) / span))
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}"'
+            parts.append(f'<rect class="cell" fill-opacity="{0.04 + 0.76 * share:.2f}" {place}/>')
+            if count <= _MOST_NUMBERED:
+                shown = "–" if value is None else f"{value:.2f}"
+                parts.append(_word(shown, x + size / 2, y + size / 2 + 4, "middle", "small label"))
+    for place, name in enumerate(names if count <= _MOST_NAMED else ()):
+        middle, short = size * (place + 0.5), _short(name, 11)
+        parts.append(_word(short, _MATRIX_MARGIN - 6, TOP + middle + 4, "end", "small label"))
+        parts.append(_turned(short, _MATRIX_MARGIN + middle + 3, bottom + 8, "end", "small label"))
+    return Chart(text, bottom + _MATRIX_MARGIN, "".join(parts))
+
+
+def point_chart(text: str, panels: Sequence[tuple[str, Sequence[Sequence[float]], Sequence[int]]]) -> Chart:
+    """Panels (name, points, labels), two in a row; colour and shape show the label.
+
+    Each panel is a square that the farthest point of its cloud touches.
+    """
+    is_alone = len(panels) == 1
+    side = 320.0 if is_alone else 226.0
+    parts = []
+    for number, (name, points, labels) in enumerate(panels):
+        left = (WIDTH - side) / 2 if is_alone else 8 + (side + 12) * (number % 2)
+        top = 24 + (side + 32) * (number // 2)
+        parts.append(f'<rect class="grid" x="{left}" y="{top}" width="{side}" height="{side}" fill="none"/>')
+        parts.append(_word(name, left + side / 2, top - 6, "middle", "label"))
+        reach = max((abs(value) for point in points for value in point), default=0.0) or 1.0
+        across = Axis(-reach, reach, left + 8, left + side - 8)
+        up = Axis(-reach, reach, top + side - 8, top + 8)
+        for (x, y), label in zip(points, labels, strict=True):
+            style, shape = class_style(label)
+            parts.append(_mark(shape, style, across.at(x), up.at(y), 2.8))
+    return Chart(text, 24 + -(-len(panels) // 2) * (side + 32) - 16, "".join(parts))
+
+
+def class_style(label: int) -> tuple[str, str]:
+    """Style and shape of a class: thirty classes differ in colour or in shape."""
+    return f"k{label % len(_COLOURS)}", _SHAPES[label % len(_SHAPES)]
+
+
+def legend(keys: Keys) -> str:
+    """A list of keys for a page; empty without any."""
+    entries = "".join(
+        f'<li><svg class="key" viewBox="0 0 22 14" aria-hidden="true">{_key(style, shape)}</svg> {escape(name)}</li>'
+        for name, style, shape in keys
+    )
+    return f'<ul class="legend">{entries}</ul>' if keys else ""
+
+
+def style_sheet() -> str:
+    """The style sheet of pages with charts."""
+    colours = (f".fill.k{place} {{ fill: #{colour}; }}" for place, colour in enumerate(_COLOURS))
+    return "\n".join([files(__package__).joinpath("report.css").read_text(encoding="utf-8"), *colours])
+
+
+def standalone(title: str, chart: Chart, keys: Keys = ()) -> str:
+    """A chart with its title and legend as an SVG file, in light or dark colours as its reader prefers."""
+    entries, x, y = [], 14.0, 40
+    for name, style, shape in keys:
+        width = 34 + 6.6 * len(name)
+        if x > 14 and x + width > WIDTH - 10:
+            x, y = 14.0, y + 20
+        entries.append(
+            f'<svg x="{x:.0f}" y="{y}" width="22" height="14" viewBox="0 0 22 14">{_key(style, shape)}</svg>'
+        )
+        entries.append(_word(name, x + 28, y + 11, "start", "tick"))
+        x += width + 8
+    top = y + 20 if keys else y
+    sheet = style_sheet()
+    wanted = ("text {", ".tick", ".label", ".small", ".grid", ".fill", ".line", ".dashed", ".cell")
+    marks = [line for line in sheet.splitlines() if line.startswith(wanted)]
+    style_ = " ".join(
+        [*sheet[sheet.index(":root") : sheet.index("* {")].split(), *marks, ".sheet { fill: var(--sheet); }"]
+    )
+    height = top + chart.height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{1.5 * WIDTH:g}" '
+        f'role="img"><style>{style_}</style><rect class="sheet" width="{WIDTH}" height="{height:.0f}" rx="8"/>'
+        f'<text class="label" x="14" y="26" font-weight="600">{escape(title)}</text>{"".join(entries)}{chart.at(top)}'
+        "</svg>\n"
+    )
 
 
 def nice_step(raw: float) -> float:
@@ -123,48 +256,47 @@ def nice_ceiling(value: float) -> float:
     return step * math.ceil(value / step - 1e-9)
 
 
-def _svg(text: str, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(text)}">'
-        f"<title>{escape(text)}</title>{''.join(parts)}</svg>"
-    )
+def accuracy_floor(values: Iterable[float]) -> float:
+    """Where an axis of accuracies begins: 0 (or the lowest value below it), 0.5 where all lie in the upper half."""
+    lowest = min(values, default=0.0)
+    return 0.5 if lowest >= 0.5 else min(0.0, lowest)
 
 
-def _frame(across: Axis, up: Axis, x_label: str, y_label: str) -> str:
-    ticks = [tick for tick in across.ticks(6) if tick == int(tick)]
-    below = [
-        f'<text class="tick" x="{across.at(tick):.1f}" y="{up.begin + 17:.1f}" text-anchor="middle">{tick:g}</text>'
-        for tick in ticks
-    ]
-    beside = [
-        f'<line class="grid" x1="{LEFT}" y1="{up.at(tick):.1f}" x2="{WIDTH - RIGHT}" y2="{up.at(tick):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 7}" y="{up.at(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
-        for tick in up.ticks()
-    ]
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f'transform="translate(11 {middle}) rotate(-90)" text-anchor="middle"'
-    title = f'<text class="label" {turned}>{escape(y_label)}</text>'
-    return "".join([*beside, *below, title, _x_label(x_label, HEIGHT, (LEFT + WIDTH - RIGHT) / 2)])
+def _frame(across: Axis, up: Axis, x_label: str, y_label: str) -> Iterator[str]:
+    yield from _horizontal_grid(up)
+    for tick in across.ticks(6):
+        if tick == int(tick):
+            yield _word(f"{tick:g}", across.at(tick), up.begin + 17, "middle", "tick")
+    yield _turned(y_label, 11, (TOP + HEIGHT - BOTTOM) / 2, "middle", "label")
+    yield _word(x_label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 7, "middle", "label")
 
 
-def _vertical_grid(across: Axis, top: float, bottom: float) -> str:
-    return "".join(
-        f'<line class="grid" x1="{across.at(tick):.1f}" y1="{top}" x2="{across.at(tick):.1f}" y2="{bottom}"/>'
-        f'<text class="tick" x="{across.at(tick):.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>'
-        for tick in across.ticks()
-    )
+def _horizontal_grid(up: Axis) -> Iterator[str]:
+    for tick in up.ticks():
+        y = up.at(tick)
+        yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
+        yield _word(f"{tick:g}", LEFT - 7, y + 4, "end", "tick")
 
 
-def _x_label(label: str, height: float, middle: float) -> str:
-    return f'<text class="label" x="{middle:.1f}" y="{height - 7:.1f}" text-anchor="middle">{escape(label)}</text>'
+def _bars(middle: float, room: float, values: Sequence[tuple[str, float | None]], up: Axis) -> Iterator[str]:
+    width = room / max(len(values), 1)
+    for place, (style, value) in enumerate(values):
+        left = middle + (place - len(values) / 2) * width
+        if value is None:
+            yield _word("–", left + width / 2, up.begin - 3, "middle", "tick")
+            continue
+        top = min(up.at(value), up.begin - 0.5)
+        size = f'width="{max(width - 1, 0.5):.1f}" height="{up.begin - top:.1f}"'
+        yield f'<rect class="fill {style}" x="{left:.1f}" y="{top:.1f}" {size}/>'
 
 
-def _line(series: Series, across: Axis, up: Axis) -> str:
-    places = [(across.at(x), up.at(y)) for x, y in series.points]
-    dash = " dashed" if series.is_dashed else ""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "" if len(places) > 40 else "".join(_mark("dot", series.style, x, y, 2.6) for x, y in places)
-    return f'<polyline class="line {series.style}{dash}" points="{path}"/>{dots}'
+def _word(text: str, x: float, y: float, anchor: str, style: str) -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _turned(text: str, x: float, y: float, anchor: str, style: str) -> str:
+    turn = f'transform="translate({x:.1f} {y:.1f}) rotate(-90)" text-anchor="{anchor}"'
+    return f'<text class="{style}" {turn}>{escape(text)}</text>'
 
 
 def _mark(shape: str, style: str, x: float, y: float, size: float = 5.0) -> str:
@@ -177,135 +309,13 @@ def _mark(shape: str, style: str, x: float, y: float, size: float = 5.0) -> str:
 
 
 def _key(style: str, shape: str) -> str:
+    """A mark in a box of 22 x 14."""
     if shape in {"line", "dashed"}:
-        dash = " dashed" if shape == "dashed" else ""
-        mark = f'<line class="line {style}{dash}" x1="0" y1="7" x2="22" y2="7"/>'
-    elif shape == "bar":
-        mark = f'<rect class="fill {style}" x="5" y="1" width="12" height="12"/>'
-    else:
-        mark = _mark(shape, style, 11, 7)
-    return f'<svg class="key" viewBox="0 0 22 14" aria-hidden="true">{mark}</svg>'
+        return f'<line class="line {style}{" dashed" * (shape == "dashed")}" x1="0" y1="7" x2="22" y2="7"/>'
+    if shape == "bar":
+        return f'<rect class="fill {style}" x="5" y="1" width="12" height="12"/>'
+    return _mark(shape, style, 11, 7)
 
 
 def _short(name: str, limit: int = 16) -> str:
-    return escape(name if len(name) <= limit else name[: limit - 1] + "…")
-
-
-FORMATS = ("svg", "png", "pdf")
-MOST_BUBBLES = 60
-"""Clients up to which each count is a bubble; more of them become a map of colours."""
-
-
-def picture_kind(suffix: str) -> str:
-    """The kind of picture that a file with this suffix is to hold.
-
-    Raises:
-        UsageError: no such kind.
-    """
-    kind = suffix.lstrip(".").lower()
-    if kind not in FORMATS:
-        found = f"'{suffix}'" if suffix else "a name without a suffix"
-        raise UsageError(f"--plot: {found}; expected one of {', '.join('.' + one for one in FORMATS)}")
-    return kind
-
-
-def mixture(told: Mapping[str, Any], kind: str) -> bytes:
-    """The picture of a partition as the bytes of a file of that kind, one of `FORMATS`.
-
-    ``told``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    clients, classes = told["clients"], told["classes"]
-    counts = [one["train"] for one in clients]
-    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
-        size = (min(14.0, 2.2 + 0.24 * len(clients)), min(9.0, 1.6 + 0.26 * len(classes)))
-        figure = Figure(figsize=(max(4.0, size[0]), max(2.6, size[1])), layout="constrained")
-        panel = figure.subplots()
-        (_bubbles if len(clients) <= MOST_BUBBLES else _map)(figure, panel, counts)
-        panel.set_yticks(range(len(classes)), classes)
-        if len(clients) <= MOST_BUBBLES:
-            panel.set_xticks(range(len(clients)), [one["id"] for one in clients], rotation=90)
-        panel.set(xlabel="client", ylabel="class")
-        figure.suptitle(f"partition {told['rule']}: training samples of each class", fontsize=10)
-        out = io.BytesIO()
-        figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return out.getvalue()
-
-
-def _bubbles(_figure: Any, panel: Any, counts: list[list[int]]) -> None:
-    highest = max(map(max, counts)) or 1
-    places = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
-    xs, ys, sizes = zip(*places, strict=True)
-    panel.scatter(xs, ys, s=[140.0 * size / highest for size in sizes], color="#2166ac", alpha=0.85, linewidths=0)
-    panel.set(xlim=(-0.7, len(counts) - 0.3), ylim=(len(counts[0]) - 0.4, -0.6))
-    panel.scatter([], [], s=140.0, color="#2166ac", label=f"{highest} samples")
-    panel.scatter([], [], s=14.0, color="#2166ac", label=f"{max(1, highest // 10)}")
-    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    panel.grid(alpha=0.15)
-
-
-def _map(figure: Any, panel: Any, counts: list[list[int]]) -> None:
-    columns = [list(column) for column in zip(*counts, strict=True)]
-    shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
-    figure.colorbar(shown, ax=panel, label="samples")
-
-
-_HEADER = 62
-_LEGEND_LEFT, _LEGEND_STEP = 130, 105
-
-
-def picture(folder: RunFolder) -> str:
-    """The SVG; light or dark as its reader prefers.
-
-    Raises:
-        StateError: the run has no figures of devices yet, or they are damaged.
-    """
-    run = read_run(folder.run, folder.summary() or {}, folder.metrics())
-    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
-    if not rows:
-        raise StateError(f"{folder.folder}: no device has said yet what it got; a picture can be made after the run")
-    chart = dot_chart(_words(rows), rows, x_label="accuracy on held-back samples", low=0.0, high=1.0)
-    height = _height_of(chart)
-    placed = chart.replace("<svg ", f'<svg x="0" y="{_HEADER}" width="{WIDTH}" height="{height}" ', 1)
-    whole = f'viewBox="0 0 {WIDTH} {_HEADER + height}" width="{1.5 * WIDTH:g}"'
-    sheet = f'<rect class="sheet" width="{WIDTH}" height="{_HEADER + height}" rx="8"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {whole} role="img"><style>{_style()}</style>'
-        f"{sheet}{_title(run)}{_legend()}{placed}</svg>\n"
-    )
-
-
-def _title(run: RunFigures) -> str:
-    rounds = as_number(run.summary.get("rounds"))
-    what = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"
-    return f'<text class="label" x="14" y="24" font-weight="600">{escape(what)}</text>'
-
-
-def _legend() -> str:
-    keys = []
-    for place, scope in enumerate(SCOPES):
-        x = _LEGEND_LEFT + place * _LEGEND_STEP
-        keys.append(f'{_mark(MARKERS[scope], scope, x, 45)}<text class="label" x="{x + 11}" y="49">acc.{scope}</text>')
-    return "".join(keys)
-
-
-def _words(rows: list[tuple[str, dict[str, float]]]) -> str:
-    said = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
-    return "Accuracy of each device. " + "; ".join(said)
-
-
-def _height_of(chart: str) -> int:
-    found = re.search(r'viewBox="0 0 \d+ (\d+)"', chart)
-    return int(found[1]) if found else 0
-
-
-def _style() -> str:
-    """The page's colours and marks; what is not for charts is left out."""
-    sheet = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    colours = sheet[sheet.index(":root") : sheet.index("* {")]
-    marks = [
-        line for line in sheet.splitlines() if line.startswith(("text {", ".tick", ".label", ".grid", ".fill", ".line"))
-    ]
-    return " ".join([*colours.split(), *marks, ".sheet { fill: var(--sheet); }"])
+    return name if len(name) <= limit else name[: limit - 1] + "…"

@@ -1,25 +1,38 @@
-"""The page: facts, charts, agents, and what went wrong. Everything that is not ours is escaped."""
+"""The page of a run: facts, charts, agents, missing updates. All text that agents contribute is escaped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 
-from .charts import MARKERS, Series, bar_chart, dot_chart, legend, line_chart
-from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, Scope, as_number
+from edge_agent.errors import StateError
+
+from ..state.store import RunFolder
+from ..text import counted
+from .charts import (
+    MARKERS,
+    Chart,
+    Keys,
+    Series,
+    accuracy_floor,
+    bar_chart,
+    dot_chart,
+    legend,
+    line_chart,
+    standalone,
+    style_sheet,
+)
+from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, Scope, as_number, read_run
 
 MAX_INCIDENTS = 200
-"""Rows of the table of missing and refused updates; a page of thousands helps nobody, the journal has them all."""
+"""Rows of the table of missing and rejected updates; the journal has all of them."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(run: RunFigures) -> str:
     """The whole page as HTML. It loads nothing and runs nothing."""
-    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    title = f"{run.run} · {_text(run.summary.get('method'))}"
     sections = (
         _head(run),
         _warnings(run),
@@ -29,14 +42,55 @@ def render(run: RunFigures) -> str:
         _incidents(run.rounds),
         _request(run),
     )
+    return html_page(f"{run.run} · {_text(run.summary.get('method'))}", sections)
+
+
+def html_page(title: str, sections: Iterable[str]) -> str:
+    """A self-contained page: no scripts, nothing loaded."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{style_sheet()}</style></head>\n"
         f"<body><main>{''.join(sections)}</main></body></html>\n"
     )
+
+
+def header(kind: str, title: str, facts: Mapping[str, str], below: str = "") -> str:
+    """The head of a page; ``title``, the values of ``facts`` and what is ``below`` the title are HTML."""
+    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    return f'<header><p class="over">{kind}</p><h1>{title}</h1>{below}<dl>{listed}</dl></header>'
+
+
+def charts_section(figures: Iterable[str]) -> str:
+    """Figures in columns; empty without any."""
+    made = "".join(figures)
+    return f'<section class="charts" aria-label="Charts">{made}</section>' if made else ""
+
+
+def figure(title: str, chart: Chart, keys: Keys, caption: str, link: str = "") -> str:
+    """One chart with its legend and caption; ``link`` is HTML after the caption."""
+    below = f"{legend(keys)}<figcaption>{escape(caption)}{link}</figcaption>"
+    return f"<figure><h2>{escape(title)}</h2>{chart}{below}</figure>"
+
+
+def accuracy_svg(folder: RunFolder) -> str:
+    """An SVG file with the accuracies of each device.
+
+    Raises:
+        StateError: no device has reported accuracies yet, or the files are damaged.
+    """
+    run = read_run(folder.run, folder.summary() or {}, folder.metrics())
+    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
+    if not rows:
+        raise StateError(f"{folder.folder}: no device has reported accuracies yet; try again after the run")
+    told = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
+    text = "Accuracy of each device. " + "; ".join(told)
+    chart = dot_chart(text, rows, x_label="accuracy on held-out samples", low=0.0, high=1.0)
+    rounds = as_number(run.summary.get("rounds"))
+    title = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"
+    return standalone(title, chart, [(f"acc.{scope}", scope, MARKERS[scope]) for scope in SCOPES])
 
 
 def _head(run: RunFigures) -> str:
@@ -52,39 +106,34 @@ def _head(run: RunFigures) -> str:
     }
     if warm := _warm_start(summary.get("warm_start")):
         facts["Warm start"] = warm
-    listed = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-    return (
-        f'<header><p class="over">Headwater run</p><h1>{escape(run.run)} '
-        f'<span class="status" data-status="{escape(status)}">{escape(status)}</span></h1>{_unfinished(run, asked)}'
-        f"{_unscored(run)}<dl>{listed}</dl></header>"
-    )
+    title = f'{escape(run.run)} <span class="status" data-status="{escape(status)}">{escape(status)}</span>'
+    shown = {name: escape(value) for name, value in facts.items()}
+    return header("Headwater run", title, shown, _unfinished(run, asked) + _unscored(run))
 
 
 def _warnings(run: RunFigures) -> str:
-    """What a reader may not miss; empty where there is nothing of that kind."""
     found = run.summary.get("warnings")
     listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     lines = "".join(f"<li>{escape(_text(one.get('message')))}</li>" for one in listed)
     return f'<section class="warnings"><h2>Warnings</h2><ul>{lines}</ul></section>' if lines else ""
 
 
-def _warm_start(told: object) -> str:
-    """Half a sentence on what the encoder learned before the run; empty where it learned nothing."""
-    if not isinstance(told, dict):
+def _warm_start(record: object) -> str:
+    """The warm start in half a sentence; empty without one."""
+    if not isinstance(record, dict):
         return ""
-    samples, epochs, accuracy = (as_number(told.get(name)) for name in ("samples", "epochs", "accuracy"))
+    samples, epochs, accuracy = (as_number(record.get(name)) for name in ("samples", "epochs", "accuracy"))
     scored = "not scored" if accuracy is None else f"accuracy {percent(accuracy)}"
     return f"{_count(samples)} samples, {_count(epochs)} epochs, {scored}"
 
 
 def _unscored(run: RunFigures) -> str:
-    """A line for each reason why the coordinator could not score the shared model."""
     lines = (f"acc.proxy could not be computed, first after round {number}: {why}" for number, why in run.proxy_failed)
     return "".join(f'<p class="caption">{escape(line)}</p>' for line in lines)
 
 
 def _unfinished(run: RunFigures, asked: float | None) -> str:
-    """A line for a run that has no result: how far it is, and why it ended there if it has ended."""
+    """A line for a run without a result: how many rounds are closed, and why it ended if it has."""
     if run.summary.get("status", "running") == "finished":
         return ""
     closed = as_number(run.summary.get("round"))
@@ -95,9 +144,9 @@ def _unfinished(run: RunFigures, asked: float | None) -> str:
 
 def _cards(run: RunFigures) -> str:
     notes = {
-        "local": "trained alone, without the others",
+        "local": "trained on local data only",
         "global": "the shared model",
-        "personal": "shared encoder, own head",
+        "personal": "shared encoder, personal head",
     }
     cards = [
         _card(f"acc.{scope}", percent(mean), f"{note}; mean over agents", scope)
@@ -120,8 +169,7 @@ def _card(name: str, value: str, note: str, style: str) -> str:
 
 
 def _charts(run: RunFigures) -> str:
-    made = (_accuracy(run), _spread(run.agents), _seconds(run.rounds), _traffic(run.rounds))
-    return f'<section class="charts" aria-label="Charts">{"".join(made)}</section>' if any(made) else ""
+    return charts_section((_accuracy(run), _spread(run.agents), _seconds(run.rounds), _traffic(run.rounds)))
 
 
 def _accuracy(run: RunFigures) -> str:
@@ -130,15 +178,14 @@ def _accuracy(run: RunFigures) -> str:
         series.append(Series("acc.proxy", tuple((float(one.round), one.acc) for one in run.proxy), "plain"))
     if not series:
         return ""
-    lowest = min(y for line in series for _, y in line.points)
+    low = accuracy_floor(y for line in series for _, y in line.points)
     text = "Accuracy by round. " + " ".join(
         f"{line.name}: {line.points[0][1]:.3f} in round {line.points[0][0]:g}, "
         f"{line.points[-1][1]:.3f} in round {line.points[-1][0]:g}."
         for line in series
     )
-    chart = line_chart(text, series, x_label="round", y_label="accuracy", low=_floor(lowest), high=1.0)
-    keys = legend([(line.name, line.style, "dashed" if line.is_dashed else "line") for line in series])
-    return _figure("Accuracy by round", chart, keys, "Share of held-back samples told right, 0 to 1.")
+    chart = line_chart(text, series, x_label="round", y_label="accuracy", low=low, high=1.0)
+    return figure("Accuracy by round", chart, [line.key for line in series], "Accuracy on held-out samples, 0 to 1.")
 
 
 def _scope_lines(rounds: Sequence[RoundFigures], scope: Scope) -> list[Series]:
@@ -154,20 +201,19 @@ def _scope_lines(rounds: Sequence[RoundFigures], scope: Scope) -> list[Series]:
 
 def _spread(agents: Sequence[AgentFigures]) -> str:
     known = [agent for agent in agents if agent.acc][:60]
-    rows = [(_marked(agent), {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in known]
+    rows = [
+        (f"{agent.id} *" if agent.notes else agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc})
+        for agent in known
+    ]
     shown = [scope for scope in SCOPES if any(scope in values for _, values in rows)]
     if not shown:
         return ""
-    lowest = min(value for _, values in rows for value in values.values())
+    low = accuracy_floor(value for _, values in rows for value in values.values())
     text = "Accuracy of each agent; the numbers are in the table of agents."
-    chart = dot_chart(text, rows, x_label="accuracy", low=_floor(lowest), high=1.0)
-    keys = legend([(f"acc.{scope}", scope, MARKERS[scope]) for scope in shown])
+    chart = dot_chart(text, rows, x_label="accuracy", low=low, high=1.0)
+    keys = [(f"acc.{scope}", scope, MARKERS[scope]) for scope in shown]
     more = " *: see the note in the table of agents." if any(agent.notes for agent in known) else ""
-    return _figure("Accuracy of each agent", chart, keys, f"Share of held-back samples told right, 0 to 1.{more}")
-
-
-def _marked(agent: AgentFigures) -> str:
-    return f"{agent.id} *" if agent.notes else agent.id
+    return figure("Accuracy of each agent", chart, keys, f"Accuracy on held-out samples, 0 to 1.{more}")
 
 
 def _seconds(rounds: Sequence[RoundFigures]) -> str:
@@ -178,7 +224,7 @@ def _seconds(rounds: Sequence[RoundFigures]) -> str:
     longest = max(groups, key=lambda group: group[1])
     text = f"Seconds of each round; {total:.1f} s in all, the longest is round {longest[0]} with {longest[1][0]:.2f} s."
     chart = bar_chart(text, groups, ("plain",), x_label="round", y_label="seconds")
-    return _figure("Time of each round", chart, "", f"Seconds from opening to closing; {total:.1f} s in all.")
+    return figure("Time of each round", chart, (), f"Seconds from opening to closing; {total:.1f} s in all.")
 
 
 def _traffic(rounds: Sequence[RoundFigures]) -> str:
@@ -192,14 +238,9 @@ def _traffic(rounds: Sequence[RoundFigures]) -> str:
     up, down = (sum(values[side] for _, values in groups) for side in (0, 1))
     text = f"Megabytes of each round; {up:.2f} MB from agents and {down:.2f} MB to agents in all."
     chart = bar_chart(text, groups, ("up", "down"), x_label="round", y_label="MB")
-    keys = legend([("from agents", "up", "bar"), ("to agents", "down", "bar")])
-    return _figure(
-        "Traffic of each round", chart, keys, "Payload in MB (millions of bytes), as counted by the coordinator."
-    )
-
-
-def _figure(title: str, chart: str, keys: str, caption: str) -> str:
-    return f"<figure><h2>{title}</h2>{chart}{keys}<figcaption>{escape(caption)}</figcaption></figure>"
+    keys = [("from agents", "up", "bar"), ("to agents", "down", "bar")]
+    caption = "Payload in MB (millions of bytes), as counted by the coordinator."
+    return figure("Traffic of each round", chart, keys, caption)
 
 
 def _agents(agents: Sequence[AgentFigures]) -> str:
@@ -235,7 +276,7 @@ def _agents(agents: Sequence[AgentFigures]) -> str:
     if not any(agent.notes for agent in agents):
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     caption = "At the end of the run. Memory is the resident set of the agent's process; sent and received are payload."
-    return _table("Agents", caption, heads, rows)
+    return table("Agents", caption, heads, rows)
 
 
 def _incidents(rounds: Sequence[RoundFigures]) -> str:
@@ -248,11 +289,11 @@ def _incidents(rounds: Sequence[RoundFigures]) -> str:
     more = f" The first {MAX_INCIDENTS} of {len(rows)}." if len(rows) > MAX_INCIDENTS else ""
     caption = f"Updates that are not in the aggregate of their round, and why.{more}"
     heads = (("round", "n"), ("agent", ""), ("what", ""))
-    return _table("Missing and refused updates", caption, heads, rows[:MAX_INCIDENTS])
+    return table("Missing and refused updates", caption, heads, rows[:MAX_INCIDENTS])
 
 
-def _table(title: str, caption: str, heads: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
-    heads = tuple(heads)
+def table(title: str, caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
+    """A table; ``heads`` are (name, style) of the columns, style ``n`` for numbers."""
     head = "".join(f'<th scope="col" class="{style}">{escape(name)}</th>' for name, style in heads)
     body = "".join(f"<tr>{_cells(row, [style for _, style in heads])}</tr>" for row in rows)
     return (
@@ -307,8 +348,3 @@ def _text(value: object) -> str:
 
 def _pretty(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True, default=str)
-
-
-def _floor(lowest: float) -> float:
-    """Where an accuracy axis begins: zero, unless everything lies in the upper half."""
-    return 0.5 if lowest >= 0.5 else min(0.0, lowest)

@@ -1,29 +1,73 @@
-"""An analysis on disk: ``analysis.json``, a picture in each SVG file, and ``index.html`` with all of it."""
+"""An analysis on disk: ``analysis.json``, an SVG file for each figure of the papers, ``index.html`` with all of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 from edge_agent.storage import write_atomic, write_json
 
-from ...report.charts import legend
-from ...report.page import _POLICY, _table, megabytes, percent
-from .charts import STYLE, Picture, standalone
-from .pictures import pictures
+from ...report.charts import (
+    MARKERS,
+    Chart,
+    Keys,
+    Series,
+    class_style,
+    dot_chart,
+    line_chart,
+    matrix_chart,
+    named_bars,
+    nice_ceiling,
+    point_chart,
+    standalone,
+)
+from ...report.page import charts_section, figure, header, html_page, megabytes, percent, table
 
 PAGE, NUMBERS = "index.html", "analysis.json"
 
+STYLES = {
+    "encoder": "global",
+    "projector": "personal",
+    "specific": "personal",
+    "relevant": "personal",
+    "irrelevant": "local",
+}
+MOST_CLIENTS = 60
+"""Rows of a chart of clients; the numbers of all are in analysis.json."""
+
+MOST_OF_CLASSES = 4
+"""Clients whose accuracies by class are drawn."""
+
+_MEASURES = {
+    "separation": ("Class separation", "1 - cosine distance within classes / overall; higher is more apart", 1.0),
+    "before_after": ("CKA with the encoder's features", "Linear CKA of encoder features and those made of them", 1.0),
+    "sparsity": ("Sparsity ratio", "Share of components of L2-normalised features below the threshold", 1.0),
+    "fisher": ("Fisher score", "Mean over features of variance between / within classes", None),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One chart with its file name, title, caption and legend."""
+
+    name: str
+    title: str
+    caption: str
+    chart: Chart
+    keys: Keys = ()
+
 
 def write(result: Mapping[str, Any], out: Path) -> Path:
-    """Where the page was written; files of an earlier analysis are replaced, and nothing is removed."""
+    """Write all files and return the page's path; files of an earlier analysis are replaced, nothing is removed."""
     made = list(pictures(result))
     out.mkdir(parents=True, exist_ok=True)
     for picture in made:
-        write_atomic(out / f"{picture.name}.svg", standalone(picture).encode())
+        write_atomic(out / f"{picture.name}.svg", standalone(picture.title, picture.chart, picture.keys).encode())
     write_json(out / NUMBERS, result)
     write_atomic(out / PAGE, render(result, made).encode(errors="replace"))
     return out / PAGE
@@ -31,17 +75,9 @@ def write(result: Mapping[str, Any], out: Path) -> Path:
 
 def render(result: Mapping[str, Any], made: Sequence[Picture]) -> str:
     """The page as HTML. It loads nothing and runs nothing."""
-    style = files("coordinator.report").joinpath("report.css").read_text(encoding="utf-8")
-    title = f"{result['run_id']} · {result['method']} · analysis"
-    sections = (_head(result), _figures(made), *_tables(result), _left_out(result))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{style}\n{STYLE}</style></head>\n"
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
-    )
+    figures = (figure(one.title, one.chart, one.keys, one.caption, f" {_link(one.name + '.svg')}") for one in made)
+    sections = (_head(result), charts_section(figures), *_tables(result), _left_out(result))
+    return html_page(f"{result['run_id']} · {result['method']} · analysis", sections)
 
 
 def _head(result: Mapping[str, Any]) -> str:
@@ -51,29 +87,227 @@ def _head(result: Mapping[str, Any]) -> str:
         "Subject": f"{result['kind']} {result['subject']}",
         "Clients": len(result["clients"]) or "not known",
         "States after rounds": states or "none",
-        "Numbers": "",
     }
-    listed = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(str(value)) if name != 'Numbers' else _link(NUMBERS)}</dd></div>"
-        for name, value in facts.items()
-    )
-    return (
-        f'<header><p class="over">Headwater analysis</p><h1>{escape(str(result["run_id"]))}</h1>'
-        f"<dl>{listed}</dl></header>"
-    )
+    shown = {name: escape(str(value)) for name, value in facts.items()}
+    return header("Headwater analysis", escape(str(result["run_id"])), {**shown, "Numbers": _link(NUMBERS)})
 
 
 def _link(name: str) -> str:
     return f'<a href="{escape(name)}">{escape(name)}</a>'
 
 
-def _figures(made: Sequence[Picture]) -> str:
-    shown = (
-        f"<figure><h2>{escape(picture.title)}</h2>{picture.chart}{legend(picture.keys) if picture.keys else ''}"
-        f"<figcaption>{escape(picture.caption)} {_link(picture.name + '.svg')}</figcaption></figure>"
-        for picture in made
+def pictures(result: Mapping[str, Any]) -> Iterator[Picture]:
+    """Every picture that the numbers allow, in the order of a page."""
+    states = [one for one in result["rounds"] if "separation" in one]
+    if states:
+        for measure in _MEASURES:
+            yield from _measure(measure, states)
+        yield from _between(states)
+        yield from _selection(states)
+        yield from _probe(result)
+    yield from _mixing(result["rounds"])
+    yield from _classes(result)
+    yield from _drawn(result)
+    yield from _traffic(result)
+
+
+def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+    title, caption, high = _MEASURES[measure]
+    last = states[-1].get(measure, {})
+    if not last:
+        return
+    if len(states) > 1:
+        lines = {kind: [(one["round"], one[measure][kind]["mean"]) for one in states] for kind in last}
+        yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", lines, high)
+    rows = _by_client({kind: found["clients"] for kind, found in last.items()})
+    if rows:
+        words = f"{title} of each client after {states[-1]['round']} rounds"
+        low, top = _range([value for _, values in rows for value in values.values()], high)
+        chart = dot_chart(words, rows[:MOST_CLIENTS], x_label=title.lower().replace("cka", "CKA"), low=low, high=top)
+        keys = [(kind, _style(kind), MARKERS.get(_style(kind), "dot")) for kind in last]
+        more = f" The first {MOST_CLIENTS} of {len(rows)}." if len(rows) > MOST_CLIENTS else ""
+        yield Picture(f"{measure}-clients", words, f"{caption}.{more}", chart, keys)
+
+
+def _over_rounds(
+    name: str,
+    title: str,
+    caption: str,
+    lines: Mapping[str, Sequence[tuple[int, float | None]]],
+    high: float | None,
+) -> Iterator[Picture]:
+    series = []
+    for kind, points in lines.items():
+        known = tuple((float(number), value) for number, value in points if value is not None)
+        if known:
+            series.append(Series(kind, known, _style(kind)))
+    if not series:
+        return
+    words = f"{title}. " + " ".join(
+        f"{line.name}: {line.points[0][1]:.3f} after {line.points[0][0]:g} rounds, "
+        f"{line.points[-1][1]:.3f} after {line.points[-1][0]:g}."
+        for line in series
     )
-    return f'<section class="charts" aria-label="Charts">{"".join(shown)}</section>' if made else ""
+    low, top = _range([value for line in series for _, value in line.points], high)
+    chart = line_chart(
+        words,
+        series,
+        x_label="rounds done",
+        y_label=title.partition(" by ")[0].lower().replace("cka", "CKA"),
+        low=low,
+        high=top,
+    )
+    yield Picture(name, title, caption, chart, [line.key for line in series])
+
+
+def _by_client(kinds: Mapping[str, Mapping[str, float | None]]) -> list[tuple[str, dict[str, float]]]:
+    clients = dict.fromkeys(client for found in kinds.values() for client in found)
+    rows = [
+        (client, {_style(k): v for k, found in kinds.items() if (v := found.get(client)) is not None})
+        for client in clients
+    ]
+    return [(client, values) for client, values in rows if values]
+
+
+def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+    last = states[-1]
+    if "cka" in last:
+        lines = {kind: [(one["round"], one["cka"][kind]["mean"]) for one in states] for kind in last["cka"]}
+        caption = "Linear CKA of two clients' features of the same samples; mean over all pairs of clients."
+        if len(states) > 1:
+            yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, lines, 1.0)
+        for kind, found in last["cka"].items():
+            title = f"CKA between clients, {kind} features, after {last['round']} rounds"
+            yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", found)
+    if "overlap" in last:
+        by = {"mask": "those that a client's mask picks most often", "fisher": "those of highest Fisher score"}
+        caption = f"Shared by two clients / important to either; important are {by[last['overlap']['by']]}."
+        title = f"Overlap of important features after {last['round']} rounds"
+        yield _matrix("overlap", title, caption, last["overlap"])
+
+
+def _matrix(name: str, title: str, caption: str, found: Mapping[str, Any]) -> Picture:
+    values = [value for line in found["matrix"] for value in line if value is not None]
+    low = math.floor(10 * min(values, default=0.0) + 1e-9) / 10
+    low = 0.9 if low >= 1 else low
+    mean = "" if found["mean"] is None else f" Mean over pairs: {found['mean']:.3f}."
+    chart = matrix_chart(f"{title}.{mean}", found["clients"], found["matrix"], low=low, high=1.0)
+    return Picture(name, title, f"{caption}{mean} From {low:g} (pale) to 1.", chart)
+
+
+def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+    if "selection" not in states[-1]:
+        return
+    caption = "Share of features that a client's mask picks, over its test samples."
+    if len(states) > 1:
+        lines = {"relevant": [(one["round"], one["selection"]["mean"]) for one in states]}
+        yield from _over_rounds("selection-rounds", "Selection ratio by round", caption, lines, 1.0)
+    rows = _by_client({"relevant": states[-1]["selection"]["clients"]})
+    words = f"Selection ratio of each client after {states[-1]['round']} rounds"
+    chart = dot_chart(words, rows[:MOST_CLIENTS], x_label="share of features picked", low=0.0, high=1.0)
+    yield Picture("selection-clients", words, caption, chart)
+
+
+def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
+    found = result["probe"]
+    if found is None:
+        return
+    percents = [100.0 * ratio for ratio in found["ratios"]]
+    worst = [min(values) for values in zip(*found["clients"].values(), strict=True)]
+    series = [Series("mean over clients", tuple(zip(percents, found["mean"], strict=True)), "personal")]
+    if len(found["clients"]) > 1:
+        series.append(Series("worst client", tuple(zip(percents, worst, strict=True)), "personal", is_dashed=True))
+    low, high = _range([y for line in series for _, y in line.points], 1.0)
+    title = "Accuracy on features of highest Fisher score"
+    words = f"{title}: {found['mean'][0]:.3f} on a tenth of the features, {found['mean'][-1]:.3f} on all."
+    chart = line_chart(words, series, x_label="features kept, %", y_label="accuracy", low=low, high=high)
+    keys = [line.key for line in series]
+    yield Picture(
+        "probe", title, "Nearest neighbours among the client's training samples, test samples told.", chart, keys
+    )
+
+
+def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+    mixed = [one for one in states if "mixing" in one]
+    if not mixed:
+        return
+    last = mixed[-1]["mixing"]
+    order = sorted(range(len(last["clients"])), key=lambda i: (last.get("groups", [""] * len(last["clients"]))[i], i))
+    names = [last["clients"][place] for place in order]
+    matrix = [[last["weights"][row][column] for column in order] for row in order]
+    title = f"Weights of combined classifiers after {mixed[-1]['round']} rounds"
+    high = max(max(row) for row in matrix)
+    grouped = f" Clients by group; {last['same_group']:.1%} of a row is of its group." if "same_group" in last else ""
+    caption = f"Row: who receives; column: whose classifier. From 0 (pale) to {high:.2f}.{grouped}"
+    yield Picture("mixing", title, caption, matrix_chart(f"{title}.{grouped}", names, matrix, low=0.0, high=high))
+    if len(mixed) > 1:
+        kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
+        lines = {kind: [(one["round"], one["mixing"].get(name)) for one in mixed] for name, kind in kinds.items()}
+        words = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
+        for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", lines, 1.0):
+            keys = [(words[name], style, shape) for name, style, shape in made.keys]
+            yield Picture(made.name, made.title, made.caption, made.chart, keys)
+
+
+def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:
+    """Accuracies of a client's classes from most to fewest training samples."""
+    styles = {scope: "global" if scope == "global" else "personal" for scope in result["accuracy"]}
+    for client in result["clients"][:MOST_OF_CLASSES]:
+        told = {s: found["clients"][client] for s, found in result["accuracy"].items() if client in found["clients"]}
+        if not told:
+            continue
+        rows = zip(*(one["classes"] for one in told.values()), strict=True)
+        bars = [
+            (row[0]["class"], str(row[0]["train"]), {styles[s]: one["acc"] for s, one in zip(told, row, strict=True)})
+            for row in rows
+        ]
+        title = f"Accuracy by class of client {client}"
+        words = "; ".join(f"{scope}: {one['all']:.3f} of all samples" for scope, one in told.items())
+        chart = named_bars(f"{title}. {words}.", bars, y_label="accuracy")
+        keys = [(f"acc.{scope}", styles[scope], "bar") for scope in told]
+        yield Picture(f"classes-{client}", title, "Below each class its training samples, most to fewest.", chart, keys)
+
+
+def _drawn(result: Mapping[str, Any]) -> Iterator[Picture]:
+    for client, found in groupby(result["tsne"], key=lambda one: one["client"]):
+        drawings = list(found)
+        panels = [(one["features"], one["points"], one["labels"]) for one in drawings]
+        labels = sorted({label for one in drawings for label in one["labels"]})
+        title = f"Features of client {client}, t-SNE"
+        words = f"{title}: {len(drawings[0]['points'])} test samples of {len(labels)} classes"
+        caption = f"{len(drawings[0]['points'])} test samples, perplexity {drawings[0]['perplexity']:.3g}."
+        keys = [(result["classes"][label], *class_style(label)) for label in labels][:30]
+        yield Picture(f"tsne-{client}", title, caption, point_chart(words, panels), keys)
+
+
+def _traffic(result: Mapping[str, Any]) -> Iterator[Picture]:
+    sent = result["communication"]
+    if sent is None:
+        return
+    series, totals = [], {}
+    for key, name, style in (("bytes_up", "from agents", "personal"), ("bytes_down", "to agents", "global")):
+        sums = accumulate(line[key] / 1e6 for line in sent["by_round"])
+        points = tuple((float(line["round"]), total) for line, total in zip(sent["by_round"], sums, strict=True))
+        series.append(Series(name, points, style, is_dashed=style == "global"))
+        totals[key] = points[-1][1]
+    title = "Traffic up to each round"
+    words = f"{title}: {totals['bytes_up']:.2f} MB from agents and {totals['bytes_down']:.2f} MB to agents in all."
+    high = nice_ceiling(max(totals.values()) or 1.0)
+    chart = line_chart(words, series, x_label="rounds done", y_label="MB", low=0.0, high=high)
+    keys = [line.key for line in series]
+    yield Picture("traffic", title, "Payload in MB (millions of bytes), all rounds so far.", chart, keys)
+
+
+def _style(kind: str) -> str:
+    return STYLES.get(kind, "local")
+
+
+def _range(values: Sequence[float], high: float | None) -> tuple[float, float]:
+    """An axis for the values: from 0, or from 0.5 where all lie above it; up to ``high``, or a round number."""
+    low = min(values, default=0.0)
+    if high is None:
+        return 0.0, nice_ceiling(max(values, default=0.0) or 1.0)
+    return (0.5 if low >= 0.5 else math.floor(10 * min(low, 0.0)) / 10), high
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[str]:
@@ -82,16 +316,14 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
         rows = [(name, *(percent(one[part]) for part in parts)) for name, one in found["clients"].items()]
         rows.append(("mean", *(percent(found[part]) for part in parts)))
         caption = (
-            "Shares of test samples told right. Head classes: as many training samples as the client's mean class, or "
+            "Accuracy on test samples. Head classes: as many training samples as the client's mean class, or "
             "more; tail: the others that it has. Means of head and tail count classes alike."
         )
         heads = (("client", ""), *((part, "n") for part in parts))
-        yield _table(f"Accuracy, {escape(scope)}", caption, heads, rows)
+        yield table(f"Accuracy, {escape(scope)}", caption, heads, rows)
     sent = result["communication"]
     if sent is not None and sent["targets"]:
-        yield _table(
-            "Rounds and bytes to an accuracy", _COSTS, _TARGET_HEADS, [_target(one) for one in sent["targets"]]
-        )
+        yield table("Rounds and bytes to an accuracy", _COSTS, _TARGET_HEADS, [_target(one) for one in sent["targets"]])
 
 
 _COSTS = "Payload of all rounds that the first model with that mean accuracy over agents had behind it."
@@ -113,4 +345,4 @@ def _left_out(result: Mapping[str, Any]) -> str:
     rows = [(one["what"], one["why"]) for one in result["left_out"]]
     if not rows:
         return ""
-    return _table("Left out", "What could not be said, and why.", (("what", ""), ("why", "")), rows)
+    return table("Left out", "What could not be computed, and why.", (("what", ""), ("why", "")), rows)
