@@ -15,7 +15,7 @@ from edge_agent.storage import check_writable
 from .options import Config, Json, Verbose, console, print_json, set_up_logging, show, state_path, table, text
 
 if TYPE_CHECKING:
-    from ..research.analyze import Place, Settings
+    from ..research.analyze import Location, Settings
 
 What = Annotated[
     str, typer.Argument(metavar="RUN|BUNDLE", help="Simulation or state folder, a run's name, or a bundle file.")
@@ -63,8 +63,8 @@ def analyze(
 ) -> None:
     """Measure a run's features and models as the papers do: separation, CKA, sparsity, overlap, classes, bytes.
 
-    A simulation knows its clients' samples and personal parts. Of a coordinator's run there are shared states only, of
-    a bundle one encoder: give samples by --data, once for each client. What cannot be said is named, with the reason.
+    A simulation has its clients' samples and personal parts. A coordinator's run has shared states only and a bundle
+    has one encoder: give samples by --data, once for each client. What cannot be computed is listed with the reason.
     Run with --keep-every to analyze earlier rounds as well.
 
     Example: headwater analyze sim --target 0.8 --out sim/analysis
@@ -72,14 +72,23 @@ def analyze(
     from ..research.analyze import Settings
 
     set_up_logging(verbose=verbose, quiet=True)
-    settings = Settings(
-        tuple(target or ()), samples, probe, threshold, important, tsne, perplexity, head, test_fraction, seed
+    settings = Settings.of(
+        targets=tuple(target or ()),
+        samples=samples,
+        probe=probe,
+        threshold=threshold,
+        important=important,
+        tsne=tsne,
+        perplexity=perplexity,
+        head=head,
+        test_fraction=test_fraction,
+        seed=seed,
     )
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
     if out is not None:
         check_writable(out)
-    result = _analyzed(_place(what, data or [], config, state), settings)
+    result = _analyzed(_location(what, data or [], config, state), settings)
     page = None if out is None else _written(result, out)
     if as_json:
         print_json(result)
@@ -89,9 +98,9 @@ def analyze(
         show(f"pictures and page: {page}")
 
 
-def _place(what: str, data: Sequence[str], config: Path | None, state: Path | None) -> Place:
-    """Where to look. A configuration is read only for a name that no path has."""
-    from ..research.analyze import Place
+def _location(what: str, data: Sequence[str], config: Path | None, state: Path | None) -> Location:
+    """Where the target is. A configuration is read only for a name that no path has."""
+    from ..research.analyze import Location
 
     folder = state.absolute() if state is not None else None
     if folder is None and not Path(what).expanduser().exists() and Path(what).name == what:
@@ -100,19 +109,19 @@ def _place(what: str, data: Sequence[str], config: Path | None, state: Path | No
         except ConfigError:
             if config is not None:
                 raise
-    return Place(what, folder, tuple(data))
+    return Location(what, folder, tuple(data))
 
 
-def _analyzed(place: Place, settings: Settings) -> dict[str, Any]:
+def _analyzed(location: Location, settings: Settings) -> dict[str, Any]:
     from edge_agent import heads
 
     from ..research.analyze import analyze, find
 
     heads.get(settings.head)  # a slip in its name shows before anything is loaded
     if not console.is_terminal:
-        return analyze(find(place, settings), settings)
+        return analyze(find(location, settings), settings)
     with console.status("opening") as status:
-        return analyze(find(place, settings), settings, status.update)
+        return analyze(find(location, settings), settings, status.update)
 
 
 def _written(result: dict[str, Any], out: Path) -> Path:

@@ -16,7 +16,7 @@ from simulation_harness import learned_anywhere, run, small_plan, write_images
 
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm_start import train_warm
-from coordinator.research.analyze.targets import Simulated
+from coordinator.research.analyze.targets import SimulationTarget
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
@@ -80,7 +80,7 @@ def test_a_simulation_has_a_copy_and_goes_on_with_that_whatever_becomes_of_the_f
         result = simulation.finish()
     assert learned_anywhere(result) == learned_anywhere(undisturbed)
     assert result["weights"] == {"path": str(path), "sha256": undisturbed["weights"]["sha256"]}
-    subject = Simulated.at(tmp_path / "sim", ())
+    subject = SimulationTarget.at(tmp_path / "sim", ())
     assert subject.clients == ("c0", "c1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from federation_duties import SMALL
 from simulation_harness import run, small_plan
 
-from coordinator.research.analyze import Place, Settings, analyze, find
+from coordinator.research.analyze import Location, Settings, analyze, find
 
 PARAMS = {
     "dualfed": {**SMALL, "contrastive_weight": 1.0, "projector_width": 8},
@@ -22,7 +22,7 @@ def simulated(images, out, method="fedavg", **changes):
 
 def analyzed(path, *data, **settings):
     chosen = Settings(**{"tsne": 0, "samples": 20, "probe": 24, **settings})
-    return analyze(find(Place(str(path), data=data), chosen), chosen)
+    return analyze(find(Location(str(path), data=data), chosen), chosen)
 
 
 def reasons(result):

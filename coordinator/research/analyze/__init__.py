@@ -1,9 +1,9 @@
-"""What a run's features and models are like, in the measures of the papers: one JSON object, pictures, one page.
+"""Measures of a run's features and models as in the papers: one JSON object, SVG charts, one page.
 
 Keys of the object:
 
 ``subject``, ``kind`` (simulation, run or bundle), ``run_id``, ``method``, ``classes``, ``clients``, ``settings``: what
-was looked at, and how.
+was analyzed, and how.
 
 ``rounds``: one object for each state that is there, ``round`` rounds done (a bundle's is called 0). In it, by kind of
 features (``encoder``, and what a method makes of these: ``projector``, ``specific``), each with ``mean`` over clients
@@ -24,8 +24,8 @@ weights alike).
 ``accuracy``: of the last state, scope -> ``clients`` -> ``all``, ``head``, ``tail`` and ``classes`` (RepPer, Fig. 5).
 ``probe``: accuracy of nearest neighbours on the features of highest Fisher score, by share kept (FedPick, Fig. 1).
 ``tsne``: points of some clients' features (FedPick, Fig. 8; DualFed, Fig. 4).
-``communication``: bytes, round by round; ``targets``: what each took (DualFed, Table 8).
-``left_out``: ``what`` could not be said, and ``why``. What is not known is null or absent.
+``communication``: bytes by round; ``targets``: rounds and bytes that each took (DualFed, Table 8).
+``left_out``: ``what`` could not be computed, and ``why``. Unknown values are null or absent.
 """
 
 from __future__ import annotations
@@ -35,88 +35,61 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import DataError
+from . import results
+from .base import AnalysisTarget, FeatureView, Settings
+from .targets import Location, find
 
-from . import views
-from .states import communication, mixing_body, state_of
-from .targets import Place, find
-from .views import Look, Settings, Subject
-
-__all__ = ["Place", "Settings", "analyze", "find"]
+__all__ = ["Location", "Settings", "analyze", "find"]
 
 
-def analyze(subject: Subject, settings: Settings, watch: Callable[[str], object] = lambda _: None) -> dict[str, Any]:
-    """Everything that can be said of ``subject``, as one JSON object; ``watch`` hears what is being looked at.
+def analyze(
+    target: AnalysisTarget, settings: Settings, watch: Callable[[str], object] = lambda _: None
+) -> dict[str, Any]:
+    """All that can be computed for ``target``, as one JSON object; ``watch`` receives the name of each step.
 
     Raises:
         DataError: no client has test samples.
-        StateError: what was kept is damaged.
+        StateError: a checkpoint or client state is damaged.
     """
-    probe = _probe(subject, settings)
-    states, looks = [], list[Look]()
-    for number in subject.rounds:
+    left_out = target.left_out
+    probe = target.probe(settings) if target.clients else None
+    states, views = [], list[FeatureView]()
+    for number in target.rounds:
         watch(f"state after round {number}")
-        looks = _looks(subject, number, settings, probe) if probe is not None else []
-        states.append({**state_of(number, looks, settings, subject.left_out), **_mixing(subject, number)})
-    found = {
-        "subject": subject.name,
-        "kind": subject.kind,
-        "run_id": subject.run,
-        "method": subject.method,
-        "classes": list(subject.class_names),
-        "clients": list(subject.clients),
-        "settings": settings.body(),
+        views = [] if probe is None else _finite_views(target, number, settings, probe)
+        mixing = target.mixing(number)
+        mixed = {} if mixing is None else {"mixing": results.mixing_body(mixing, target.groups())}
+        states.append({**results.state_of(number, views, settings, left_out), **mixed})
+    found: dict[str, Any] = {
+        "subject": target.name,
+        "kind": target.kind,
+        "run_id": target.run,
+        "method": target.method,
+        "classes": list(target.class_names),
+        "clients": list(target.clients),
+        "settings": settings.model_dump(mode="json"),
         "rounds": states,
-        **_last(subject, looks, settings, watch),
-        "communication": communication(subject.run, subject.metrics(), settings.targets),
+        "accuracy": results.accuracies(views, target.class_names),
     }
-    return {**found, "left_out": _left_out(subject, settings)}
+    watch("features of highest Fisher score")
+    found["probe"] = results.probe(views, len(target.class_names), settings, left_out)
+    watch("t-SNE")
+    found["tsne"] = list(results.drawings(views, settings, left_out))
+    found["communication"] = results.communication(target.run, target.metrics(), settings.targets)
+    if target.clients:
+        why = "updates of single clients are not saved, so there are no features before aggregation"
+        left_out.note("sparsity before aggregation", why)
+    if not settings.targets and target.kind != "bundle":
+        left_out.note("rounds and bytes to an accuracy", "no --target was given")
+    return {**found, "left_out": left_out.body()}
 
 
-def _probe(subject: Subject, settings: Settings) -> np.ndarray | None:
-    """What clients are compared on; None where nobody's samples are known.
-
-    Raises:
-        DataError: clients are known, and none of them has a test sample.
-    """
-    if not subject.clients:
-        return None
-    if not subject.tested():
-        raise DataError(f"none of {len(subject.clients)} clients has test samples to look at; give more data")
-    return subject.probe(settings)
-
-
-def _looks(subject: Subject, number: int, settings: Settings, probe: np.ndarray) -> list[Look]:
+def _finite_views(target: AnalysisTarget, number: int, settings: Settings, probe: np.ndarray) -> list[FeatureView]:
     found = []
-    for look in subject.looks(number, settings, probe):
-        if look.is_finite():
-            found.append(look)
+    for view in target.feature_views(number, settings, probe):
+        if view.is_finite():
+            found.append(view)
         else:
             why = "its features hold NaN or infinity, training diverged"
-            subject.left_out.note(f"client {look.client} after round {number}", why)
+            target.left_out.note(f"client {view.client} after round {number}", why)
     return found
-
-
-def _mixing(subject: Subject, number: int) -> dict[str, Any]:
-    mixing = subject.mixing(number)
-    return {} if mixing is None else {"mixing": mixing_body(mixing, subject.groups())}
-
-
-def _last(subject: Subject, looks: list[Look], settings: Settings, watch: Callable[[str], object]) -> dict[str, Any]:
-    """What is said of the last state only."""
-    left_out = subject.left_out
-    found: dict[str, Any] = {"accuracy": views.accuracies(looks, subject.class_names)}
-    watch("features of highest Fisher score")
-    found["probe"] = views.probe(looks, len(subject.class_names), settings, left_out)
-    watch("t-SNE")
-    found["tsne"] = list(views.drawings(looks, settings, left_out))
-    return found
-
-
-def _left_out(subject: Subject, settings: Settings) -> list[dict[str, str]]:
-    if subject.clients:
-        told = "updates of single clients are not kept, so features before aggregation are not to be had"
-        subject.left_out.note("sparsity before aggregation", told)
-    if not settings.targets and subject.kind != "bundle":
-        subject.left_out.note("rounds and bytes to an accuracy", "no --target was given")
-    return subject.left_out.body()

@@ -34,7 +34,7 @@ from ...simulation.prepared import Prepared
 from ...state.retention import states_of
 from ...state.run_request import Request
 from ...state.store import StateFolder
-from .views import Holding, LeftOut, Look, Mixing, Part, Settings, Subject, masked
+from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, LeftOut, Mixing, Settings, split_mask
 
 if TYPE_CHECKING:
     import torch
@@ -43,53 +43,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where to look: a path or a run's name, the state folder for names, and clients' data where those are given."""
+class Location:
+    """Where the target is: a path or a run's name, the state folder for names, and clients' data where given."""
 
-    subject: str
+    what: str
     state: Path | None = None
     data: Sequence[str] = ()
-    cache: Path | None = None
 
 
-def find(place: Place, settings: Settings) -> Subject:
-    """The subject at a place.
+def find(location: Location, settings: Settings) -> AnalysisTarget:
+    """The target at a location.
 
     Raises:
         UsageError: nothing there that can be analyzed, or data that are missing or too many.
         DataError: data that are not there, or do not fit.
-        StateError: what is there is damaged.
+        StateError: its files are damaged.
     """
-    path = Path(place.subject).expanduser()
+    path = Path(location.what).expanduser()
     if (path / "simulation.json").is_file():
-        return Simulated.at(path, place.data)
+        return SimulationTarget.at(path, location.data)
     if (path / "journal.db").is_file():
-        return _run(path, None, place, settings)
+        return RunTarget.at(path, None, location, settings)
     if (path.parent.parent / "journal.db").is_file() and path.parent.name == "runs":
         above = path.parent.parent
         if (above / "simulation.json").is_file():
-            return find(Place(str(above), data=place.data), settings)
-        return _run(above, path.name, place, settings)
+            return find(Location(str(above), data=location.data), settings)
+        return RunTarget.at(above, path.name, location, settings)
     if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
-        return Bundled.at(path, place, settings)
-    if place.state is not None and not path.exists() and path.name == place.subject:
-        return _run(place.state, place.subject, place, settings)
-    raise UsageError(_nothing(path))
-
-
-def _run(state: Path, run: str | None, place: Place, settings: Settings) -> Subject:
-
-    return Recorded.at(state, run, place, settings)
-
-
-def _nothing(path: Path) -> str:
+        return BundleTarget.at(path, location, settings)
+    if location.state is not None and not path.exists() and path.name == location.what:
+        return RunTarget.at(location.state, location.what, location, settings)
     expected = "expected a simulation's folder, a coordinator's state folder, a run's name, or a bundle file"
     if path.exists():
-        return f"{path} is nothing that can be analyzed; {expected}"
+        raise UsageError(f"{path} cannot be analyzed; {expected}")
     siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f"did you mean '{path.parent / close}'? " if close else ""
-    return f"{path}: it is not there; {hint}{expected}"
+    raise UsageError(f"{path} does not exist; {hint}{expected}")
 
 
 Features = Callable[[np.ndarray], np.ndarray]
@@ -98,21 +88,23 @@ Features = Callable[[np.ndarray], np.ndarray]
 _NAMED = re.compile(r"([^=:?/]+)=(.+)", re.DOTALL)
 
 
-def holdings(sources: Sequence[str], task: Task, settings: Settings) -> dict[str, Holding]:
-    """Client -> samples, split as a device would split them; sources without a name are called after their place.
+def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> dict[str, ClientSamples]:
+    """Client -> samples, split as a device would split them; sources without a name are called after their path.
 
     Raises:
         UsageError: a name that cannot be a client's, or one that occurs twice.
         DataError: samples that are missing, or of classes or a form that the task does not have.
     """
-    found: dict[str, Holding] = {}
+    found: dict[str, ClientSamples] = {}
     for given in sources:
         name, source = named(given)
         if name in found:
             raise UsageError(f"--data {given}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
         samples = data.load(source, task.input, task.class_names)
         train, test = data.split(samples, settings.test_fraction, settings.seed)
-        found[name] = Holding(Part(train.inputs, train.labels), Part(test.inputs, test.labels))
+        found[name] = ClientSamples(
+            LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels)
+        )
     return dict(sorted(found.items()))
 
 
@@ -132,34 +124,36 @@ def named(given: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Common:
-    """One encoder for everybody, the shared classifier where there is one, and the device head to fit on top."""
+class SharedEncoder:
+    """One encoder for all clients, the shared classifier where there is one, and how a device head is fitted."""
 
     features: Features
     classifier: Tensors | None
     method_params: Mapping[str, Any]
     num_classes: int
 
-    def look(self, client: str, mine: Holding, settings: Settings, left_out: LeftOut, *, closely: bool) -> Look:
-        """What this encoder makes of one client's samples."""
+    def view(
+        self, client: str, mine: ClientSamples, settings: Settings, left_out: LeftOut, *, details: bool
+    ) -> FeatureView:
+        """The view of one client, with answers and training features where ``details`` are wanted."""
         some = mine.test.some(settings.samples, settings.seed)
-        found = Look(
+        found = FeatureView(
             client=client,
             labels=some.labels,
-            views={"encoder": self.features(some.inputs)},
+            kinds={"encoder": self.features(some.inputs)},
             probe={},
             answers={},
             truth=mine.test.labels,
             counts=np.bincount(mine.train.labels, minlength=self.num_classes),
         )
-        if not closely or not found.is_finite():
+        if not details or not found.is_finite():
             return found
-        trained = Part(self.features(mine.train.inputs), mine.train.labels)
+        trained = LabelledSamples(self.features(mine.train.inputs), mine.train.labels)
         answers = dict(self._answers(client, self.features(mine.test.inputs), trained, settings, left_out))
         return replace(found, answers=answers, trained=trained)
 
     def _answers(
-        self, client: str, tested: np.ndarray, trained: Part, settings: Settings, left_out: LeftOut
+        self, client: str, tested: np.ndarray, trained: LabelledSamples, settings: Settings, left_out: LeftOut
     ) -> Iterator[tuple[str, np.ndarray]]:
         if self.classifier is not None:
             yield "global", global_probabilities(self.classifier, tested).argmax(axis=1)
@@ -177,23 +171,24 @@ class Common:
         yield settings.head, head.predict_proba(tested).argmax(axis=1)
 
 
-class Bundled(Subject):
-    """One frozen encoder; nothing is known of rounds, of traffic, or of what stayed on devices."""
+class BundleTarget(AnalysisTarget):
+    """One frozen encoder, without rounds, traffic or personal parts."""
 
     kind = "bundle"
 
-    def __init__(self, path: Path, bundle: Bundle, held: dict[str, Holding], encoder: Encoder) -> None:
+    def __init__(self, path: Path, bundle: Bundle, held: dict[str, ClientSamples], encoder: Encoder) -> None:
         manifest = bundle.manifest
-        super().__init__(str(path), manifest.name, manifest.method, manifest.task.class_names)
+        names = manifest.task.class_names
+        super().__init__(str(path), manifest.name, manifest.method, names, clients=held, rounds=(0,))
         self._held = held
         classifier = bundle.global_head()
-        self._common = Common(encoder.features, classifier, manifest.method_params, manifest.task.num_classes)
+        self._encoder = SharedEncoder(encoder.features, classifier, manifest.method_params, manifest.task.num_classes)
         self.left_out.note("communication", "a bundle has no figures of the run that it came from")
         self.left_out.note("client-wise CKA", "all clients use this one encoder, so it would be 1")
         self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")
 
     @classmethod
-    def at(cls, path: Path, place: Place, settings: Settings) -> Bundled:
+    def at(cls, path: Path, location: Location, settings: Settings) -> BundleTarget:
         """The bundle at ``path``, a file or a folder.
 
         Raises:
@@ -204,12 +199,12 @@ class Bundled(Subject):
         stack = ExitStack()
         try:
             bundle = _opened(path, stack)
-            if not place.data:
+            if not location.data:
                 raise UsageError(
                     f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
                     "for example --data a=images:photos"
                 )
-            held = holdings(place.data, bundle.manifest.task, settings)
+            held = client_samples(location.data, bundle.manifest.task, settings)
             made = cls(path, bundle, held, Encoder.open(bundle, "fp32", cache=False))
         except BaseException:
             stack.close()
@@ -217,24 +212,14 @@ class Bundled(Subject):
         finalize(made, stack.close)
         return made
 
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Those of ``--data``."""
-        return tuple(self._held)
-
-    @property
-    def rounds(self) -> tuple[int, ...]:
-        """One state, which has no number; it is called 0."""
-        return (0,)
-
-    def holding(self, client: str) -> Holding:
+    def samples_of(self, client: str) -> ClientSamples:
         """One client's samples."""
         return self._held[client]
 
-    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:  # noqa: ARG002 - one encoder
-        """One look for each client."""
+    def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
+        """One view for each client."""
         for client in self.tested():
-            yield self._common.look(client, self._held[client], settings, self.left_out, closely=True)
+            yield self._encoder.view(client, self._held[client], settings, self.left_out, details=True)
 
 
 def _opened(path: Path, stack: ExitStack) -> Bundle:
@@ -253,17 +238,18 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
 BATCH = 512
 
 
-class Recorded(Subject):
-    """The coordinator's side of a run; personal parts are on the devices and stay there."""
+class RunTarget(AnalysisTarget):
+    """The coordinator's part of a run; personal parts stay on the devices."""
 
     kind = "run"
 
-    def __init__(self, folder: StateFolder, run: str, request: Request, held: dict[str, Holding]) -> None:
-        super().__init__(str(folder.path), run, request.method, request.task.class_names)
-        self._folder, self._request, self._held = folder, request, held
-        self._method = methods.create(request.method, request.params)
+    def __init__(self, folder: StateFolder, run: str, request: Request, held: dict[str, ClientSamples]) -> None:
         with folder.look():
             self._states = states_of(folder, run)
+        names = request.task.class_names
+        super().__init__(str(folder.path), run, request.method, names, clients=held, rounds=self._states)
+        self._folder, self._request, self._held = folder, request, held
+        self._method = methods.create(request.method, request.params)
         self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")
         if held:
             self.left_out.note("client-wise CKA", "all clients receive this one encoder, so it would be 1")
@@ -271,8 +257,8 @@ class Recorded(Subject):
             self.left_out.note("features and accuracies of classes", "no samples: give --data NAME=SOURCE")
 
     @classmethod
-    def at(cls, state: Path, run: str | None, place: Place, settings: Settings) -> Recorded:
-        """The run of that name in a state folder; without a name the latest that has closed a round.
+    def at(cls, state: Path, run: str | None, location: Location, settings: Settings) -> RunTarget:
+        """The run of that name in a state folder; without a name the latest one with a closed round.
 
         Raises:
             UnknownName: no such run.
@@ -285,54 +271,41 @@ class Recorded(Subject):
         if not record.round:
             raise UsageError(f"{record.run} has no closed round yet; there is nothing to analyze before the first one")
         request = Request.from_body(record.request)
-        return cls(folder, record.run, request, holdings(place.data, request.task, settings))
+        return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Those of ``--data``."""
-        return tuple(self._held)
-
-    @property
-    def rounds(self) -> tuple[int, ...]:
-        """Rounds whose states were kept."""
-        return tuple(self._states)
-
-    def holding(self, client: str) -> Holding:
+    def samples_of(self, client: str) -> ClientSamples:
         """One client's samples."""
         return self._held[client]
 
-    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:  # noqa: ARG002 - one encoder
-        """One look for each client, as far as the encoder of that round is whole."""
-        state = self._state(number)
+    def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
+        """Yield a view of each client; none where the encoder of that round is incomplete."""
+        state = decode(self._folder.blobs.read(self._states[number]))
+        with self._folder.look():
+            pooled = pooled_before(self._folder, self.run, number)
         try:
-            features = _features(self._method, self._request, {**state, **self._pooled(number)})
+            features = _features(self._method, self._request, {**state, **pooled})
         except ExportRejected as error:
             self.left_out.note(f"features after round {number}", str(error))
             return
         classifier, classes = self._method.global_head(state), self._request.task.num_classes
-        common = Common(features, classifier, self._method.params.model_dump(mode="json"), classes)
+        encoder = SharedEncoder(features, classifier, self._method.params.model_dump(mode="json"), classes)
         for client in self.tested():
-            closely = number == self.rounds[-1]
-            yield common.look(client, self._held[client], settings, self.left_out, closely=closely)
+            details = number == self.rounds[-1]
+            yield encoder.view(client, self._held[client], settings, self.left_out, details=details)
 
     def mixing(self, number: int) -> Mixing | None:
         """The weights of a method that combines classifiers."""
-        return mixing_of(self._method, self._state(number)) if hasattr(self._method, "combination") else None
+        return mixing_of(self._method, decode(self._folder.blobs.read(self._states[number])))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of the run's ``metrics.jsonl``."""
         return self._folder.run(self.run).metrics()
 
-    def _state(self, number: int) -> State:
-        return decode(self._folder.blobs.read(self._states[number]))
-
-    def _pooled(self, number: int) -> State:
-        with self._folder.look():
-            return pooled_before(self._folder, self.run, number)
-
 
 def mixing_of(method: Any, state: State) -> Mixing | None:
-    """The weights in a state of a method with ``combination``; None before the first round."""
+    """The weights in a state of a method with ``combination``; None for other methods and before the first round."""
+    if not hasattr(method, "combination"):
+        return None
     names, weights = method.combination(state)
     return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
 
@@ -360,31 +333,32 @@ def _latest(folder: StateFolder) -> str:
     raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
 
 
-class Simulated(Subject):
-    """A simulation that was run here, whole or so far."""
+class SimulationTarget(AnalysisTarget):
+    """A simulation with at least one closed round."""
 
     kind = "simulation"
 
     def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
-        super().__init__(str(path), run, prepared.method.name, prepared.task.class_names)
-        self._path, self._prepared, self._folder = path, prepared, folder
         with folder.look():
             self._states = states_of(folder, run)
             self._is_over = folder.journal.replay(run).is_over
+        names, clients = prepared.task.class_names, prepared.division.clients
+        super().__init__(str(path), run, prepared.method.name, names, clients=clients, rounds=self._states)
+        self._path, self._prepared, self._folder = path, prepared, folder
         if len(self._states) == 1:
             self.left_out.note("earlier rounds", "the run kept its last state only; --keep-every keeps more")
 
     @classmethod
-    def at(cls, path: Path, data: Sequence[str]) -> Simulated:
+    def at(cls, path: Path, data: Sequence[str]) -> SimulationTarget:
         """The simulation in ``path``.
 
         Raises:
             UsageError: data were given, or no round has closed yet.
-            DataError: its data are not there any more.
+            DataError: its data are no longer available.
             StateError: files are damaged.
         """
         if data:
-            raise UsageError(f"{path} is a simulation and knows its data: leave --data out")
+            raise UsageError(f"{path} is a simulation, which has its own data; leave --data out")
         plan, folder = planned(path), StateFolder(path)
         with folder.look():
             runs = folder.journal.runs()
@@ -395,38 +369,37 @@ class Simulated(Subject):
             prepared = computing_as_begun(folder, runs[0], Prepared.of(plan, path / PARTITION))
         return cls(path, prepared, folder, runs[0])
 
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """All of the partition."""
-        return tuple(self._prepared.division.clients)
-
-    @property
-    def rounds(self) -> tuple[int, ...]:
-        """Rounds whose states were kept."""
-        return tuple(self._states)
-
-    def holding(self, client: str) -> Holding:
+    def samples_of(self, client: str) -> ClientSamples:
         """One client's samples, copied out of the pools."""
         train, test = self._prepared.pools.arrays(self._prepared.division.clients[client])
-        return Holding(Part(train.inputs, train.labels), Part(test.inputs, test.labels))
+        return ClientSamples(LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels))
 
-    def looks(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[Look]:
-        """One look for each client, at what it would begin the next round with."""
+    def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
+        """Yield a view of each client, in the state in which it would begin the next round."""
         state, method = decode(self._folder.blobs.read(self._states[number])), self._prepared.method
         shared = method.broadcast(state)
         for name in self.tested():
-            mine = self.holding(name)
-            received = {**shared, **method.downlink(state, name)}
+            mine = self.samples_of(name)
+            received, saved = {**shared, **method.downlink(state, name)}, self._client_state(name, number)
             session = self._session(name, mine)
-            rounds = self._prepared.plan.rounds
-            client = session.before_round(received, self._kept(name, number), round_number=number + 1, rounds=rounds)
-            look = masked(self._look(client, mine, settings, probe))
-            yield self._closer(look, client, mine) if number == self.rounds[-1] and look.is_finite() else look
+            client = session.before_round(received, saved, round_number=number + 1, rounds=self._prepared.plan.rounds)
+            some = mine.test.some(settings.samples, settings.seed)
+            view = split_mask(
+                FeatureView(
+                    client=name,
+                    labels=some.labels,
+                    kinds=_features_by_kind(client, method, some.inputs),
+                    probe=_features_by_kind(client, method, probe),
+                    answers={},
+                    truth=mine.test.labels,
+                    counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
+                )
+            )
+            has_details = number == self.rounds[-1] and view.is_finite()
+            yield _with_details(view, client, method, mine) if has_details else view
 
     def mixing(self, number: int) -> Mixing | None:
         """The weights of a method that combines classifiers."""
-        if not hasattr(self._prepared.method, "combination"):
-            return None
         return mixing_of(self._prepared.method, decode(self._folder.blobs.read(self._states[number])))
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -440,14 +413,14 @@ class Simulated(Subject):
             names = [", ".join(self.class_names[label] for label in group) for group in GROUPS]
             return {client: names[place % len(names)] for place, client in enumerate(self.clients)}
         if rule == "pathological":
-            return {client: self._classes(client) for client in self.clients}
+            labels = self._prepared.pools.train.labels
+            return {
+                client: ", ".join(self.class_names[label] for label in np.unique(labels[np.asarray(share.train)]))
+                for client, share in self._prepared.division.clients.items()
+            }
         return {}
 
-    def _classes(self, client: str) -> str:
-        labels = self._prepared.pools.train.labels[np.asarray(self._prepared.division.clients[client].train)]
-        return ", ".join(self.class_names[label] for label in np.unique(labels))
-
-    def _session(self, name: str, mine: Holding) -> Session:
+    def _session(self, name: str, mine: ClientSamples) -> Session:
         plan = self._prepared.plan
         parts = (Arrays(part.inputs, part.labels) for part in (mine.train, mine.test))
         return Session(
@@ -460,8 +433,8 @@ class Simulated(Subject):
             model=self._prepared.model,
         )
 
-    def _kept(self, client: str, number: int) -> ClientState:
-        """What stood with the client after that round, personalized after the last one where the run has ended."""
+    def _client_state(self, client: str, number: int) -> ClientState:
+        """The client's state after that round, personalized after the last one of a run that has ended."""
         files = ClientStateFiles(self._path / CLIENTS / client / "runs" / self.run)
         is_last = number == self.rounds[-1] and self._is_over
         try:
@@ -469,27 +442,16 @@ class Simulated(Subject):
         except StateError as error:
             raise StateError(f"client '{client}' after round {number}: {error}") from error
 
-    def _look(self, client: Client, mine: Holding, settings: Settings, probe: np.ndarray) -> Look:
-        some, method = mine.test.some(settings.samples, settings.seed), self._prepared.method
-        return Look(
-            client=client.id,
-            labels=some.labels,
-            views=_views(client, method, some.inputs),
-            probe=_views(client, method, probe),
-            answers={},
-            truth=mine.test.labels,
-            counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
-        )
 
-    def _closer(self, look: Look, client: Client, mine: Holding) -> Look:
-        method, tested = self._prepared.method, _tensor(client, mine.test.inputs)
-        scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
-        answers = {s: found.argmax(dim=1).cpu().numpy() for s, found in scopes.items() if found is not None}
-        trained = Part(_views(client, method, mine.train.inputs)["encoder"], mine.train.labels)
-        return replace(look, answers=answers, trained=trained)
+def _with_details(view: FeatureView, client: Client, method: Any, mine: ClientSamples) -> FeatureView:
+    tested = _tensor(client, mine.test.inputs)
+    scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
+    answers = {s: found.argmax(dim=1).cpu().numpy() for s, found in scopes.items() if found is not None}
+    trained = LabelledSamples(_features_by_kind(client, method, mine.train.inputs)["encoder"], mine.train.labels)
+    return replace(view, answers=answers, trained=trained)
 
 
-def _views(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
+def _features_by_kind(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
     found = method.views(client, _tensor(client, inputs))
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 

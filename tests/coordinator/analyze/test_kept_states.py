@@ -38,7 +38,7 @@ def test_without_keep_every_the_last_state_is_left_and_that_is_said(images, fold
 
 
 def test_another_runs_end_leaves_kept_states_alone(images, folder):
-    """Pruning looks at the journal: what one run keeps, the next one's rounds do not remove."""
+    """Pruning views at the journal: what one run keeps, the next one's rounds do not remove."""
     path, _ = simulated(images, folder / "again")
     state = StateFolder(path)
     with state.open("test"):

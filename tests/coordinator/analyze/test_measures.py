@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.research.analyze import measures, states
+from coordinator.research.analyze import measures, results
 from coordinator.research.analyze import measures as embedding
 
 # --- class separation ------------------------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ METRICS = [
 @pytest.mark.parametrize("target, rounds, acc", [(0.3, 0, 0.3), (0.6, 1, 0.6), (0.61, 2, 0.7), (0.85, 3, 0.85)])
 def test_a_target_costs_the_rounds_that_the_model_had_behind_it(target, rounds, acc):
     """What agents tell in round r is of the model that r - 1 rounds have made."""
-    found = states.communication("run-0001", METRICS, [target])
+    found = results.communication("run-0001", METRICS, [target])
     one = next(one for one in found["targets"] if one["scope"] == "personal")
     assert (one["rounds_done"], one["acc"]) == (rounds, pytest.approx(acc))
     assert (one["bytes_up"], one["bytes_down"], one["bytes_per_agent"]) == (100 * rounds, 50 * rounds, 75 * rounds)
 
 
 def test_a_target_that_was_not_reached_tells_the_best():
-    found = states.communication("run-0001", METRICS, [0.9])
+    found = results.communication("run-0001", METRICS, [0.9])
     assert [(one["scope"], one["reached"], one["best"]) for one in found["targets"]] == [
         ("global", False, pytest.approx(0.4)),
         ("personal", False, pytest.approx(0.85)),
@@ -269,4 +269,4 @@ def test_a_target_that_was_not_reached_tells_the_best():
 
 
 def test_without_rounds_there_is_nothing_to_tell():
-    assert states.communication("run-0001", [], [0.5]) is None
+    assert results.communication("run-0001", [], [0.5]) is None

@@ -10,7 +10,7 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 from simulation_harness import write_images
 
-from coordinator.research.analyze.views import Part
+from coordinator.research.analyze.base import LabelledSamples
 from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.errors import DataError, UsageError
@@ -98,9 +98,9 @@ def test_a_bundle_is_analyzed_where_there_is_no_torch(bundle, data, folder):
         "        if name.split('.')[0] in {'torch', 'torchvision', 'onnx'}:\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Blocker())\n"
-        "from coordinator.research.analyze import Place, Settings, analyze, find\n"
+        "from coordinator.research.analyze import Location, Settings, analyze, find\n"
         "settings = Settings(tsne=0)\n"
-        f"place = Place({str(bundle)!r}, data={tuple(data)!r})\n"
+        f"place = Location({str(bundle)!r}, data={tuple(data)!r})\n"
         "print(analyze(find(place, settings), settings)['kind'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
@@ -139,7 +139,7 @@ def test_nobody_has_test_samples(bundle, folder):
 
 
 def test_a_part_of_the_samples_is_drawn_without_repeating_any():
-    part = Part(np.arange(20.0)[:, None], np.arange(20))
+    part = LabelledSamples(np.arange(20.0)[:, None], np.arange(20))
     some = part.some(7, seed=3)
     assert len(set(some.labels.tolist())) == 7
     assert (some.inputs[:, 0] == some.labels).all()

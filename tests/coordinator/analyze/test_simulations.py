@@ -11,7 +11,7 @@ from analysis_harness import analyzed, reasons, simulated
 from federation_duties import SMALL
 from simulation_harness import write_images
 
-from coordinator.research.analyze import Place, Settings, find
+from coordinator.research.analyze import Location, Settings, find
 from coordinator.state.retention import states_of
 from coordinator.state.store import StateFolder
 from edge_agent import heads
@@ -36,29 +36,29 @@ def test_accuracies_are_those_that_the_simulation_told(runs, method):
 
 def test_separation_and_cka_are_those_of_the_layers_worked_out_by_hand(runs):
     """DualFed on a linear encoder without batch norm: features before and behind the projector, in numpy."""
-    from coordinator.research.analyze.targets import Simulated
+    from coordinator.research.analyze.targets import SimulationTarget
 
     path, _ = runs("dualfed")
-    subject = find(Place(str(path)), Settings())
-    assert isinstance(subject, Simulated)
-    probe = subject.probe(Settings(probe=24))
-    look = next(subject.looks(2, Settings(), probe))
+    target = find(Location(str(path)), Settings())
+    assert isinstance(target, SimulationTarget)
+    probe = target.probe(Settings(probe=24))
+    view = next(target.feature_views(2, Settings(), probe))
     state = StateFolder(path)
     with state.look():
         shared = decode(state.blobs.read(states_of(state, "run-0001")[2]))
     personal = ClientStateFiles(path / "clients" / "c0" / "runs" / "run-0001").before(3)[0]
     both = {**shared, **personal}
     weight, bias = (both[n] for n in sorted(n for n in both if n.startswith("encoder."))[::-1])
-    mine = subject.holding("c0").test
+    mine = target.samples_of("c0").test
     features = mine.inputs.reshape(len(mine), -1) @ weight.T + bias
-    assert look.views["encoder"] == pytest.approx(features, abs=1e-5)
-    hidden = np.maximum(look.views["encoder"] @ both["projector.0.weight"].T + both["projector.0.bias"], 0)
+    assert view.kinds["encoder"] == pytest.approx(features, abs=1e-5)
+    hidden = np.maximum(view.kinds["encoder"] @ both["projector.0.weight"].T + both["projector.0.bias"], 0)
     projected = norm(hidden, both, "projector.2") @ both["projector.3.weight"].T + both["projector.3.bias"]
-    assert look.views["projector"] == pytest.approx(norm(projected, both, "projector.4"), abs=1e-4)
+    assert view.kinds["projector"] == pytest.approx(norm(projected, both, "projector.4"), abs=1e-4)
     result = analyzed(path, samples=1000)
     measured = next(one for one in result["rounds"] if one["round"] == 2)
     assert measured["separation"]["projector"]["clients"]["c0"] == pytest.approx(
-        separation_of(look.views["projector"], look.labels), abs=1e-6
+        separation_of(view.kinds["projector"], view.labels), abs=1e-6
     )
 
 
@@ -91,11 +91,11 @@ def test_fresh_clients_agree_in_everything_and_trained_ones_do_not(runs):
 def test_a_mask_picks_the_features_that_the_classifier_sees(runs):
     """The relevant classifier on the picked features and the global one on all: their mean is the method's answer."""
     path, _ = runs("fedpick")
-    subject = find(Place(str(path)), Settings())
-    probe = subject.probe(Settings(probe=24))
-    look = next(iter(subject.looks(4, Settings(), probe)))
-    assert set(np.unique(look.mask)) <= {0.0, 1.0}
-    assert set(look.views) == {"encoder"}
+    target = find(Location(str(path)), Settings())
+    probe = target.probe(Settings(probe=24))
+    view = next(iter(target.feature_views(4, Settings(), probe)))
+    assert set(np.unique(view.mask)) <= {0.0, 1.0}
+    assert set(view.kinds) == {"encoder"}
     state = StateFolder(path)
     with state.look():
         shared = decode(state.blobs.read(states_of(state, "run-0001")[4]))
@@ -106,10 +106,10 @@ def test_a_mask_picks_the_features_that_the_classifier_sees(runs):
         logits = features @ both[f"{name}.weight"].T + both[f"{name}.bias"]
         return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
-    together = answer(look.views["encoder"], "head") + answer(look.drawn()["relevant"], "relevant_head")
-    assert (together.argmax(axis=1) == look.answers["personal"]).all()
+    together = answer(view.kinds["encoder"], "head") + answer(view.drawn()["relevant"], "relevant_head")
+    assert (together.argmax(axis=1) == view.answers["personal"]).all()
     result = analyzed(path, samples=1000)["rounds"][-1]
-    assert result["selection"]["clients"]["c0"] == pytest.approx(look.mask.mean())
+    assert result["selection"]["clients"]["c0"] == pytest.approx(view.mask.mean())
     assert result["overlap"]["by"] == "mask"
     assert {"encoder", "relevant", "irrelevant"} == set(result["fisher"])
 
@@ -147,11 +147,11 @@ def test_nearest_neighbours_on_all_features_are_the_device_head(runs):
     """The probe at 100 % is the head 'knn' on all features, fitted here on its own."""
     path, _ = runs("fedavg")
     result = analyzed(path, samples=1000)
-    subject = find(Place(str(path)), Settings())
-    look = next(subject.looks(4, Settings(), subject.probe(Settings())))
+    target = find(Location(str(path)), Settings())
+    view = next(target.feature_views(4, Settings(), target.probe(Settings())))
     head = heads.create("knn")
-    head.fit(heads.FitData(look.trained.inputs, look.trained.labels, 3), np.random.default_rng(0))
-    expected = (head.predict_proba(look.views["encoder"]).argmax(axis=1) == look.labels).mean()
+    head.fit(heads.FitData(view.trained.inputs, view.trained.labels, 3), np.random.default_rng(0))
+    expected = (head.predict_proba(view.kinds["encoder"]).argmax(axis=1) == view.labels).mean()
     assert result["probe"]["ratios"][-1] == 1.0
     assert result["probe"]["clients"]["c0"][-1] == pytest.approx(expected)
 
@@ -199,7 +199,7 @@ def test_a_task_of_one_class_is_analyzed_as_far_as_it_goes(folder):
 def test_clients_that_train_on_the_same_classes_are_a_group(folder):
     source = write_images(folder / "four.npz", 400, names=("a", "b", "c", "d"))
     path, _ = simulated(source, folder / "pat", partition="pathological", clients=4, rounds=1)
-    groups = find(Place(str(path)), Settings()).groups()
+    groups = find(Location(str(path)), Settings()).groups()
     division = json.loads((path / "partition.json").read_text())["clients"]
     for client, share in division.items():
         classes = sorted({"abcd"[row % 4] for row in share["train"]})

@@ -1,0 +1,270 @@
+"""The numbers of an analysis: measures of one state, accuracies by class, traffic, t-SNE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from edge_agent import heads
+from edge_agent.errors import MissingCapability
+from edge_agent.heads import FitData
+from edge_agent.heads._features import fisher_score, keep_top
+
+from ...report.figures import RunFigures, Scope, read_run
+from . import measures
+from .base import FeatureView, LabelledSamples, LeftOut, Mixing, Settings
+from .measures import LEAST_SAMPLES, bounded_perplexity, tsne
+
+Matrix = list[list[float | None]]
+
+
+def state_of(number: int, views: Sequence[FeatureView], settings: Settings, left_out: LeftOut) -> dict[str, Any]:
+    """Measures of the clients' models after a round; keys are those of `analyze`."""
+    if not views:
+        return {"round": number}
+    if len(views) == 1:
+        left_out.note("client-wise CKA and overlap of important features", "there is one client only")
+    for view in views:
+        if len(np.unique(view.labels)) < 2:
+            left_out.note(f"separation and Fisher scores of client {view.client}", "its test samples are of one class")
+    found: dict[str, Any] = {
+        "round": number,
+        "separation": {
+            kind: _by_client(views, lambda view, k=kind: measures.class_separation(view.kinds[k], view.labels))
+            for kind in views[0].kinds
+        },
+        "sparsity": {
+            kind: _by_client(views, lambda view, k=kind: measures.sparsity_ratio(view.kinds[k], settings.threshold))
+            for kind in views[0].kinds
+        },
+        "fisher": _fisher(views),
+    }
+    later = [kind for kind in views[0].kinds if kind != "encoder"]
+    if later:
+        found["before_after"] = {
+            kind: _by_client(views, lambda view, k=kind: measures.linear_cka(view.features, view.kinds[k]))
+            for kind in later
+        }
+    if any(view.mask is not None for view in views):
+        found["selection"] = _by_client(views, lambda view: None if view.mask is None else float(view.mask.mean()))
+    if len(views) > 1:
+        found |= _between_clients(views, settings)
+    return found
+
+
+def mixing_body(mixing: Mixing, groups: Mapping[str, str]) -> dict[str, Any]:
+    """Weights of combined classifiers, and the share of clients of the same group where groups are known."""
+    found: dict[str, Any] = {"clients": list(mixing.clients), "weights": as_matrix(mixing.weights)}
+    known = [groups.get(client) for client in mixing.clients]
+    if all(group is not None for group in known):
+        found["groups"] = known
+        found |= measures.group_mass(mixing.weights, [str(group) for group in known])
+    else:
+        found["own"] = measures.group_mass(mixing.weights, list(mixing.clients))["own"]
+    return found
+
+
+def as_matrix(matrix: np.ndarray) -> Matrix:
+    """As JSON: four digits, None for what is not defined."""
+    return [[None if np.isnan(value) else round(float(value), 4) for value in row] for row in matrix]
+
+
+def _by_client(views: Sequence[FeatureView], measure: Callable[[FeatureView], float | None]) -> dict[str, Any]:
+    """A measure of each client, and its mean over the clients for which it is defined."""
+    clients = {view.client: measure(view) for view in views}
+    return {"mean": _mean(list(clients.values())), "clients": clients}
+
+
+def _fisher(views: Sequence[FeatureView]) -> dict[str, dict[str, Any]]:
+    """Mean Fisher score by kind of features; with a mask also of the features that it ever picks, and of the others."""
+    kinds = list(views[0].kinds)
+    if views[0].mask is not None:
+        kinds += ["relevant", "irrelevant"]
+    found = {}
+    for kind in kinds:
+        scores = {view.client: measures.mean_fisher(_fisher_features(view, kind), view.labels) for view in views}
+        means = {client: None if score is None else score[0] for client, score in scores.items()}
+        found[kind] = {
+            "mean": _mean(list(means.values())),
+            "clients": means,
+            "infinite": {client: score[1] for client, score in scores.items() if score is not None and score[1]},
+        }
+    return found
+
+
+def _fisher_features(view: FeatureView, kind: str) -> np.ndarray:
+    if kind in view.kinds:
+        return view.kinds[kind]
+    features = view.drawn()[kind]
+    return features[:, (features != 0).any(axis=0)]
+
+
+def _between_clients(views: Sequence[FeatureView], settings: Settings) -> dict[str, Any]:
+    names = [view.client for view in views]
+    choices = [measures.important(_importance(view), settings.important) for view in views]
+    found: dict[str, Any] = {"overlap": {"by": "mask" if views[0].mask is not None else "fisher"}}
+    found["overlap"] |= _pairs(names, measures.overlap_matrix(choices))
+    if views[0].probe:
+        kinds = views[0].probe
+        found["cka"] = {k: _pairs(names, measures.cka_matrix([view.probe[k] for view in views])) for k in kinds}
+    return found
+
+
+def _importance(view: FeatureView) -> np.ndarray:
+    """How often the mask picks each feature, or, without one, the features' Fisher scores."""
+    return fisher_score(view.features, view.labels) if view.mask is None else view.mask.mean(axis=0)
+
+
+def _pairs(names: Sequence[str], matrix: np.ndarray) -> dict[str, Any]:
+    return {"mean": measures.mean_of_pairs(matrix), "clients": list(names), "matrix": as_matrix(matrix)}
+
+
+SCOPES: tuple[Scope, ...] = ("global", "personal")
+"""Scopes that rounds change; ``local`` does not depend on rounds."""
+
+
+def communication(run: str, metrics: Iterable[Mapping[str, Any]], targets: Sequence[float]) -> dict[str, Any] | None:
+    """Bytes of a run by round and in total, and what each target took; None without a single round.
+
+    Accuracies that agents report in round r belong to the model after r - 1 rounds, those at the end to the last model.
+    """
+    figures = read_run(run, {}, metrics)
+    if not figures.rounds:
+        return None
+    rounds = [
+        {"round": line.round, "bytes_up": line.bytes_up or 0.0, "bytes_down": line.bytes_down or 0.0}
+        for line in figures.rounds
+    ]
+    agents = len({name for line in figures.rounds for name in line.agents} | {agent.id for agent in figures.agents})
+    reported = {scope: models for scope in SCOPES if (models := _accuracy_by_rounds(figures, scope))}
+    return {
+        "agents": agents,
+        "rounds": len(rounds),
+        **{name: math.fsum(line[name] for line in rounds) for name in ("bytes_up", "bytes_down")},
+        "by_round": rounds,
+        "targets": [
+            {"target": target, "scope": scope, **_cost_of(target, models, rounds, agents)}
+            for target in targets
+            for scope, models in reported.items()
+        ],
+    }
+
+
+def _accuracy_by_rounds(figures: RunFigures, scope: Scope) -> list[tuple[int, float]]:
+    """(rounds done, mean accuracy over agents) of each model that agents reported on."""
+    found = [(line.round - 1, mean) for line in figures.rounds if (mean := line.mean(scope)) is not None]
+    final = [agent.acc[scope] for agent in figures.agents if scope in agent.acc]
+    return [*found, (figures.rounds[-1].round, fmean(final))] if final else found
+
+
+def _cost_of(
+    target: float, models: Sequence[tuple[int, float]], rounds: Sequence[Mapping[str, float]], agents: int
+) -> dict[str, Any]:
+    """Rounds and bytes up to the first model whose accuracy is at least ``target``; else the best accuracy."""
+    reached = [(done, acc) for done, acc in models if acc >= target - 1e-12]
+    if not reached:
+        return {"reached": False, "best": max(acc for _, acc in models)}
+    done, acc = reached[0]
+    up, down = (
+        math.fsum(line[name] for line in rounds if line["round"] <= done) for name in ("bytes_up", "bytes_down")
+    )
+    costs = {"bytes_up": up, "bytes_down": down, "bytes_per_agent": (up + down) / (agents or 1)}
+    return {"reached": True, "rounds_done": done, "acc": acc, **costs}
+
+
+RATIOS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 11))
+"""Shares of the features that are kept for the probe."""
+
+PROBE_HEAD = "knn"
+
+
+def accuracies(views: Sequence[FeatureView], class_names: Sequence[str]) -> dict[str, Any]:
+    """Accuracy of each class by scope and client and its training samples; head and tail classes (RepPer, Fig. 5)."""
+    found = {}
+    for scope in dict.fromkeys(scope for view in views for scope in view.answers):
+        clients = {view.client: _classes(view, scope, class_names) for view in views if scope in view.answers}
+        found[scope] = {
+            "clients": clients,
+            **{part: _mean([one[part] for one in clients.values()]) for part in ("all", "head", "tail")},
+        }
+    return found
+
+
+def _classes(view: FeatureView, scope: str, class_names: Sequence[str]) -> dict[str, Any]:
+    """One client's classes from most to fewest training samples; ``all`` counts samples alike, the others classes."""
+    answers = view.answers[scope]
+    by_class = measures.class_accuracies(answers, view.truth)
+    tested = np.bincount(view.truth, minlength=len(class_names))
+    order = np.argsort(-view.counts, kind="stable")
+    groups = dict(zip(("head", "tail"), measures.head_and_tail(view.counts), strict=True))
+    rows = [
+        {
+            "class": class_names[label],
+            "train": int(view.counts[label]),
+            "test": int(tested[label]),
+            "acc": by_class.get(int(label)),
+        }
+        for label in order
+        if view.counts[label] or tested[label]
+    ]
+    parts = {name: _mean([by_class.get(label) for label in labels]) for name, labels in groups.items()}
+    return {"all": float((answers == view.truth).mean()), **parts, "classes": rows}
+
+
+def probe(
+    views: Sequence[FeatureView], num_classes: int, settings: Settings, left_out: LeftOut
+) -> dict[str, Any] | None:
+    """Test accuracy of nearest neighbours on the features of highest Fisher score (FedPick, Fig. 1), by share kept.
+
+    Scores are of training samples. None where no client has two classes to train on.
+    """
+    clients = {}
+    for view in views:
+        if view.trained is None or len(np.unique(view.trained.labels)) < 2:
+            left_out.note(f"accuracy by share of features of client {view.client}", "it trains on one class")
+            continue
+        clients[view.client] = [_probed(view, view.trained, ratio, num_classes, settings.seed) for ratio in RATIOS]
+    if not clients:
+        return None
+    means = [fmean(values) for values in zip(*clients.values(), strict=True)]
+    return {"head": PROBE_HEAD, "ratios": list(RATIOS), "mean": means, "clients": clients}
+
+
+def _probed(view: FeatureView, trained: LabelledSamples, ratio: float, num_classes: int, seed: int) -> float:
+    features, labels = trained.inputs, trained.labels
+    kept = keep_top(fisher_score(features, labels), ratio)
+    head = heads.create(PROBE_HEAD)
+    head.fit(FitData(np.ascontiguousarray(features[:, kept]), labels, num_classes), np.random.default_rng(seed))
+    answers = head.predict_proba(np.ascontiguousarray(view.features[:, kept])).argmax(axis=1)
+    return float((answers == view.labels).mean())
+
+
+def drawings(views: Sequence[FeatureView], settings: Settings, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    """Points of the first clients' features by t-SNE, one drawing for each client and kind of features."""
+    for view in views[: settings.tsne]:
+        if len(view.labels) < LEAST_SAMPLES:
+            left_out.note(f"t-SNE of client {view.client}", f"fewer than {LEAST_SAMPLES} test samples")
+            continue
+        for name, features in view.drawn().items():
+            try:
+                points = tsne(features, settings.perplexity, settings.seed)
+            except MissingCapability as error:
+                left_out.note("t-SNE", str(error))
+                return
+            if points is not None:
+                yield {
+                    "client": view.client,
+                    "features": name,
+                    "perplexity": bounded_perplexity(settings.perplexity, len(points)),
+                    "labels": view.labels.tolist(),
+                    "points": [[round(float(x), 3), round(float(y), 3)] for x, y in points],
+                }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
