@@ -5,7 +5,7 @@ Run it:  python examples/02_custom_data_source.py        (about 1 s)
 1. A function: ``python:my_module:my_function?option=value`` in an agent's configuration calls it with the options as
    text. That is all that most devices need.
 2. A kind, with checked options: ``waves:calm?n=40``. Here it is registered for this process; a package of yours would
-   name it in its entry points: [project.entry-points."headwater.data"]  waves = "my_package.waves"
+   name it in its entry points: [project.entry-points."headwater.data"]  waves = "my_package.waves:SOURCE"
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import data, heads
-from edge_agent.data import Options as BaseOptions
 from edge_agent.data import Raw, Samples
 from edge_agent.errors import HeadwaterError
 from edge_agent.heads import FitData
@@ -35,19 +34,19 @@ def waves(n: str = "60", noise: str = "0.3") -> tuple[np.ndarray, np.ndarray, tu
     return (pure + rng.normal(0, float(noise), pure.shape))[:, None].astype(np.float32), labels, CLASSES
 
 
-class Waves:
-    """Way 2: what a module of the registry has, ``Options`` and ``read``."""
+class Options(data.Options):
+    """Way 2: options are checked before anything is read; a typo gets the nearest name."""
 
-    class Options(BaseOptions):
-        """Options are checked before anything is read; a typo gets the nearest name."""
+    n: int = Field(60, ge=2, description="windows")
 
-        n: int = Field(60, ge=2, description="windows")
 
-    @staticmethod
-    def read(where: str, options: Waves.Options) -> Raw:
-        """The windows; ``where`` is what stands between ':' and '?'."""
-        inputs, labels, names = waves(str(options.n), noise={"calm": "0.3", "stormy": "1.5"}[where])
-        return Raw("window", list(inputs), labels, names)
+def read(where: str, options: Options) -> Raw:
+    """The windows; ``where`` is the text between ':' and '?'."""
+    inputs, labels, names = waves(str(options.n), noise={"calm": "0.3", "stormy": "1.5"}[where])
+    return Raw("window", list(inputs), labels, names)
+
+
+SOURCE = data.DataSource(Options, read)
 
 
 def score(samples: Samples) -> float:
@@ -61,7 +60,7 @@ def score(samples: Samples) -> float:
 
 def main() -> None:
     """Load from both, and show what a typo gets."""
-    data.registry.add("waves", Waves)
+    data.registry.add("waves", SOURCE)
     module = "__main__" if sys.modules.get("__main__") is sys.modules.get(__name__) else __name__
     for source in (f"python:{module}:waves?n=200", "waves:calm?n=200", "waves:stormy?n=200"):
         samples = data.load(source, INPUT, CLASSES)

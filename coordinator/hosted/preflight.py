@@ -100,11 +100,8 @@ def _same(one: tuple[str, Path], other: tuple[str, Path]) -> bool:
 
 def _taken_apart(source: str, folder: Path) -> tuple[str, str, dict[str, object]]:
     """Kind, place and all options."""
-    kind, where, given = data.parse_source(source)
-    member = data.registry.load(kind)
-    is_path = getattr(member, "NEEDS_PATH", False)
-    place = str((folder / Path(where).expanduser()).resolve()) if is_path else where
-    return kind, place, member.Options.model_validate(given).model_dump()
+    kind, place, given = data.location(source, folder)
+    return kind, place, data.source_kind(kind).options.model_validate(given).model_dump()
 
 
 def _are_parts(one: object, other: object) -> bool:

@@ -3,15 +3,16 @@
 A source is ``kind:where?option=value&option=value``: ``images:photos``, ``npz:day1.npz?inputs=x&labels=y``,
 ``idx:mnist?split=train``, ``windows:watch.npz?subject=3``, ``digits:rendered?n=500``, ``python:my_data:load``, and
 public sets by their names: ``cifar:cifar-10-batches-bin``, ``pacs:PACS?domain=sketch``, ``ucihar:DIR?subject=3``. A
-kind is a file in this folder; packages of others join through the entry-point group ``headwater.data``.
+kind is a file in this folder with a `DataSource` called ``SOURCE``; other packages add kinds by the entry-point group
+``headwater.data``, which names a `DataSource` or such a module.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -19,13 +20,14 @@ import numpy as np
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError, DataError, UnknownName, nearest
+from ..errors import ConfigError, DataError, UnknownName, UsageError, nearest
 from ..registry import Registry
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import Options, Raw, Samples, split, standardised
+from .base import DataSource, Options, Raw, Samples, split, standardised
 
 __all__ = [
+    "DataSource",
     "Options",
     "Raw",
     "Samples",
@@ -33,8 +35,10 @@ __all__ = [
     "domains",
     "images_from_files",
     "load",
+    "location",
     "natural_input",
     "registry",
+    "source_kind",
     "split",
     "standardised",
     "subjects",
@@ -63,9 +67,9 @@ def load(
 ) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
 
-    Classes are matched by name, so that a device may hold some of the task's classes, in any order. A relative place
-    counts from ``folder``, or from the working folder. ``compact``: images of 8 bits are not normalised yet, which
-    takes a quarter of the memory; `Samples.ready` does that.
+    Classes are matched by name, so that a device may hold some of the task's classes, in any order. A relative path
+    is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not normalised yet, which
+    takes a quarter of the memory; `Samples.ready` normalises them.
 
     Raises:
         UnknownName: no such kind of source.
@@ -73,7 +77,7 @@ def load(
         DataError: data are missing, empty, unreadable or of another form; everything found wrong is listed.
         MissingCapability: a package that this kind needs is not installed.
     """
-    raw = _read(source, folder)
+    raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
     inputs, counts, groups = _execute(raw, spec, source, compact=compact)
     labels, names = _match_names(raw, class_names, source)
@@ -92,7 +96,7 @@ def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
     Raises:
         HeadwaterError: as `load`.
     """
-    return _natural(_read(source, folder))
+    return _natural(_resolve(source, folder).read())
 
 
 def check(
@@ -101,9 +105,9 @@ def check(
     input: InputSpec | None = None,  # noqa: A002 - the task's word
     class_names: Sequence[str] | None = None,
 ) -> None:
-    """Return quietly when ``source`` is well formed and what it names is there; no sample is read.
+    """Check that ``source`` is well formed and that its data exist; no sample is read.
 
-    With ``class_names`` the labels are read, too, and have to be among them; with ``input`` the kind of the samples.
+    With ``class_names`` the labels are read and have to be among them; with ``input`` also the kind of the samples.
 
     Raises:
         UnknownName: no such kind of source.
@@ -111,30 +115,25 @@ def check(
         DataError: nothing at that place, or nothing that this kind could read.
         MissingCapability: a package that this kind needs is not installed.
     """
-    kind, where, given = parse_source(source)
-    member = _member(kind, source, folder)
-    options, place = _options(member.Options, given, source), _place(member, where, folder)
-    if getattr(member, "NEEDS_PATH", False) and not Path(place).exists():
-        raise DataError(f"{source}: there is no {Path(place).absolute()}; check the path")
-    if hasattr(member, "look"):
-        member.look(place, options)
+    resolved = _resolve(source, folder)
+    kind, options = resolved.kind, resolved.options
+    if kind.needs_path and not Path(resolved.place).exists():
+        raise DataError(f"{source}: there is no {Path(resolved.place).absolute()}; check the path")
+    if kind.inspect is not None:
+        kind.inspect(resolved.place, options)
     if class_names is not None:
-        raw = _read(source, folder)
+        raw = resolved.read()
         _match_names(raw, class_names, source)
         if input is not None:
             _check_kind(raw, input, source)
 
 
 def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
-    """Return quietly when images are there for a task of images, and recordings or windows for one of windows.
-
-    Raises:
-        DataError: they are not.
-    """
+    """Check that images are given for a task of images, and recordings or windows for one of windows."""
     wanted = "images" if isinstance(spec, ImageInput) else "windows"
     if (raw.kind == "image") != (wanted == "images"):
         raise DataError(
-            f"{source} holds {raw.kind}s, the task wants {wanted} {spec.shape}; choose data that fit the task"
+            f"{source} holds {raw.kind}s, the task needs {wanted} {spec.shape}; choose data that fit the task"
         )
 
 
@@ -172,89 +171,114 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
 
 
 def with_options(kind: str, where: str, options: Mapping[str, Any]) -> str:
-    """A source string, as `parse_source` takes apart."""
+    """A source string, the inverse of `parse_source`."""
     return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
+
+
+def source_kind(name: str) -> DataSource:
+    """The definition of a kind of source.
+
+    Raises:
+        UnknownName: no such kind; the nearest name is suggested.
+        UsageError: what was added under that name is no `DataSource` and has none.
+    """
+    member = registry.load(name)
+    found = member if isinstance(member, DataSource) else getattr(member, "SOURCE", None)
+    if not isinstance(found, DataSource):
+        raise UsageError(f"data source '{name}' is {member!r}; expected a DataSource, or a module with one as SOURCE")
+    return found
+
+
+def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[str, str]]:
+    """Kind, place and options of a source; a place that is a path is absolute.
+
+    Raises:
+        UnknownName: no such kind of source.
+        ConfigError: not of the form kind:where?option=value.
+    """
+    kind, where, given = parse_source(source)
+    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else where, given
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
     """Domain -> source of it alone, for a set of several domains; empty where ``source`` is not one.
 
-    ``seed`` is for kinds that have such an option and sources that do not give it. A kind has domains by a function
-    ``domains(where, options)`` that returns, for each, the place and the options to change.
+    ``seed`` is for kinds that have such an option and sources that do not give it.
 
     Raises:
         HeadwaterError: as `check`.
     """
-    kind, where, given = parse_source(source)
-    member = _member(kind, source, folder)
-    if not hasattr(member, "domains"):
+    resolved = _resolve(source, folder)
+    kind = resolved.kind
+    if kind.domains is None:
         return {}
-    given = {**({"seed": str(seed)} if "seed" in member.Options.model_fields else {}), **given}
-    place = _place(member, where, folder)
-    place = str(Path(place).absolute()) if getattr(member, "NEEDS_PATH", False) else place
-    found = member.domains(place, _options(member.Options, given, source))
-    return {name: with_options(kind, own, {**given, **changed}) for name, (own, changed) in found.items()}
+    given = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
+    place = str(Path(resolved.place).absolute()) if kind.needs_path else resolved.place
+    found = kind.domains(place, resolved.options)
+    return {name: with_options(resolved.name, own, {**given, **changed}) for name, (own, changed) in found.items()}
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     """Number of each person -> source of that person alone; empty where ``source`` does not tell people apart.
 
-    A kind does so by an option ``subject`` and a function ``subjects(where, options)`` that returns the numbers.
-
     Raises:
         HeadwaterError: as `check`.
     """
-    kind, where, given = parse_source(source)
-    member = _member(kind, source, folder)
-    if not hasattr(member, "subjects") or "subject" in given:
+    resolved = _resolve(source, folder)
+    kind, given = resolved.kind, resolved.given
+    if kind.subjects is None or "subject" in given:
         return {}
-    given = {**({"split": "all"} if "split" in member.Options.model_fields else {}), **given}
-    people = member.subjects(_place(member, where, folder), _options(member.Options, given, source))
-    return {number: with_options(kind, where, {**given, "subject": number}) for number in people}
+    given = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **given}
+    people = kind.subjects(resolved.place, _options(kind.options, given, source))
+    return {number: with_options(resolved.name, resolved.where, {**given, "subject": number}) for number in people}
 
 
-def _read(source: str, folder: Path | None) -> Raw:
-    kind, where, given = parse_source(source)
-    member = _member(kind, source, folder)
-    raw: Raw = member.read(_place(member, where, folder), _options(member.Options, given, source))
-    if not len(raw.items):
-        raise DataError(f"{source}: no samples; check the place and the options")
-    return raw
+@dataclass(frozen=True)
+class _Resolved:
+    """A source string with the definition of its kind."""
+
+    source: str
+    name: str
+    kind: DataSource
+    where: str
+    place: str
+    given: dict[str, str]
+
+    @property
+    def options(self) -> Options:
+        return _options(self.kind.options, self.given, self.source)
+
+    def read(self) -> Raw:
+        raw = self.kind.read(self.place, self.options)
+        if not len(raw.items):
+            raise DataError(f"{self.source}: no samples; check the place and the options")
+        return raw
 
 
-def _place(member: ModuleType, where: str, folder: Path | None) -> str:
-    return str(_placed(where, folder)) if getattr(member, "NEEDS_PATH", False) else where
+def _resolve(source: str, folder: Path | None) -> _Resolved:
+    """The source with its kind; an error names the likely kind where a path was given without one."""
+    name, where, given = parse_source(source)
+    try:
+        kind = source_kind(name)
+    except UnknownName as error:
+        path = _path(source.partition("?")[0], folder)
+        if not path.exists():
+            raise
+        raise DataError(
+            f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? "
+            f"kinds: {', '.join(error.known)}"
+        ) from error
+    return _Resolved(source, name, kind, where, str(_path(where, folder)) if kind.needs_path else where, given)
 
 
-def _placed(where: str, folder: Path | None) -> Path:
-    """Where a place lies: ``~`` is the user's home, and relative ones count from ``folder``."""
+def _path(where: str, folder: Path | None) -> Path:
     return (folder or Path()) / Path(where).expanduser()
 
 
-def _member(kind: str, source: str, folder: Path | None) -> ModuleType:
-    """The module of a kind of source.
-
-    Raises:
-        UnknownName: no such kind.
-        DataError: none was named, and there is something at that place.
-    """
-    try:
-        member: ModuleType = registry.load(kind)
-    except UnknownName as error:
-        place = _placed(source.partition("?")[0], folder)
-        if not place.exists():
-            raise
-        raise DataError(
-            f"data source '{source}': names no kind; did you mean '{_likely_kind(place)}:{source}'? "
-            f"kinds: {', '.join(error.known)}"
-        ) from error
-    return member
-
-
-def _likely_kind(place: Path) -> str:
-    if not place.is_dir():
+def _likely_kind(path: Path) -> str:
+    if not path.is_dir():
         return "npz"
-    return "idx" if any("-ubyte" in path.name for path in place.iterdir()) else "images"
+    return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
 
 
 def _options(model: type[Options], given: Mapping[str, str], source: str) -> Options:

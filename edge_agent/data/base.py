@@ -1,10 +1,10 @@
-"""What data sources give, and what the rest of a device gets from them."""
+"""The contract of data sources: options, raw items, and the samples that a device computes from them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -33,11 +33,11 @@ class Options(Frozen):
 
 @dataclass(frozen=True)
 class Raw:
-    """What a source found, before preprocessing.
+    """Raw samples of a source, before preprocessing.
 
     ``items``: images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
     (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
-    may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were taken
+    may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were recorded
     together, in time order. ``natural`` is the spec to use where the task does not bring one.
     """
 
@@ -51,11 +51,32 @@ class Raw:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """A kind of data source: the ``SOURCE`` of a module in this folder, or what an entry point names.
+
+    All functions take the place, which is the text between ``:`` and ``?``, and validated options.
+
+    - ``read`` returns the raw samples.
+    - ``needs_path``: the place is a file or folder; relative ones are resolved, and it is checked before reading.
+    - ``inspect`` checks that the place holds such data and raises DataError; it reads no samples.
+    - ``domains``, of a set of several domains: domain -> the place and the options to change that select it alone.
+    - ``subjects``, of a source with an option ``subject``: the numbers of all people in it.
+    """
+
+    options: type[Options]
+    read: Callable[[str, Any], Raw]
+    needs_path: bool = False
+    inspect: Callable[[str, Any], object] | None = None
+    domains: Callable[[str, Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
+    subjects: Callable[[str, Any], Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
 class Samples:
     """Labelled inputs, ready for an encoder.
 
-    ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are still to be normalised, where somebody
-    holds many of them for others (`ready` makes the former of the latter, with the same bits). ``labels`` (n,) int64,
+    ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are not normalised yet, to save
+    memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
     positions in ``class_names``; ``groups`` (n,) int64 recording of each window, windows of one recording in time
     order, or None; ``names`` (n or none) say where each input came from.
     """
@@ -72,7 +93,7 @@ class Samples:
 
     @property
     def is_one_class(self) -> bool:
-        """Whether all of them are of a single class: then any accuracy on them says nothing."""
+        """Whether all of them are of a single class; any accuracy on them is meaningless then."""
         return bool(len(self.labels)) and bool((self.labels == self.labels[0]).all())
 
     @property

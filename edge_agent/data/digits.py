@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from ..errors import DataError, MissingCapability, UnknownName, cause
 from ..task import ImageInput
-from .base import Integers, Raw
+from .base import DataSource, Integers, Raw
 from .base import Options as BaseOptions
 from .preprocess import has_pillow, resize
 
@@ -242,3 +242,6 @@ def _handwritten(domain: str, options: Options) -> tuple[list[np.ndarray], np.nd
     mine = mine[: options.n]
     decorate = _HANDWRITTEN[domain]
     return [decorate(digits[row], options.seed, int(row)) for row in mine], labels[mine].astype(np.int64)
+
+
+SOURCE = DataSource(Options, read, domains=domains)

@@ -15,15 +15,11 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from .base import DataSource, Raw, Strings, labels_by_name
 from .base import Options as BaseOptions
-from .base import Raw, Strings, labels_by_name
 
 MAX_BYTES = 1 << 30
 _STEMS = {"train": ("train",), "test": ("t10k", "test"), "all": ("train", "t10k", "test")}
-
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 
 class Options(BaseOptions):
@@ -107,3 +103,6 @@ def _read_bounded(file: BinaryIO, size: int, block: int = 1 << 20) -> bytes:
         blocks.append(data)
         size -= len(data)
     return b"".join(blocks)
+
+
+SOURCE = DataSource(Options, read, needs_path=True)

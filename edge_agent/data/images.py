@@ -13,15 +13,11 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, MissingCapability, cause
+from .base import DataSource, Raw
 from .base import Options as BaseOptions
-from .base import Raw
 from .preprocess import has_pillow
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
-
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 
 class Options(BaseOptions):
@@ -83,11 +79,6 @@ def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]
     return {folder.name: (str(folder), {}) for folder in folders}
 
 
-def look(where: str, options: Options) -> None:
-    """Return quietly when there are class folders with images; none is opened."""
-    read(where, options)
-
-
 def visible(folder: Path) -> Iterable[Path]:
     """What a folder holds, by name, without what begins with a dot."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
@@ -112,3 +103,6 @@ def _decode(path: Path) -> Any:
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:
         raise DataError(f"cannot be read as an image: {cause(error)}") from error
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=read, domains=domains)

@@ -14,11 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from .base import DataSource, Raw, labels_by_name
 from .base import Options as BaseOptions
-from .base import Raw, labels_by_name
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 
 class Options(BaseOptions):
@@ -91,3 +88,6 @@ def from_arrays(
             f"{where}: floats {list(inputs.shape)} may be grey images or windows; say kind=image or kind=window"
         )
     return Raw(kind, inputs, labels, class_names, groups)  # type: ignore[arg-type]
+
+
+SOURCE = DataSource(Options, read, needs_path=True)

@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import ConfigDict
 
 from ..errors import DataError, cause
+from .base import DataSource, Raw, labels_by_name
 from .base import Options as BaseOptions
-from .base import Raw, labels_by_name
 from .npz import from_arrays
 
 
@@ -40,7 +40,7 @@ def read(where: str, options: Options) -> Raw:
     return _raw(where, *found)
 
 
-def look(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
+def inspect(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
     """Return quietly when the function is there; it is not called."""
     _find(where)
 
@@ -70,3 +70,6 @@ def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None
     array = np.asarray(inputs)
     kind: Literal["image", "window"] = "window" if array.ndim == 3 and array.dtype.kind == "f" else "image"
     return from_arrays(array, values, class_names=names, groups=together, kind=kind, where=place)
+
+
+SOURCE = DataSource(Options, read, inspect=inspect)

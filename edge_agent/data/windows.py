@@ -16,12 +16,9 @@ from pydantic import Field
 
 from ..errors import DataError
 from ..task import WindowInput
-from .base import Integers, Raw, labels_by_name
+from .base import DataSource, Integers, Raw, labels_by_name
 from .base import Options as BaseOptions
 from .npz import load_arrays
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 
 class Options(BaseOptions):
@@ -112,3 +109,6 @@ def _natural(arrays: dict[str, np.ndarray]) -> WindowInput:
     rate = int(arrays["sampling_hz"]) if "sampling_hz" in arrays else 50
     length = min(max(2 * rate, 4), 65536)
     return WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
+
+
+SOURCE = DataSource(Options, read, needs_path=True, subjects=subjects)

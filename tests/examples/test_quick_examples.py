@@ -62,7 +62,7 @@ def test_custom_data_source_needs_no_torch():
 
 def test_waves_refuse_options_that_make_no_sense(load):
     example = load("02_custom_data_source")
-    data.registry.add("waves", example.Waves)
+    data.registry.add("waves", example.SOURCE)
     with pytest.raises(ConfigError, match="n = '1'"):
         data.load("waves:calm?n=1", example.INPUT, example.CLASSES)
 

@@ -200,14 +200,7 @@ class Reproduction:
 
 
 def _places(plan: Plan) -> list[tuple[str, str, dict[str, str]]]:
-    """Kind, place and options of each source of a plan, wherever it was asked for."""
-    return [_place(*data.parse_source(source), plan.folder) for source in plan.data]
-
-
-def _place(kind: str, where: str, options: dict[str, str], folder: Path) -> tuple[str, str, dict[str, str]]:
-    if getattr(data.registry.load(kind), "NEEDS_PATH", False):
-        where = str((folder / Path(where).expanduser()).resolve())
-    return kind, where, options
+    return [data.location(source, plan.folder) for source in plan.data]
 
 
 def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list[Any]:

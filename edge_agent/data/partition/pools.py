@@ -12,7 +12,7 @@ import numpy as np
 from ...config import DataConfig
 from ...errors import DataError
 from ...task import InputSpec, Task
-from .. import Samples, load, parse_source, registry, split, with_options
+from .. import Samples, load, parse_source, source_kind, split, with_options
 from .. import check as check_source
 from .division import Division, Pool, Share
 
@@ -59,7 +59,7 @@ def parts_of(source: str) -> tuple[str, str] | None:
         ConfigError: not of the form kind:where?option=value.
     """
     kind, where, options = parse_source(source)
-    if "split" not in registry.load(kind).Options.model_fields or "split" in options:
+    if "split" not in source_kind(kind).options.model_fields or "split" in options:
         return None
     train, test = (with_options(kind, where, {**options, "split": part}) for part in ("train", "test"))
     return train, test

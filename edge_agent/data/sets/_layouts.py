@@ -19,8 +19,8 @@ from pydantic import Field
 
 from ...errors import DataError, UnknownName, cause, nearest
 from ...task import ImageInput
+from ..base import DataSource, Raw, Strings
 from ..base import Options as BaseOptions
-from ..base import Raw, Strings
 from ..images import SUFFIXES, ImageFiles, images_in, visible
 
 MAX_TEXT_BYTES = 64 << 20
@@ -124,13 +124,13 @@ class Facts:
         """Images of the chosen domains, decoded when they are asked for."""
         return read(find(self, where, options.domain), options)
 
-    def look(self, where: str, options: Options) -> None:
-        """Return quietly when the images and lists are there; no image is opened."""
-        self.read(where, options)
-
     def parts(self, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
-        """For each domain the place and the option that choose it alone."""
+        """For each domain the place and the option that select it alone."""
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
+
+    def source(self, options: type[Options]) -> DataSource:
+        """The data source of the set. Reading opens no image, so it serves for inspecting, too."""
+        return DataSource(options, self.read, needs_path=True, inspect=self.read, domains=self.parts)
 
 
 class Options(BaseOptions):

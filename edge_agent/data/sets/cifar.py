@@ -20,8 +20,8 @@ from pydantic import Field
 
 from ...errors import DataError
 from ...task import ImageInput
+from ..base import DataSource, Raw, labels_by_name
 from ..base import Options as BaseOptions
-from ..base import Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 
 _NAMES = ("numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
@@ -183,9 +183,6 @@ _CHANGE: dict[int, Callable[[_Machine], None]] = {
 }
 
 
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
-
 PIXELS = 3 * 32 * 32
 IMAGES = {"cifar-10": {"train": 10_000, "test": 10_000}, "cifar-100": {"train": 50_000, "test": 10_000}}
 """Images in one file."""
@@ -274,7 +271,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", images, labels[rows], names, natural=ImageInput())
 
 
-def look(where: str, options: Options) -> None:
+def inspect(where: str, options: Options) -> None:
     """Return quietly when one of the versions is there; its batches are not read."""
     folder, version = _found(Path(where).expanduser(), options)
     _names(folder, version, options.labels)
@@ -332,3 +329,6 @@ def _names(folder: Path, version: Version, labels: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ORIGIN.damaged(path, f"has no list of text named '{version.names[labels]}'", "the names of the classes")
     return tuple(names)
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect)

@@ -14,13 +14,10 @@ import numpy as np
 from pydantic import Field
 
 from ...task import ImageInput
+from ..base import DataSource, Raw
 from ..base import Options as BaseOptions
-from ..base import Raw
 from ..images import ImageFiles, images_in, visible
 from ._layouts import Origin, near, random_part
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PARTS = ("train", "valid", "test")
@@ -53,7 +50,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", ImageFiles(chosen), labels, CLASSES, natural=ImageInput(), names=names)
 
 
-def look(where: str, options: Options) -> None:
+def inspect(where: str, options: Options) -> None:
     """Return quietly when all class folders are there with pictures; none is opened."""
     read(where, options)
 
@@ -68,3 +65,6 @@ def _pictures(part: Path) -> list[Path]:
     if empty := [name for name, paths in found.items() if not paths]:
         raise ORIGIN.missing(part, f"no pictures of {', '.join(empty)}")
     return [path for paths in found.values() for path in paths]
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect)

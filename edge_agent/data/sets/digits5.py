@@ -23,13 +23,10 @@ from pydantic import Field
 
 from ...errors import DataError, MissingCapability, UnknownName, cause
 from ...task import ImageInput
+from ..base import DataSource, Raw, Strings
 from ..base import Options as BaseOptions
-from ..base import Raw, Strings
 from ..npz import load_arrays
 from ._layouts import Origin, random_part
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 MAX_BYTES = 1 << 30
 """Files and arrays above this are none of these sets; MNIST-M, the largest array, has 129 MB."""
@@ -94,7 +91,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", images, np.concatenate(labels), names, natural=ImageInput(channels=3, height=28, width=28))
 
 
-def look(where: str, options: Options) -> None:
+def inspect(where: str, options: Options) -> None:
     """Return quietly when there is a file for each chosen set; none is read."""
     parts = ("train", "test") if options.split == "all" else (options.split,)
     for domain in _domains(options):
@@ -204,3 +201,6 @@ def _bytes_or_unit(images: np.ndarray, path: Path) -> np.ndarray:
         raise ORIGIN.damaged(path, f"has pixels {low:g}..{high:g}", "0..255, or 0..1")
     unit = images.dtype.kind == "f" and high <= 1
     return images.astype(np.float32) if unit else np.rint(images).astype(np.uint8)
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect, domains=domains)

@@ -14,17 +14,13 @@ non-commercial research and education only.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from pydantic import Field
 
 from ...errors import ConfigError, UnknownName
-from ..base import Raw
+from ..base import DataSource, Raw
 from . import _layouts
 from ._layouts import Facts, Layout, Origin, Split
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 FACTS = Facts(
     Origin(
@@ -63,16 +59,6 @@ def read(where: str, options: Options) -> Raw:
     return _layouts.read(replace(layout, classes=_classes(layout, options)), options)
 
 
-def look(where: str, options: Options) -> None:
-    """Return quietly when the pictures and lists are there; no picture is opened."""
-    read(where, options)
-
-
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each domain the place and the option that choose it alone."""
-    return FACTS.parts(where, options)
-
-
 def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:
     """The chosen classes, sorted; None for all."""
     if options.classes is None:
@@ -94,3 +80,6 @@ def _most_frequent(number: int, layout: Layout) -> tuple[str, ...]:
     if not 0 < number <= len(counts):
         raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
     return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=read, domains=FACTS.parts)

@@ -9,11 +9,7 @@ Source: Gong et al., "Geodesic Flow Kernel for Unsupervised Domain Adaptation", 
 
 from __future__ import annotations
 
-from . import _layouts
-from ._layouts import Facts, Origin
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
+from ._layouts import ByChance, Facts, Origin
 
 FACTS = Facts(
     Origin(
@@ -29,6 +25,5 @@ FACTS = Facts(
     inside=("office_caltech_10", "OfficeCaltech10", "office_caltech_10_dataset/office_caltech_10"),
 )
 
-Options = _layouts.ByChance
-
-read, look, domains = FACTS.read, FACTS.look, FACTS.parts
+Options = ByChance
+SOURCE = FACTS.source(Options)

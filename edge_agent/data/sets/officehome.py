@@ -10,11 +10,7 @@ non-commercial research and education only.
 
 from __future__ import annotations
 
-from . import _layouts
-from ._layouts import Facts, Origin
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
+from ._layouts import ByChance, Facts, Origin
 
 FACTS = Facts(
     Origin(
@@ -30,6 +26,5 @@ FACTS = Facts(
     inside=("OfficeHomeDataset_10072016", "OfficeHome", "office_home"),
 )
 
-Options = _layouts.ByChance
-
-read, look, domains = FACTS.read, FACTS.look, FACTS.parts
+Options = ByChance
+SOURCE = FACTS.source(Options)

@@ -15,9 +15,6 @@ from __future__ import annotations
 from . import _layouts
 from ._layouts import Facts, Origin, Split
 
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
-
 FACTS = Facts(
     Origin(
         "pacs",
@@ -44,4 +41,4 @@ class Options(_layouts.Options):
     split: Split = "train"
 
 
-read, look, domains = FACTS.read, FACTS.look, FACTS.parts
+SOURCE = FACTS.source(Options)

@@ -21,12 +21,9 @@ import numpy as np
 
 from ...errors import DataError
 from ...task import WindowInput
-from ..base import Integers, Raw
+from ..base import DataSource, Integers, Raw
 from ..base import Options as BaseOptions
 from ._layouts import Origin, integers_of, lines_of
-
-NEEDS_PATH = True
-"""The place is a file or folder, which `data.check` looks for before anything is read."""
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 LENGTH = 128
@@ -66,7 +63,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("window", windows, activities, names, groups, INPUT, places)  # type: ignore[arg-type]
 
 
-def look(where: str, options: Options) -> None:
+def inspect(where: str, options: Options) -> None:
     """Return quietly when the labels and all nine signals of the chosen parts are there; no signal is read."""
     root = _root(where)
     _activities(root)
@@ -153,3 +150,6 @@ def _signal(path: Path, rows: np.ndarray, expected: int) -> np.ndarray:
     if values.shape[1] != LENGTH:
         raise ORIGIN.damaged(path, f"has {values.shape[1]} numbers in each line", f"{LENGTH}")
     return values
+
+
+SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect, subjects=subjects)
