@@ -1,4 +1,4 @@
-"""Published tables made again: a definition file for each, a simulation for each cell, and how close it came."""
+"""Reproduction of published tables: a definition file for each, a simulation for each cell, and the difference."""
 
 from __future__ import annotations
 

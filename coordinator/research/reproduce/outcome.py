@@ -1,4 +1,4 @@
-"""How close the simulations of a table came to what was published."""
+"""Comparison of simulated results with the published values."""
 
 from __future__ import annotations
 

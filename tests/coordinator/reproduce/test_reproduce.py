@@ -252,7 +252,7 @@ def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(pl
     assert found["weights"]["path"] == str(place / "w.safetensors")
     write(0.5)
     code, _, err = call(*words)
-    assert (code, "began with other weights" in err) == (2, True)
+    assert (code, "started with other weights" in err) == (2, True)
     for name, reason in (("absent", "cannot be read"), ("t.toml", "is no safetensors file")):
         code, _, err = call(*words[:-2], name, "--out", "other")
         assert code == 2

@@ -97,8 +97,8 @@ def test_a_row_that_was_mended_after_its_training_failed_begins_anew(place, call
     (place / "t.toml").write_text(TABLE)
     code, _, err = call(*words)
     assert code == 2
-    assert "fed-avg--even--seed0 was asked for otherwise" in err
-    assert "remove it to begin that row anew" in err
+    assert "fed-avg--even--seed0 has other settings" in err
+    assert "remove it to restart that row" in err
     code, _, err = call(*words, "--again")
     assert code == 0, err
     assert (place / "reproduce-t" / "local--even--seed0" / "result.json").read_bytes() == local
