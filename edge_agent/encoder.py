@@ -41,7 +41,7 @@ class Encoder:
     """A session that is ready to run.
 
     ``fingerprint`` is that of the bundle's variant, which features and heads are bound to. ``providers`` are those in
-    effect, which may be fewer than those asked for.
+    effect, which may be fewer than those requested.
     """
 
     session: Any
@@ -70,8 +70,8 @@ class Encoder:
         Raises:
             MissingCapability: onnxruntime is not installed.
             StateError: the bundle has no variant of that precision.
-            BundleDamaged: ONNX Runtime refuses the file, its output has another size than the manifest promises, or
-                this device computes something else than the exporter did.
+            BundleDamaged: ONNX Runtime cannot load the file, its output has another size than the manifest promises, or
+                this device computes other features than the exporter.
         """
         onnx = bundle.encoder_path(precision)
         runtime = onnxruntime()
@@ -107,7 +107,7 @@ class Encoder:
 
         Raises:
             DataError: inputs of another shape than the task's.
-            BundleDamaged: the encoder does not run, or gives something else than (n, d).
+            BundleDamaged: the encoder does not run, or returns another shape than (n, d).
         """
         if inputs.shape[1:] != self.input_shape:
             raise DataError(
@@ -119,7 +119,7 @@ class Encoder:
             found[begin : begin + len(batch)] = self._run(batch)
             if progress is not None:
                 progress(begin + len(batch), len(inputs))
-        give_freed_memory_back()  # 9 MB for ResNet18, of use to nobody between two requests
+        give_freed_memory_back()  # 9 MB for ResNet18, unused between two requests
         return found
 
     def _run(self, batch: np.ndarray) -> np.ndarray:
@@ -129,7 +129,7 @@ class Encoder:
         except Exception as error:
             raise BundleDamaged(f"the encoder does not run: {_first_line(error)}") from error
         if features.shape != (len(batch), self.feature_dim):
-            raise BundleDamaged(f"the encoder gives {features.shape}, expected ({len(batch)}, {self.feature_dim})")
+            raise BundleDamaged(f"the encoder returns {features.shape}, expected ({len(batch)}, {self.feature_dim})")
         return np.asarray(features, np.float32)
 
 
@@ -245,7 +245,7 @@ def _onnx_session(runtime: ModuleType, path: Path, providers: list[str], threads
         )
     # ONNX Runtime's exceptions have no common base besides this one.
     except Exception as error:
-        raise BundleDamaged(f"{path.name}: ONNX Runtime refuses it: {_first_line(error)}") from error
+        raise BundleDamaged(f"{path.name}: ONNX Runtime cannot load it: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

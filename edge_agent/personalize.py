@@ -23,7 +23,7 @@ from .storage import read_tensors, write_tensors
 
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
-"""All samples of a device, or those to learn from and those held back."""
+"""All samples of a device, or training and held-out samples."""
 
 _RAW_DIMENSIONS = 4096
 """Raw inputs above this size are averaged down before the local baseline sees them."""
@@ -31,7 +31,7 @@ _RAW_DIMENSIONS = 4096
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares of correct answers, 0..1, on the held-back samples; None where there is nothing to score.
+    """Accuracies, 0..1, on the held-out samples; None where there is nothing to score.
 
     ``personal``: the personal head on the bundle's features. ``overall``: the shared classifier of the bundle
     (``acc.global``). ``local``: logistic regression on the raw inputs of the same training samples, the bar to beat.
@@ -52,7 +52,7 @@ class Result:
 
     ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
 
-    ``one_class``: the data hold a single class, so the scores say nothing.
+    ``one_class``: the data have a single class, so the scores are meaningless.
     """
 
     head: Head
@@ -268,7 +268,7 @@ def raw_accuracy(train: Samples, test: Samples, num_classes: int, seed: int = 0)
 
 
 def of_one_class(train: Samples, test: Samples) -> bool:
-    """Whether training and held-out samples together are of a single class: then accuracies say nothing."""
+    """Whether training and held-out samples together are of a single class; accuracies are meaningless then."""
     return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
 
 

@@ -1,7 +1,7 @@
 """Which variant of an encoder a device uses: fp32, unless int8 costs no accuracy here and is measurably faster.
 
 int8 is taken only where a head fitted on local data answers as well with it, and where repeated timings in balanced
-order say that it saves time. What was found is kept beside the bundle, for this processor and runtime.
+order show that it saves time. The result is saved beside the bundle, for this processor and runtime.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 Wanted: TypeAlias = Literal["auto", "fp32", "int8"]
 
 LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
-"""What int8 must save to be chosen: this share of the time, and these milliseconds for each batch."""
+"""int8 is chosen where it saves at least this share of the time and these milliseconds for each batch."""
 
 MOST_LOSS = 0.005
-"""What a head on int8 features may lose, as a share of the answers."""
+"""Accuracy that a head on int8 features may lose."""
 
 LEAST_ANSWERS = 200
-"""Answers that are compared at least: among fewer, half a point is less than one answer."""
+"""Least number of answers to compare; with fewer, half a point is less than one answer."""
 
 _BLOCKS, _BUDGET_S = (8, 40), 2.0
 """Least and most blocks of timings, and the seconds after which no further one is begun."""
@@ -74,13 +74,13 @@ def open_encoder(
     progress: Progress | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Encoder:
-    """The bundle's encoder in the precision that was asked for, or that `choose` finds for ``auto``.
+    """The bundle's encoder in the requested precision, or in the one that `choose` finds for ``auto``.
 
     ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32.
     ``features`` is the folder of cached features.
 
     Raises:
-        BundleDamaged: the self-test of fp32 fails, or that of int8 where it was asked for by name.
+        BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
         StateError: the bundle has no variant of that precision.
     """
     if wanted != "auto":
@@ -100,7 +100,7 @@ def choose(
     progress: Progress | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Choice:
-    """int8 where it is faster and as accurate here, else fp32; asked in the order of what the questions cost.
+    """int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
 
     ``clock`` gives seconds; by default CPU time where one thread computes, so that other load does not count.
 
@@ -165,7 +165,7 @@ def compared(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Right answers of logistic regression refitted on each encoder's features, and how many were asked (``of``).
+    """Right answers of logistic regression refitted on each encoder's features, and their number (``of``).
 
     The samples are divided four times, a quarter held out each time; recordings into an earlier and a later half, each
     of which answers once.
@@ -211,13 +211,13 @@ def _digest(samples: Samples) -> str:
 
 
 def _conditions(bundle: Bundle, encoders: Mapping[str, Encoder], threads: int) -> dict[str, Any]:
-    """What a measurement is good for."""
+    """The conditions under which a measurement is valid."""
     providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
     return {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": bundle.fingerprints}
 
 
 def _known(bundle: Bundle, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found before under the same conditions; empty where nothing was, or the record is damaged."""
+    """The saved result for the same conditions; empty without one, or where the file is damaged."""
     try:
         record = read_json(bundle.folder / _RECORD) or {}
     except StateError:

@@ -43,7 +43,7 @@ _COUNT = 8
 
 
 def raw_inputs(spec: InputSpec, seed: int = 0) -> np.ndarray:
-    """Drawn inputs as a device's sensor gives them; real ones would be somebody's.
+    """Synthetic inputs in the form of a device's sensor; real ones would be private.
 
     Images: (8, height, width, channels) uint8, half of them noise, half of them patches of one colour. Windows: one
     recording (time, channels) float32 that gives 8 windows.

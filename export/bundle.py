@@ -68,7 +68,7 @@ def export_bundle(
 ) -> Report:
     """The bundle of ``model``'s encoder, written to ``out``; ``calibration`` (n, ...) float32: preprocessed inputs.
 
-    An int8 variant whose features differ too much is left out, and the report says why. ``created`` is ISO 8601 UTC.
+    An int8 variant whose features differ too much is left out; the report has the reason. ``created`` is ISO 8601 UTC.
     The encoder runs in eval mode: its running statistics are those that devices get.
 
     Raises:

@@ -37,7 +37,7 @@ def to_onnx(encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"]
     ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
 
     Raises:
-        MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was asked for.
+        MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was requested.
         ExportRejected: the exporter cannot translate this encoder.
     """
     for package in ("onnx", *(("onnxscript",) if exporter == "dynamo" else ())):
@@ -110,7 +110,7 @@ def _legacy(encoder: nn.Module, example: torch.Tensor, task: Task) -> bytes:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch's exporters warn about their own internals; the gates afterwards say what matters."""
+    """Torch's exporters warn about their own internals; the parity checks afterwards decide."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

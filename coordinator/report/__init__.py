@@ -17,9 +17,9 @@ __all__ = ["write_report"]
 
 
 def write_report(folder: RunFolder, record: RunRecord | None = None) -> Path:
-    """Where the page was written; it may be written again at any time, also while the run goes on.
+    """Write the page and return its path; it may be written again at any time, also during the run.
 
-    ``record`` is where the run stands in the journal: what the page says of a run that has no summary yet.
+    ``record`` is the run's state in the journal, for a run that has no summary yet.
 
     Raises:
         StateError: there are no figures yet, or they are damaged.

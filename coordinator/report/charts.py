@@ -62,7 +62,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG element of WIDTH x ``height``; ``text`` is what a screen reader says instead."""
+    """An SVG element of WIDTH x ``height``; ``text`` is for screen readers."""
 
     text: str
     height: float

@@ -86,14 +86,14 @@ class RunFigures:
     """Why a figure of the proxy could not be computed, and the round when that was first so."""
 
     def final_mean(self, scope: Scope) -> float | None:
-        """Mean over agents at the end; where no agent said it, that of the last round that knows."""
+        """Mean over agents at the end; where none reported it, that of the last round that has it."""
         values = [agent.acc[scope] for agent in self.agents if scope in agent.acc]
         if values:
             return fmean(values)
         return next((mean for line in reversed(self.rounds) if (mean := line.mean(scope)) is not None), None)
 
     def total(self, direction: Literal["bytes_up", "bytes_down"]) -> float | None:
-        """Bytes over all rounds; where rounds do not say, over all agents."""
+        """Bytes over all rounds; where rounds have none, over all agents."""
         for lines in (self.rounds, self.agents):
             known = [value for line in lines if (value := getattr(line, direction)) is not None]
             if known:
@@ -170,7 +170,7 @@ def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     if record.get("rolled_back"):
         found.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
     if record.get("one_class") is True:
-        found.append("its data hold one class only, so its accuracies say nothing")
+        found.append("its data have one class only, so its accuracies are meaningless")
     if record.get("samples") == 0:
         found.append("has no samples")
     return tuple(found)

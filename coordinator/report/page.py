@@ -85,8 +85,8 @@ def accuracy_svg(folder: RunFolder) -> str:
     rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
     if not rows:
         raise StateError(f"{folder.folder}: no device has reported accuracies yet; try again after the run")
-    told = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
-    text = "Accuracy of each device. " + "; ".join(told)
+    parts = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
+    text = "Accuracy of each device. " + "; ".join(parts)
     chart = dot_chart(text, rows, x_label="accuracy on held-out samples", low=0.0, high=1.0)
     rounds = as_number(run.summary.get("rounds"))
     title = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"

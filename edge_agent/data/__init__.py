@@ -387,8 +387,8 @@ def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tu
         missing = [name for name in class_names if name not in set(held)]
         raise DataError(
             f"{source}: has classes that the task or bundle does not know: {_listed(map(_with_hint(missing), extra))}; "
-            f"it knows {_listed(class_names)}, of which the data lack {_listed(missing)}. Classes are matched by name: "
-            "rename or leave out what is unknown; to lack some is fine"
+            f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
+            "rename or remove unknown classes; missing classes are fine"
         )
     table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
     return table[raw.labels], tuple(class_names)

@@ -78,7 +78,7 @@ class Samples:
     ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are not normalised yet, to save
     memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
     positions in ``class_names``; ``groups`` (n,) int64 recording of each window, windows of one recording in time
-    order, or None; ``names`` (n or none) say where each input came from.
+    order, or None; ``names`` (n or none) are the origins of the inputs.
     """
 
     inputs: np.ndarray

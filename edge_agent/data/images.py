@@ -1,6 +1,6 @@
 """``images:DIR``: one folder for each class, image files in it, of any size and mode.
 
-Options: ``limit`` (at most that many of each class, first by name). Photos are turned upright as their EXIF data say.
+Options: ``limit`` (at most that many of each class, first by name). Photos are rotated as their EXIF data require.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Options(BaseOptions):
 
 
 class ImageFiles(Sequence[Any]):
-    """Images that are decoded when they are asked for, so that a folder of photos need not fit into memory."""
+    """Images that are decoded on access, so that a folder of photos need not fit into memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         if not has_pillow():
@@ -80,7 +80,7 @@ def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]
 
 
 def visible(folder: Path) -> Iterable[Path]:
-    """What a folder holds, by name, without what begins with a dot."""
+    """Entries of a folder, sorted by name, without hidden ones."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 

@@ -20,17 +20,17 @@ from .npz import from_arrays
 
 
 class Options(BaseOptions):
-    """Whatever the function takes."""
+    """Keyword arguments of the function."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
 def read(where: str, options: Options) -> Raw:
-    """What the function returned."""
+    """Raw samples from what the function returned."""
     function = _find(where)
     try:
         found = function(**(options.model_extra or {}))
-    # Whatever somebody else's function raises is a matter of the data, and no reason for a traceback.
+    # An error of any kind in the user's function is a data error, not a traceback.
     except Exception as error:
         raise DataError(f"python: {where} failed ({type(error).__name__}: {error})") from error
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
@@ -41,7 +41,7 @@ def read(where: str, options: Options) -> Raw:
 
 
 def inspect(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
-    """Return quietly when the function is there; it is not called."""
+    """Check that the function exists; it is not called."""
     _find(where)
 
 

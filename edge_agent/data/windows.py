@@ -49,12 +49,12 @@ def subjects(where: str, options: Options) -> tuple[int, ...]:
     """Numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
-        DataError: the file cannot be read, or does not say who moved.
+        DataError: the file cannot be read, or has no array of subjects.
     """
     arrays = load_arrays(Path(where).expanduser())
     _check(arrays, where)
     if "subject" not in arrays:
-        raise DataError(f"windows: '{where}' has no array 'subject', so nobody knows whose recordings they are")
+        raise DataError(f"windows: '{where}' has no array 'subject'; it is needed to tell people apart")
     return tuple(int(subject) for subject in np.setdiff1d(arrays["subject"], np.array(options.exclude_subject, int)))
 
 

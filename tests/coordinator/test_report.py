@@ -81,7 +81,7 @@ def test_notes_are_shown_only_where_there_are_any():
         SUMMARY, [agent_record("a", rolled_back="keeps bundle <b>12</b>"), agent_record("c", one_class=True)]
     )
     assert "rolled back, keeps bundle <b>12</b>" in marked.text, "as text, not as markup"
-    assert "its data hold one class only" in marked.text
+    assert "its data have one class only" in marked.text
     assert "a *" in marked.text
 
 

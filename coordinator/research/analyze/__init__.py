@@ -6,8 +6,8 @@ Keys of the object:
 was analyzed, and how.
 
 ``rounds``: one object for each state that is there, ``round`` rounds done (a bundle's is called 0). In it, by kind of
-features (``encoder``, and what a method makes of these: ``projector``, ``specific``), each with ``mean`` over clients
-and ``clients``:
+features (``encoder``, and what a method computes from them: ``projector``, ``specific``), each with ``mean`` over
+clients and ``clients``:
 
 - ``separation``: class separation (DualFed, Fig. 5), see `measures.class_separation`;
 - ``cka``: linear CKA of two clients' features of the same samples (DualFed, Fig. 6): ``mean`` over pairs, ``matrix``;

@@ -121,7 +121,7 @@ def mean_of_pairs(matrix: np.ndarray) -> float | None:
 
 
 def class_accuracies(answers: np.ndarray, labels: np.ndarray) -> dict[int, float]:
-    """Label -> share of its samples, 0..1, that were told right; only labels that occur."""
+    """Label -> share of its samples, 0..1, that were classified correctly; only labels that occur."""
     return {int(label): float((answers[labels == label] == label).mean()) for label in np.unique(labels)}
 
 
@@ -175,9 +175,9 @@ LEAST_SAMPLES = 5
 LEAST_PERPLEXITY = 1.0
 
 
-def bounded_perplexity(wish: float, samples: int) -> float:
+def bounded_perplexity(requested: float, samples: int) -> float:
     """A perplexity that so many samples allow: at most a third of the neighbours that each has."""
-    return max(LEAST_PERPLEXITY, min(wish, (samples - 1) / 3))
+    return max(LEAST_PERPLEXITY, min(requested, (samples - 1) / 3))
 
 
 def tsne(features: np.ndarray, perplexity: float, seed: int) -> np.ndarray | None:

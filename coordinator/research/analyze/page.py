@@ -121,12 +121,12 @@ def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Pict
         yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", lines, high)
     rows = _by_client({kind: found["clients"] for kind, found in last.items()})
     if rows:
-        words = f"{title} of each client after {states[-1]['round']} rounds"
+        text = f"{title} of each client after {states[-1]['round']} rounds"
         low, top = _range([value for _, values in rows for value in values.values()], high)
-        chart = dot_chart(words, rows[:MOST_CLIENTS], x_label=title.lower().replace("cka", "CKA"), low=low, high=top)
+        chart = dot_chart(text, rows[:MOST_CLIENTS], x_label=title.lower().replace("cka", "CKA"), low=low, high=top)
         keys = [(kind, _style(kind), MARKERS.get(_style(kind), "dot")) for kind in last]
         more = f" The first {MOST_CLIENTS} of {len(rows)}." if len(rows) > MOST_CLIENTS else ""
-        yield Picture(f"{measure}-clients", words, f"{caption}.{more}", chart, keys)
+        yield Picture(f"{measure}-clients", text, f"{caption}.{more}", chart, keys)
 
 
 def _over_rounds(
@@ -143,14 +143,14 @@ def _over_rounds(
             series.append(Series(kind, known, _style(kind)))
     if not series:
         return
-    words = f"{title}. " + " ".join(
+    text = f"{title}. " + " ".join(
         f"{line.name}: {line.points[0][1]:.3f} after {line.points[0][0]:g} rounds, "
         f"{line.points[-1][1]:.3f} after {line.points[-1][0]:g}."
         for line in series
     )
     low, top = _range([value for line in series for _, value in line.points], high)
     chart = line_chart(
-        words,
+        text,
         series,
         x_label="rounds done",
         y_label=title.partition(" by ")[0].lower().replace("cka", "CKA"),
@@ -203,9 +203,9 @@ def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         lines = {"relevant": [(one["round"], one["selection"]["mean"]) for one in states]}
         yield from _over_rounds("selection-rounds", "Selection ratio by round", caption, lines, 1.0)
     rows = _by_client({"relevant": states[-1]["selection"]["clients"]})
-    words = f"Selection ratio of each client after {states[-1]['round']} rounds"
-    chart = dot_chart(words, rows[:MOST_CLIENTS], x_label="share of features picked", low=0.0, high=1.0)
-    yield Picture("selection-clients", words, caption, chart)
+    text = f"Selection ratio of each client after {states[-1]['round']} rounds"
+    chart = dot_chart(text, rows[:MOST_CLIENTS], x_label="share of features picked", low=0.0, high=1.0)
+    yield Picture("selection-clients", text, caption, chart)
 
 
 def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
@@ -219,11 +219,11 @@ def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
         series.append(Series("worst client", tuple(zip(percents, worst, strict=True)), "personal", is_dashed=True))
     low, high = _range([y for line in series for _, y in line.points], 1.0)
     title = "Accuracy on features of highest Fisher score"
-    words = f"{title}: {found['mean'][0]:.3f} on a tenth of the features, {found['mean'][-1]:.3f} on all."
-    chart = line_chart(words, series, x_label="features kept, %", y_label="accuracy", low=low, high=high)
+    text = f"{title}: {found['mean'][0]:.3f} on a tenth of the features, {found['mean'][-1]:.3f} on all."
+    chart = line_chart(text, series, x_label="features kept, %", y_label="accuracy", low=low, high=high)
     keys = [line.key for line in series]
     yield Picture(
-        "probe", title, "Nearest neighbours among the client's training samples, test samples told.", chart, keys
+        "probe", title, "Nearest neighbours among the client's training samples, on its test samples.", chart, keys
     )
 
 
@@ -243,9 +243,9 @@ def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
     if len(mixed) > 1:
         kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
         lines = {kind: [(one["round"], one["mixing"].get(name)) for one in mixed] for name, kind in kinds.items()}
-        words = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
+        names = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
         for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", lines, 1.0):
-            keys = [(words[name], style, shape) for name, style, shape in made.keys]
+            keys = [(names[name], style, shape) for name, style, shape in made.keys]
             yield Picture(made.name, made.title, made.caption, made.chart, keys)
 
 
@@ -253,18 +253,18 @@ def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:
     """Accuracies of a client's classes from most to fewest training samples."""
     styles = {scope: "global" if scope == "global" else "personal" for scope in result["accuracy"]}
     for client in result["clients"][:MOST_OF_CLASSES]:
-        told = {s: found["clients"][client] for s, found in result["accuracy"].items() if client in found["clients"]}
-        if not told:
+        scopes = {s: found["clients"][client] for s, found in result["accuracy"].items() if client in found["clients"]}
+        if not scopes:
             continue
-        rows = zip(*(one["classes"] for one in told.values()), strict=True)
+        rows = zip(*(one["classes"] for one in scopes.values()), strict=True)
         bars = [
-            (row[0]["class"], str(row[0]["train"]), {styles[s]: one["acc"] for s, one in zip(told, row, strict=True)})
+            (row[0]["class"], str(row[0]["train"]), {styles[s]: one["acc"] for s, one in zip(scopes, row, strict=True)})
             for row in rows
         ]
         title = f"Accuracy by class of client {client}"
-        words = "; ".join(f"{scope}: {one['all']:.3f} of all samples" for scope, one in told.items())
-        chart = named_bars(f"{title}. {words}.", bars, y_label="accuracy")
-        keys = [(f"acc.{scope}", styles[scope], "bar") for scope in told]
+        text = "; ".join(f"{scope}: {one['all']:.3f} of all samples" for scope, one in scopes.items())
+        chart = named_bars(f"{title}. {text}.", bars, y_label="accuracy")
+        keys = [(f"acc.{scope}", styles[scope], "bar") for scope in scopes]
         yield Picture(f"classes-{client}", title, "Below each class its training samples, most to fewest.", chart, keys)
 
 
@@ -274,10 +274,10 @@ def _drawn(result: Mapping[str, Any]) -> Iterator[Picture]:
         panels = [(one["features"], one["points"], one["labels"]) for one in drawings]
         labels = sorted({label for one in drawings for label in one["labels"]})
         title = f"Features of client {client}, t-SNE"
-        words = f"{title}: {len(drawings[0]['points'])} test samples of {len(labels)} classes"
+        text = f"{title}: {len(drawings[0]['points'])} test samples of {len(labels)} classes"
         caption = f"{len(drawings[0]['points'])} test samples, perplexity {drawings[0]['perplexity']:.3g}."
         keys = [(result["classes"][label], *class_style(label)) for label in labels][:30]
-        yield Picture(f"tsne-{client}", title, caption, point_chart(words, panels), keys)
+        yield Picture(f"tsne-{client}", title, caption, point_chart(text, panels), keys)
 
 
 def _traffic(result: Mapping[str, Any]) -> Iterator[Picture]:
@@ -291,9 +291,9 @@ def _traffic(result: Mapping[str, Any]) -> Iterator[Picture]:
         series.append(Series(name, points, style, is_dashed=style == "global"))
         totals[key] = points[-1][1]
     title = "Traffic up to each round"
-    words = f"{title}: {totals['bytes_up']:.2f} MB from agents and {totals['bytes_down']:.2f} MB to agents in all."
+    text = f"{title}: {totals['bytes_up']:.2f} MB from agents and {totals['bytes_down']:.2f} MB to agents in all."
     high = nice_ceiling(max(totals.values()) or 1.0)
-    chart = line_chart(words, series, x_label="rounds done", y_label="MB", low=0.0, high=high)
+    chart = line_chart(text, series, x_label="rounds done", y_label="MB", low=0.0, high=high)
     keys = [line.key for line in series]
     yield Picture("traffic", title, "Payload in MB (millions of bytes), all rounds so far.", chart, keys)
 

@@ -1,4 +1,4 @@
-"""Processes under measurement: started, watched by what the kernel says of them, and ended."""
+"""Processes under measurement: started, measured through the kernel's figures, and ended."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def wait_for(
 
 @contextlib.contextmanager
 def scratch(root: Path | None) -> Iterator[Path]:
-    """A folder that is gone afterwards; on the disk of ``root`` where given, for syncs cost what that disk takes."""
+    """A temporary folder; on the disk of ``root`` where given, because the cost of syncs depends on the disk."""
     with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=root) as folder:
         yield Path(folder)
 

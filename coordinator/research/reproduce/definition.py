@@ -1,4 +1,4 @@
-"""What a published table says, and by which simulations it is made again: one TOML file for each table."""
+"""Definition of a published table and of the simulations that reproduce it: one TOML file for each table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Column(Frozen):
 
     name: str = Field(min_length=1, max_length=80)
     plan: dict[str, Any] = Field(default_factory=dict, description="fields of a simulation that make this setting")
-    doubt: str = Field("", description="why its published values may not be what they say")
+    doubt: str = Field("", description="why its published values may be wrong")
 
 
 class Row(Frozen):
@@ -58,7 +58,7 @@ class Table(Frozen):
     )
     tolerance: float = Field(1.5, gt=0, description="points of accuracy within which a value counts as met")
     seeds: tuple[int, ...] = Field((0,), min_length=1)
-    get_data: str = Field("", description="where the data are to be had")
+    get_data: str = Field("", description="where to get the data")
     plan: dict[str, Any] = Field(default_factory=dict)
     columns: tuple[Column, ...] = Field(min_length=1)
     rows: tuple[Row, ...] = Field(min_length=1)

@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The same in words."""
+        """The comparison in a few words."""
         if self.ours is None:
             return f"failed: {_short(self.trouble)}" if self.trouble else self.under_way or "not run yet"
         few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
@@ -121,26 +121,26 @@ def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> 
     if scope == "after" and when == "last":
         return _after(result, average)
     last = result["last"]
-    best = best_of(result["rounds"], last["rounds_done"], last["acc"], _everybody(result), average)
+    best = best_of(result["rounds"], last["rounds_done"], last["acc"], _all_clients(result), average)
     scores = best if when == "best" else last["acc"]
     return HUNDRED * scores[scope][average] if scope in scores else None
 
 
-def _everybody(result: Mapping[str, Any]) -> int:
-    """How many clients a whole round scores; results of earlier versions take it that all have test samples."""
+def _all_clients(result: Mapping[str, Any]) -> int:
+    """How many clients a whole round scores; results of earlier versions count all clients."""
     return int(result.get("scored_clients", int(result["clients"]) - int(result["new_clients"])))
 
 
 def _after(result: Mapping[str, Any], average: str) -> float | None:
-    """Right after local training of the last round in which that was evaluated, and of all clients."""
-    everybody = _everybody(result)
-    told = [one["acc"]["after"] for one in result["rounds"] if "after" in one["acc"]]
-    whole = [scores[average] for scores in told if scores.get("clients", everybody) >= everybody]
+    """Accuracy right after local training, of the last round that evaluated it for all clients."""
+    all_clients = _all_clients(result)
+    scored = [one["acc"]["after"] for one in result["rounds"] if "after" in one["acc"]]
+    whole = [scores[average] for scores in scored if scores.get("clients", all_clients) >= all_clients]
     return HUNDRED * whole[-1] if whole else None
 
 
 def _short(reason: str, limit: int = 160) -> str:
-    """The first words of a reason, fit for a cell of a table; all of it is in table.json."""
+    """A reason, shortened for a table cell; table.json has all of it."""
     words = " ".join(reason.replace("|", "/").split())
     return words if len(words) <= limit else f"{words[: limit - 1]}…"
 
@@ -153,9 +153,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def promises(table: Table, found: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Each order that the table claims, looked at in each column: ``holds`` None while a row is missing."""
     return [
-        {"column": column.name, **told}
+        {"column": column.name, **claim}
         for column in table.columns
-        for told in _kept(table, {one.row.name: one for one in found if one.column.name == column.name})
+        for claim in _kept(table, {one.row.name: one for one in found if one.column.name == column.name})
     ]
 
 

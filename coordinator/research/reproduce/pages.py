@@ -16,7 +16,7 @@ CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is
 
 
 def markdown(table: Table, found: Sequence[Outcome], kept: Sequence[Mapping[str, Any]], command: str) -> str:
-    """The whole table with what has to be said about it; ends in a newline."""
+    """The whole table with its notes; ends in a newline."""
     return "\n".join(_lines(table, found, kept, command)) + "\n"
 
 
@@ -54,10 +54,10 @@ def _number(value: float | None) -> str:
 
 
 def said(one: Mapping[str, Any]) -> str:
-    """Whether an order that the paper claims holds, in words."""
+    """A sentence on whether an order that the paper claims holds."""
     claim = f"{one['row']} above {listed(one['above'])}"
     if one["holds"] is None and not one["compared"]:
-        return f"The paper's order ({claim}) cannot be told yet: there is nothing to compare."
+        return f"The paper's order ({claim}) cannot be checked yet: there is nothing to compare."
     if one["holds"] is None:
         missing = [name for name in one["above"] if name not in one["compared"]]
         return (

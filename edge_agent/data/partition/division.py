@@ -1,4 +1,4 @@
-"""Which rows of a pool each client has: a small file that names every row, and a hash that says who shares it.
+"""Which rows of a pool each client has: a small file with every row, and a hash to compare partitions.
 
 Another method, another machine or another day can work on the same split.
 """
@@ -60,7 +60,7 @@ class Division(Frozen):
 
     @property
     def sha256(self) -> str:
-        """Hash of pool and rows (hex): equal where everybody gets the same samples, by whatever rule."""
+        """Hash of pool and rows (hex): equal where all clients get the same samples, by any rule."""
         rows = {name: {"train": share.train, "test": share.test} for name, share in self.clients.items()}
         content = {"pool": self.pool.model_dump(mode="json"), "clients": rows}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -80,18 +80,20 @@ class Division(Frozen):
         try:
             content = read_json(path)
         except StateError as error:
-            raise DataError(f"{path}: damaged, it is not JSON; get the partition anew") from error
+            raise DataError(f"{path}: damaged, it is not JSON; copy the partition again") from error
         if content is None:
             raise DataError(
                 f"{path}: no such file; expected a partition that 'headwater partition' or a simulation has written"
             )
-        told = content.pop("sha256", None)
+        stated = content.pop("sha256", None)
         try:
             read = cls.model_validate(content)
         except ValidationError as error:
             raise ConfigError(f"partition {path}", mistakes_of(error, cls)[:20]) from error
-        if told != read.sha256:
-            raise DataError(f"{path}: its rows have the hash {read.sha256[:16]}, it says {str(told)[:16]}; get it anew")
+        if stated != read.sha256:
+            raise DataError(
+                f"{path}: its rows have the hash {read.sha256[:16]}, the file states {str(stated)[:16]}; copy it again"
+            )
         read.check_rows(str(path))
         return read
 
@@ -112,7 +114,7 @@ class Division(Frozen):
         return found
 
     def check_rows(self, where: str) -> None:
-        """Return quietly where all rows lie in their pools and no client has one of them twice.
+        """Check that all rows lie in their pools and that no client has one of them twice.
 
         Raises:
             DataError: names the first client for which that is not so.
@@ -127,7 +129,7 @@ class Division(Frozen):
                 raise DataError(f"{where}: client '{name}' has a row twice, or one that the pool does not have")
 
     def check_pool(self, pool: Pool, where: str) -> None:
-        """Return quietly for the pool that the rows belong to.
+        """Check that this is the pool that the rows belong to.
 
         Raises:
             DataError: it is another one.

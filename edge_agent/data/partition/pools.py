@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RULES_OF_SEVERAL = ("domains", "subjects")
-"""Rules whose pool is made of one source for each client: each client is its source, and no file has to say so."""
+"""Rules whose pool has one source for each client; they need no partition file."""
 
 
 @dataclass(frozen=True)
 class Pools:
     """All samples, images of 8 bits as such (`Samples.ready`): ``test`` None where each client holds back a part.
 
-    ``owners``: who has which rows of ``train``, where the data say so; ``tested``: likewise of ``test``.
+    ``owners``: the rows of ``train`` of each client, where the data define them; ``tested``: likewise of ``test``.
     """
 
     train: Samples
@@ -41,7 +41,7 @@ class Pools:
         return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
 
     def like(self, division: Division) -> Self:
-        """These pools; without the test samples where nobody in ``division`` has any of them."""
+        """These pools; without the test samples where no client in ``division`` has any."""
         return self if division.pool.test_samples is not None else replace(self, test=None)
 
     def rows_of(self, share: Share) -> tuple[Samples, Samples]:
@@ -94,7 +94,7 @@ class Own:
 
     @classmethod
     def of(cls, path: Path, client: str) -> Own:
-        """A client's rows as the file at ``path`` says.
+        """A client's rows from the file at ``path``.
 
         Raises:
             DataError: no such file, no such client, or a rule whose clients are sources of their own.
@@ -135,7 +135,7 @@ def own_samples(
 
 
 def check_own(config: DataConfig, client: str, task: Task | None = None) -> None:
-    """Return quietly when the data of a device are there and the partition knows it; no sample is read.
+    """Check that the data of a device exist and that the partition has it; no sample is read.
 
     With a task its classes and the kind of its inputs have to be those of the data.
 

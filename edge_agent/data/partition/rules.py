@@ -24,7 +24,7 @@ MAX_DRAWS = 10_000
 
 
 def check_rule(name: str) -> None:
-    """Return quietly for the name of a rule.
+    """Check the name of a rule.
 
     Raises:
         UnknownName: no such rule; the nearest name is suggested.
@@ -97,10 +97,10 @@ def _take(rows: np.ndarray, pointers: dict[int, int], label: int, count: int) ->
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
     """Each class is spread over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
 
-    Clients that hold N / clients samples already get nothing more; all is drawn again until everybody has ``min_size``.
+    Clients with N / clients samples get nothing more; the draw is repeated until all clients have ``min_size``.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave everybody enough.
+        DataError: fewer samples than that takes, or no draw gave all clients enough.
     """
     _check_pool(len(labels), clients, min_size, "dirichlet")
     counts = np.bincount(labels)
@@ -188,7 +188,7 @@ def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int
 def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: np.random.Generator) -> Rows:
     """Test rows for each client: every class of the test pool in the proportions in which the training rows share it.
 
-    No test sample goes to two clients; of a class that nobody trains on, nobody tests.
+    No test sample goes to two clients; a class without training samples has no test samples.
     """
     classes = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     held = np.stack([np.bincount(train_labels[rows], minlength=classes) for rows in train]).astype(np.float64)
@@ -223,11 +223,11 @@ def _at_least(rows: Rows, least: int, rule: str) -> Rows:
 def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
     """Sizes by Dirichlet(alpha) over the clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
 
-    Every sample goes to one client, drawn from all classes alike. Sizes are drawn again until everybody has
+    Every sample goes to one client, drawn from all classes alike. Sizes are drawn again until all clients have
     ``min_size``; a small ``alpha`` gives a few clients nearly everything.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave everybody enough.
+        DataError: fewer samples than that takes, or no draw gave all clients enough.
     """
     if len(labels) < clients * min_size:
         raise DataError(

@@ -38,10 +38,10 @@ class Origin:
     licence: str
 
     def missing(self, where: object, found: str = "") -> DataError:
-        """An error for a place that does not hold the set; ``found``: what is there, or lacks, in a few words."""
-        told = f" ({found})" if found else ""
+        """An error for a place without the set; ``found``: what is there or missing, in a few words."""
+        detail = f" ({found})" if found else ""
         return DataError(
-            f"{self.kind}: no {self.title} in '{where}'{told}; expected {self.layout}; "
+            f"{self.kind}: no {self.title} in '{where}'{detail}; expected {self.layout}; "
             f"get it from {self.page} (licence: {self.licence})"
         )
 
@@ -121,7 +121,7 @@ class Facts:
     damaged: frozenset[str] = frozenset()
 
     def read(self, where: str, options: Options) -> Raw:
-        """Images of the chosen domains, decoded when they are asked for."""
+        """Images of the chosen domains, decoded on access."""
         return read(find(self, where, options.domain), options)
 
     def parts(self, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -173,8 +173,8 @@ class Layout:
         found = tuple(sorted({entry.name for folder in self.folders.values() for entry in _folders_in(folder)}))
         expected = self.facts.num_classes
         if not found or (expected is not None and len(found) != expected):
-            told = f"{len(found)} classes: {', '.join(found[:_SHOWN])}" + (" …" if len(found) > _SHOWN else "")
-            raise self.facts.origin.missing(self.root, told)
+            message = f"{len(found)} classes: {', '.join(found[:_SHOWN])}" + (" …" if len(found) > _SHOWN else "")
+            raise self.facts.origin.missing(self.root, message)
         return found
 
     def images(self, domain: str, options: Options) -> list[Path]:
@@ -224,8 +224,8 @@ class Layout:
             _log.info("listed_twice kind=%s domain=%s images=%d", self.facts.origin.kind, domain, repeated)
         known = set(self.class_names())
         if self.classes is None and (unknown := sorted({name.parts[1] for name in inner} - known)):
-            told = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
-            raise self.facts.origin.missing(self.root, told + near(unknown[0], self.class_names()))
+            message = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
+            raise self.facts.origin.missing(self.root, message + near(unknown[0], self.class_names()))
         folder = self.folders[domain]
         return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
 
@@ -239,8 +239,8 @@ class Layout:
             if not (parts[2].isdigit() and self._is_inner(name, domain))
         ]
         if wrong:
-            told = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
-            raise self.facts.origin.damaged(path, told, f"'{domain}/class/file number' in each line")
+            message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
+            raise self.facts.origin.damaged(path, message, f"'{domain}/class/file number' in each line")
         return names
 
     def _is_inner(self, name: PurePosixPath, domain: str) -> bool:
@@ -274,7 +274,7 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
 
     Raises:
         UnknownName: the set has no such domain.
-        DataError: nothing of the set is there, or a domain lacks.
+        DataError: nothing of the set is there, or a domain is missing.
     """
     chosen = [_spelled(facts, name) for name in wanted] or list(facts.domains)
     root = Path(where).expanduser()
@@ -283,8 +283,8 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     if folders is None:
         raise facts.origin.missing(where)
     if lacking := [name for name in chosen if name not in folders]:
-        told = f"it lacks {', '.join(lacking)}; domain={','.join(folders)} takes what is there"
-        raise facts.origin.missing(where, told)
+        message = f"it lacks {', '.join(lacking)}; domain={','.join(folders)} takes what is there"
+        raise facts.origin.missing(where, message)
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
 
 
@@ -300,7 +300,7 @@ def _domains_in(facts: Facts, place: Path) -> dict[str, Path]:
 
 
 def read(layout: Layout, options: Options) -> Raw:
-    """Images of the chosen domains, decoded when they are asked for."""
+    """Images of the chosen domains, decoded on access."""
     names = layout.class_names()
     paths = [path for domain in layout.folders for path in layout.images(domain, options)]
     position = {name: label for label, name in enumerate(names)}

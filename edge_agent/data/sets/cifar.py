@@ -272,7 +272,7 @@ def read(where: str, options: Options) -> Raw:
 
 
 def inspect(where: str, options: Options) -> None:
-    """Return quietly when one of the versions is there; its batches are not read."""
+    """Check that one of the versions exists; its batches are not read."""
     folder, version = _found(Path(where).expanduser(), options)
     _names(folder, version, options.labels)
 

@@ -39,7 +39,7 @@ class Options(BaseOptions):
 
 
 def read(where: str, options: Options) -> Raw:
-    """The pictures of one part, decoded when they are asked for."""
+    """The pictures of one part, decoded on access."""
     root = Path(where).expanduser()
     root = next((place for place in (root, root / "CINIC-10") if (place / "train").is_dir()), root)
     parts = PARTS if options.split == "all" else (options.split,)
@@ -51,7 +51,7 @@ def read(where: str, options: Options) -> Raw:
 
 
 def inspect(where: str, options: Options) -> None:
-    """Return quietly when all class folders are there with pictures; none is opened."""
+    """Check that all class folders exist and have pictures; none is opened."""
     read(where, options)
 
 

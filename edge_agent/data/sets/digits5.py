@@ -92,7 +92,7 @@ def read(where: str, options: Options) -> Raw:
 
 
 def inspect(where: str, options: Options) -> None:
-    """Return quietly when there is a file for each chosen set; none is read."""
+    """Check that there is a file for each selected set; none is read."""
     parts = ("train", "test") if options.split == "all" else (options.split,)
     for domain in _domains(options):
         for part in parts:

@@ -54,7 +54,7 @@ class Options(_layouts.Options):
 
 
 def read(where: str, options: Options) -> Raw:
-    """Pictures of the chosen domains and classes, decoded when they are asked for."""
+    """Pictures of the chosen domains and classes, decoded on access."""
     layout = _layouts.find(FACTS, where, options.domain)
     return _layouts.read(replace(layout, classes=_classes(layout, options)), options)
 

@@ -2,7 +2,7 @@
 
 DIR holds ``amazon/back_pack/*.jpg``, ``caltech``, ``dslr`` and ``webcam``. Options: ``domain`` (default: all four),
 ``split=train|test|all`` (default: all), ``n``, ``seed``, ``test_share``. There is no official split: ``train`` and
-``test`` are by chance, a fifth of each class for testing unless ``test_share`` says otherwise; the same ``seed`` gives
+``test`` are by chance, a fifth of each class for testing unless ``test_share`` is given; the same ``seed`` gives
 the same split. (FedBN's split is kept in pickles, which are not read here.)
 Source: Gong et al., "Geodesic Flow Kernel for Unsupervised Domain Adaptation", CVPR 2012. No licence is stated.
 """

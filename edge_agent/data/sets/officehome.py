@@ -3,7 +3,7 @@
 DIR holds ``Art/Alarm_Clock/*.jpg``, ``Clipart``, ``Product`` and ``Real World``, or the official archive's folder with
 them. Options: ``domain`` (default: all four), ``split=train|test|all`` (default: all), ``n``, ``seed``, ``test_share``.
 There is no official split: ``train`` and ``test`` are by chance, a fifth of each class for testing unless
-``test_share`` says otherwise; the same ``seed`` gives the same split.
+``test_share`` is given; the same ``seed`` gives the same split.
 Source: Venkateswara et al., "Deep Hashing Network for Unsupervised Domain Adaptation", CVPR 2017. The page allows
 non-commercial research and education only.
 """

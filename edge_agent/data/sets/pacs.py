@@ -6,7 +6,7 @@ art_painting, cartoon, photo, sketch; default: all), ``split=train|test|all`` (d
 ``test_share`` (a split by chance, which needs no lists).
 
 ``split=test`` is the official ``crossval`` list, a tenth of a domain. The official ``test`` lists hold whole domains,
-training images included, for testing on a domain that nobody trained on: those are what ``split=all`` gives.
+training images included, for testing on a domain without training clients: ``split=all`` gives those.
 Source: Li, Yang, Song, Hospedales, "Deeper, Broader and Artier Domain Generalization", ICCV 2017. No licence is stated.
 """
 
@@ -30,7 +30,7 @@ FACTS = Facts(
     inside=("kfold", "images", "images/kfold", "PACS", "PACS/kfold", "pacs_data"),
     lists={"train": "{domain}_train_kfold.txt", "test": "{domain}_crossval_kfold.txt"},
     lists_inside=("pacs_label", "splits"),
-    # Left out by whoever publishes results on PACS: the archive's copy cannot be decoded whole.
+    # Published results on PACS exclude this image: the archive's copy cannot be decoded.
     damaged=frozenset({"sketch/dog/n02103406_4068-1.png"}),
 )
 

@@ -6,7 +6,7 @@ and eight more signals, ``train/y_train.txt``, ``train/subject_train.txt``, the 
 z) of 128 samples at 50 Hz, and shares half of them with the next. Options: ``split=train|test|all`` (default: all; the
 parts are of different people), ``subject`` and ``exclude_subject`` (lists of numbers).
 
-Windows that one person made one after another in one activity are a group: a recording, held back from its end on.
+Windows that one person made one after another in one activity are a group: a recording, whose end is held out.
 Source: Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013. Licence:
 CC BY 4.0 by its page; the archive's own README forbids commercial use.
 """
@@ -64,7 +64,7 @@ def read(where: str, options: Options) -> Raw:
 
 
 def inspect(where: str, options: Options) -> None:
-    """Return quietly when the labels and all nine signals of the chosen parts are there; no signal is read."""
+    """Check that the labels and all nine signals of the selected parts exist; no signal is read."""
     root = _root(where)
     _activities(root)
     for part in _parts(options):
@@ -77,7 +77,7 @@ def subjects(where: str, options: Options) -> tuple[int, ...]:
     """Numbers of the people in the chosen parts, sorted, without those that the options exclude.
 
     Raises:
-        DataError: the files that say so are missing or damaged.
+        DataError: the files of subjects are missing or damaged.
     """
     people = np.concatenate([_labels(_root(where), part)[1] for part in _parts(options)])
     return tuple(int(person) for person in np.unique(people[_chosen(people, options)]))

@@ -308,7 +308,7 @@ def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
         (50, {"a": 49, "b": 48}, "The paper's order holds: Best above a, b."),
         (50, {"a": 51, "b": None}, "The paper's order does **not** hold (Best above a, b): a came out at least as"),
         (50, {"a": 49, "b": None}, "The paper's order holds so far: Best above a, which are 1 of 2; not there yet: b."),
-        (None, {"a": 49, "b": 48}, "The paper's order (Best above a, b) cannot be told yet: there is nothing to"),
+        (None, {"a": 49, "b": 48}, "The paper's order (Best above a, b) cannot be checked yet: there is nothing to"),
     ],
 )
 def test_the_order_in_words(place, mine, others, words):

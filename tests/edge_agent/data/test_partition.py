@@ -267,7 +267,7 @@ def test_pools_are_told_apart_by_where_training_ends():
     "change, kind, words",
     [
         (lambda c: c["clients"]["c0"].update(train=[1, 0]), DataError, "rows have the hash"),
-        (lambda c: c.pop("sha256"), DataError, "it says None"),
+        (lambda c: c.pop("sha256"), DataError, "the file states None"),
         (lambda c: c.update(format=2), ConfigError, "format = 2"),
         (lambda c: c.update(rows=3), ConfigError, "rows: unknown key"),
         (lambda c: c["clients"].update({"../x": c["clients"].pop("c0")}), ConfigError, "clients"),
@@ -363,5 +363,5 @@ def test_more_classes_for_each_client_than_there_are_is_refused():
 
 def test_a_damaged_file_is_no_partition(tmp_path):
     (tmp_path / "p.json").write_text('{"format": 1, "rule"')
-    with pytest.raises(DataError, match=r"damaged.*get the partition anew"):
+    with pytest.raises(DataError, match=r"damaged.*copy the partition again"):
         partition.Division.read(tmp_path / "p.json")
