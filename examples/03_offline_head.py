@@ -16,7 +16,7 @@ import torch
 
 from edge_agent import data, methods
 from edge_agent.cli import main as edge_agent
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import to_arrays
 from export.bundle import export_bundle, model_from_state
@@ -35,7 +35,7 @@ def make_bundle(path: Path) -> None:
     torch.manual_seed(0)
     model = method.build(TASK)
     start = method.start(to_arrays(model, method.shared_names(model)))
-    state = session.train(method.broadcast(start), Kept(), round_number=1, rounds=1, evaluate=False).update
+    state = session.train(method.broadcast(start), ClientState(), round_number=1, rounds=1, evaluate=False).update
     report = export_bundle(
         model_from_state(method, TASK, state),
         method,

@@ -22,7 +22,7 @@ import torch
 
 from edge_agent import data, methods
 from edge_agent.bundle import Bundle, install
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.encoder import Encoder
 from edge_agent.methods import Update
 from edge_agent.personalize import Result, personalize
@@ -101,7 +101,7 @@ def federate(people: People, trainers: tuple[int, ...], task: Task, rounds: int 
     model = method.build(task)
     state = method.start(to_arrays(model, method.shared_names(model)))
     for number in range(1, rounds + 1):
-        outcomes = [s.train(state, Kept(), round_number=number, rounds=rounds, evaluate=False) for s in sessions]
+        outcomes = [s.train(state, ClientState(), round_number=number, rounds=rounds, evaluate=False) for s in sessions]
         updates = [Update(s.client, o.samples, o.update) for s, o in zip(sessions, outcomes, strict=True)]
         state = method.aggregate(state, updates)
     return state

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from edge_agent import data, methods
-from edge_agent.client.session import Arrays, Kept, Session
+from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.methods import MethodParams, Update
 from edge_agent.methods.fedavg import Method as FedAvg
 from edge_agent.task import State, Task, Tensors
@@ -73,7 +73,7 @@ def run(name: str, task: Task) -> float:
     model = method.build(task)
     state = method.start(to_arrays(model, method.shared_names(model)))
     sessions = devices(method, task)
-    kept = [Kept() for _ in sessions]
+    kept = [ClientState() for _ in sessions]
     for number in range(1, ROUNDS + 1):
         updates = []
         for place, session in enumerate(sessions):

@@ -165,8 +165,8 @@ def matrix_chart(
             if count <= _MOST_NUMBERED:
                 shown = "–" if value is None else f"{value:.2f}"
                 parts.append(_word(shown, x + size / 2, y + size / 2 + 4, "middle", "small label"))
-    for place, name in enumerate(names if count <= _MOST_NAMED else ()):
-        middle, short = size * (place + 0.5), _short(name, 11)
+    for index, name in enumerate(names if count <= _MOST_NAMED else ()):
+        middle, short = size * (index + 0.5), _short(name, 11)
         parts.append(_word(short, _MATRIX_MARGIN - 6, TOP + middle + 4, "end", "small label"))
         parts.append(_turned(short, _MATRIX_MARGIN + middle + 3, bottom + 8, "end", "small label"))
     return Chart(text, bottom + _MATRIX_MARGIN, "".join(parts))

@@ -108,7 +108,7 @@ def made(tmp_path_factory):
     """A bundle of a small convolutional encoder, trained for one round, with images to try it on."""
     import torch
 
-    from edge_agent.client.session import Arrays, Kept, Session
+    from edge_agent.client.session import Arrays, ClientState, Session
     from edge_agent.training.parts import to_arrays
     from export.bundle import export_bundle, model_from_state
 
@@ -120,7 +120,7 @@ def made(tmp_path_factory):
     torch.manual_seed(0)
     model = method.build(TASK)
     state = method.start(to_arrays(model, method.shared_names(model)))
-    state = session.train(state, Kept(), round_number=1, rounds=1, evaluate=False).update
+    state = session.train(state, ClientState(), round_number=1, rounds=1, evaluate=False).update
     path = folder / "b.hwb"
     export_bundle(
         model_from_state(method, TASK, state), method, TASK, samples.inputs[:64], path,

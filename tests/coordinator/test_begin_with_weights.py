@@ -16,7 +16,7 @@ from simulation_harness import learned_anywhere, run, small_plan, write_images
 
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm_start import train_warm
-from coordinator.research.analyze.targets import SimulationTarget
+from coordinator.research.analyze.simulations import SimulationTarget
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation

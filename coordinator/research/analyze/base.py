@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from edge_agent.config import mistakes_of
 from edge_agent.errors import DataError, UsageError
-from edge_agent.task import Frozen
+from edge_agent.task import Frozen, State
 
 from . import measures
 
@@ -135,6 +135,14 @@ class Mixing:
 
     clients: tuple[str, ...]
     weights: np.ndarray
+
+
+def mixing_of(method: Any, state: State) -> Mixing | None:
+    """The weights in a state of a method with ``combination``; None for other methods and before the first round."""
+    if not hasattr(method, "combination"):
+        return None
+    names, weights = method.combination(state)
+    return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
 
 
 class AnalysisTarget(ABC):

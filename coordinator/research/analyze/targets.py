@@ -1,4 +1,4 @@
-"""Clients and models that an analysis reads: of a simulation, of a coordinator's run, of a bundle."""
+"""What can be analyzed: how it is found, a coordinator's run, and a bundle, which needs no torch."""
 
 from __future__ import annotations
 
@@ -8,38 +8,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 
 from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
-from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.bundle import Bundle
-from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.config import NAME_PATTERN
-from edge_agent.data.partition.rules import GROUPS
 from edge_agent.encoder import Encoder
-from edge_agent.errors import ExportRejected, HeadwaterError, StateError, UsageError, nearest
+from edge_agent.errors import ExportRejected, HeadwaterError, UsageError, nearest
 from edge_agent.heads import FitData
 from edge_agent.personalize import global_probabilities
 from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
 from ...runs.batch_norm import pooled_before
-from ...simulation.folder import CLIENTS, PARTITION, computing_as_begun, planned
-from ...simulation.prepared import Prepared
 from ...state.retention import states_of
 from ...state.run_request import Request
 from ...state.store import StateFolder
-from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, LeftOut, Mixing, Settings, split_mask
-
-if TYPE_CHECKING:
-    import torch
-
-    from edge_agent.methods.base import Client
+from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, LeftOut, Mixing, Settings, mixing_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +50,8 @@ def find(location: Location, settings: Settings) -> AnalysisTarget:
     """
     path = Path(location.what).expanduser()
     if (path / "simulation.json").is_file():
+        from .simulations import SimulationTarget  # needs torch
+
         return SimulationTarget.at(path, location.data)
     if (path / "journal.db").is_file():
         return RunTarget.at(path, None, location, settings)
@@ -302,14 +293,6 @@ class RunTarget(AnalysisTarget):
         return self._folder.run(self.run).metrics()
 
 
-def mixing_of(method: Any, state: State) -> Mixing | None:
-    """The weights in a state of a method with ``combination``; None for other methods and before the first round."""
-    if not hasattr(method, "combination"):
-        return None
-    names, weights = method.combination(state)
-    return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
-
-
 def _features(method: methods.Method, request: Request, state: State) -> Features:
     import torch
 
@@ -331,132 +314,3 @@ def _latest(folder: StateFolder) -> str:
         if folder.journal.replay(run).round:
             return run
     raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
-
-
-class SimulationTarget(AnalysisTarget):
-    """A simulation with at least one closed round."""
-
-    kind = "simulation"
-
-    def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
-        with folder.look():
-            self._states = states_of(folder, run)
-            self._is_over = folder.journal.replay(run).is_over
-        names, clients = prepared.task.class_names, prepared.division.clients
-        super().__init__(str(path), run, prepared.method.name, names, clients=clients, rounds=self._states)
-        self._path, self._prepared, self._folder = path, prepared, folder
-        if len(self._states) == 1:
-            self.left_out.note("earlier rounds", "the run kept its last state only; --keep-every keeps more")
-
-    @classmethod
-    def at(cls, path: Path, data: Sequence[str]) -> SimulationTarget:
-        """The simulation in ``path``.
-
-        Raises:
-            UsageError: data were given, or no round has closed yet.
-            DataError: its data are no longer available.
-            StateError: files are damaged.
-        """
-        if data:
-            raise UsageError(f"{path} is a simulation, which has its own data; leave --data out")
-        plan, folder = planned(path), StateFolder(path)
-        with folder.look():
-            runs = folder.journal.runs()
-            closed = folder.journal.replay(runs[0]).round if runs else 0
-        if plan is None or not closed:
-            raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
-        with folder.look():
-            prepared = computing_as_begun(folder, runs[0], Prepared.of(plan, path / PARTITION))
-        return cls(path, prepared, folder, runs[0])
-
-    def samples_of(self, client: str) -> ClientSamples:
-        """One client's samples, copied out of the pools."""
-        train, test = self._prepared.pools.arrays(self._prepared.division.clients[client])
-        return ClientSamples(LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels))
-
-    def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
-        """Yield a view of each client, in the state in which it would begin the next round."""
-        state, method = decode(self._folder.blobs.read(self._states[number])), self._prepared.method
-        shared = method.broadcast(state)
-        for name in self.tested():
-            mine = self.samples_of(name)
-            received, saved = {**shared, **method.downlink(state, name)}, self._client_state(name, number)
-            session = self._session(name, mine)
-            client = session.before_round(received, saved, round_number=number + 1, rounds=self._prepared.plan.rounds)
-            some = mine.test.some(settings.samples, settings.seed)
-            view = split_mask(
-                FeatureView(
-                    client=name,
-                    labels=some.labels,
-                    kinds=_features_by_kind(client, method, some.inputs),
-                    probe=_features_by_kind(client, method, probe),
-                    answers={},
-                    truth=mine.test.labels,
-                    counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
-                )
-            )
-            has_details = number == self.rounds[-1] and view.is_finite()
-            yield _with_details(view, client, method, mine) if has_details else view
-
-    def mixing(self, number: int) -> Mixing | None:
-        """The weights of a method that combines classifiers."""
-        return mixing_of(self._prepared.method, decode(self._folder.blobs.read(self._states[number])))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``."""
-        return self._folder.run(self.run).metrics()
-
-    def groups(self) -> dict[str, str]:
-        """Clients of FedPAC's partition by its rule, those of ``pathological`` by the classes that they train on."""
-        rule = self._prepared.division.rule
-        if rule == "fedpac":
-            names = [", ".join(self.class_names[label] for label in group) for group in GROUPS]
-            return {client: names[place % len(names)] for place, client in enumerate(self.clients)}
-        if rule == "pathological":
-            labels = self._prepared.pools.train.labels
-            return {
-                client: ", ".join(self.class_names[label] for label in np.unique(labels[np.asarray(share.train)]))
-                for client, share in self._prepared.division.clients.items()
-            }
-        return {}
-
-    def _session(self, name: str, mine: ClientSamples) -> Session:
-        plan = self._prepared.plan
-        parts = (Arrays(part.inputs, part.labels) for part in (mine.train, mine.test))
-        return Session(
-            self._prepared.method,
-            self._prepared.task,
-            name,
-            *parts,
-            seed=plan.seed,
-            device=plan.device,
-            model=self._prepared.model,
-        )
-
-    def _client_state(self, client: str, number: int) -> ClientState:
-        """The client's state after that round, personalized after the last one of a run that has ended."""
-        files = ClientStateFiles(self._path / CLIENTS / client / "runs" / self.run)
-        is_last = number == self.rounds[-1] and self._is_over
-        try:
-            return ClientState(*files.before((LAST_ROUND if is_last else number) + 1))
-        except StateError as error:
-            raise StateError(f"client '{client}' after round {number}: {error}") from error
-
-
-def _with_details(view: FeatureView, client: Client, method: Any, mine: ClientSamples) -> FeatureView:
-    tested = _tensor(client, mine.test.inputs)
-    scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
-    answers = {s: found.argmax(dim=1).cpu().numpy() for s, found in scopes.items() if found is not None}
-    trained = LabelledSamples(_features_by_kind(client, method, mine.train.inputs)["encoder"], mine.train.labels)
-    return replace(view, answers=answers, trained=trained)
-
-
-def _features_by_kind(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    found = method.views(client, _tensor(client, inputs))
-    return {name: tensor.cpu().numpy() for name, tensor in found.items()}
-
-
-def _tensor(client: Client, inputs: np.ndarray) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(inputs, np.float32)).to(client.device)

@@ -36,7 +36,7 @@ def test_accuracies_are_those_that_the_simulation_told(runs, method):
 
 def test_separation_and_cka_are_those_of_the_layers_worked_out_by_hand(runs):
     """DualFed on a linear encoder without batch norm: features before and behind the projector, in numpy."""
-    from coordinator.research.analyze.targets import SimulationTarget
+    from coordinator.research.analyze.simulations import SimulationTarget
 
     path, _ = runs("dualfed")
     target = find(Location(str(path)), Settings())

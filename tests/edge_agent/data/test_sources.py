@@ -345,9 +345,9 @@ def test_window_files_of_another_form_are_refused(watch, change, word):
 
 
 def test_images_do_not_feed_a_window_task_nor_the_other_way(watch, folder):
-    with pytest.raises(DataError, match="wants windows"):
+    with pytest.raises(DataError, match="needs windows"):
         load(f"images:{folder}", WindowInput())
-    with pytest.raises(DataError, match="wants images"):
+    with pytest.raises(DataError, match="needs images"):
         load(f"windows:{watch}", ImageInput())
 
 
