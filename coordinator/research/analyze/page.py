@@ -243,9 +243,9 @@ def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
     if len(mixed) > 1:
         kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
         lines = {kind: [(one["round"], one["mixing"].get(name)) for one in mixed] for name, kind in kinds.items()}
-        names = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
+        labels = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
         for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", lines, 1.0):
-            keys = [(names[name], style, shape) for name, style, shape in made.keys]
+            keys = [(labels[name], style, shape) for name, style, shape in made.keys]
             yield Picture(made.name, made.title, made.caption, made.chart, keys)
 
 

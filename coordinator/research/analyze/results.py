@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,26 +31,31 @@ def state_of(number: int, views: Sequence[FeatureView], settings: Settings, left
     for view in views:
         if len(np.unique(view.labels)) < 2:
             left_out.note(f"separation and Fisher scores of client {view.client}", "its test samples are of one class")
+    kinds = list(views[0].kinds)
     found: dict[str, Any] = {
         "round": number,
         "separation": {
-            kind: _by_client(views, lambda view, k=kind: measures.class_separation(view.kinds[k], view.labels))
-            for kind in views[0].kinds
+            kind: _summary({view.client: measures.class_separation(view.kinds[kind], view.labels) for view in views})
+            for kind in kinds
         },
         "sparsity": {
-            kind: _by_client(views, lambda view, k=kind: measures.sparsity_ratio(view.kinds[k], settings.threshold))
-            for kind in views[0].kinds
+            kind: _summary(
+                {view.client: measures.sparsity_ratio(view.kinds[kind], settings.threshold) for view in views}
+            )
+            for kind in kinds
         },
         "fisher": _fisher(views),
     }
-    later = [kind for kind in views[0].kinds if kind != "encoder"]
-    if later:
+    if len(kinds) > 1:
         found["before_after"] = {
-            kind: _by_client(views, lambda view, k=kind: measures.linear_cka(view.features, view.kinds[k]))
-            for kind in later
+            kind: _summary({view.client: measures.linear_cka(view.features, view.kinds[kind]) for view in views})
+            for kind in kinds
+            if kind != "encoder"
         }
     if any(view.mask is not None for view in views):
-        found["selection"] = _by_client(views, lambda view: None if view.mask is None else float(view.mask.mean()))
+        found["selection"] = _summary(
+            {view.client: None if view.mask is None else float(view.mask.mean()) for view in views}
+        )
     if len(views) > 1:
         found |= _between_clients(views, settings)
     return found
@@ -73,9 +78,8 @@ def as_matrix(matrix: np.ndarray) -> Matrix:
     return [[None if np.isnan(value) else round(float(value), 4) for value in row] for row in matrix]
 
 
-def _by_client(views: Sequence[FeatureView], measure: Callable[[FeatureView], float | None]) -> dict[str, Any]:
+def _summary(clients: dict[str, float | None]) -> dict[str, Any]:
     """A measure of each client, and its mean over the clients for which it is defined."""
-    clients = {view.client: measure(view) for view in views}
     return {"mean": _mean(list(clients.values())), "clients": clients}
 
 
