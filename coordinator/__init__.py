@@ -1,1 +1,39 @@
-"""The program in the data center: opens rounds, collects updates, keeps the journal, exports and releases encoders."""
+"""The program in the data center, and federated learning simulated on one machine.
+
+``simulate`` runs a method on many clients; ``federate`` runs a coordinator and agents in one process; ``Coordinator``
+serves a federation of devices, as `CoordinatorConfig` says, which ``load_config`` reads from a TOML file. All names are
+imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from edge_agent import __version__
+
+if TYPE_CHECKING:
+    from .api import SimulationResult, federate, simulate
+    from .config import CoordinatorConfig, load_config
+    from .service.coordinator import Coordinator
+
+__all__ = ["Coordinator", "CoordinatorConfig", "SimulationResult", "__version__", "federate", "load_config", "simulate"]
+
+_HOMES = {
+    "Coordinator": ".service.coordinator",
+    "CoordinatorConfig": ".config",
+    "SimulationResult": ".api",
+    "federate": ".api",
+    "load_config": ".config",
+    "simulate": ".api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coordinator' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

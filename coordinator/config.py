@@ -18,7 +18,9 @@ from edge_agent.config import (
     DataConfig,
     Precision,
     TrainingConfig,
+    load,
 )
+from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, Task
 
 
@@ -229,3 +231,18 @@ class CoordinatorConfig(Frozen):
     def has_embedded_broker(self) -> bool:
         """Whether the coordinator starts a broker of its own."""
         return self.broker is None
+
+
+DEFAULT_CONFIG = Path("coordinator.toml")
+
+
+def load_config(path: Path | str | None = None, state: Path | None = None) -> CoordinatorConfig:
+    """The configuration in ``path`` (``coordinator.toml`` by default); ``state`` replaces its state folder.
+
+    Raises:
+        ConfigError: no such file, or mistakes, all of them listed.
+    """
+    chosen = DEFAULT_CONFIG if path is None else Path(path)
+    if not chosen.exists():
+        raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
+    return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

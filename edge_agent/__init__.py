@@ -1,7 +1,40 @@
-"""Ground floor of Headwater and the program that runs on a device.
+"""The program that runs on a device, and all that a coordinator and an agent must agree on.
 
-Everything that a coordinator and an agent must agree on lives here: errors, configuration, the wire, bundles,
-methods and heads. Importing this package, or anything on its ground floor, never imports torch.
+``Personalizer`` fits and uses a personal head on a bundle's encoder; ``Agent`` is the program that joins a federation.
+Importing this package, or anything on its ground floor, never imports torch; its names are imported when first used.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import heads, methods
+    from .agent.event_loop import Agent
+    from .api import Personalizer, load_bundle
+    from .data import load as load_data
+
 __version__ = "0.1.0"
+
+__all__ = ["Agent", "Personalizer", "__version__", "heads", "load_bundle", "load_data", "methods"]
+
+_HOMES = {
+    "Agent": (".agent.event_loop", "Agent"),
+    "Personalizer": (".api", "Personalizer"),
+    "load_bundle": (".api", "load_bundle"),
+    "load_data": (".data", "load"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"heads", "methods"}:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'edge_agent' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module, __name__), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

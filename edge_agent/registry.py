@@ -5,13 +5,17 @@ Nothing has to be listed anywhere to add one. Packages of others join through an
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from .errors import UnknownName, UsageError
+from .errors import UnknownName, UsageError, nearest
 
 
 class Registry:
@@ -55,6 +59,10 @@ class Registry:
         """Register an object or module of one's own for this process (examples and tests do)."""
         self._extra[name] = member
 
+    def ships(self, name: str) -> bool:
+        """Whether a file of ours, or of an installed package, has this name."""
+        return name in self._files() or name in self._plugins()
+
     def _files(self) -> dict[str, str]:
         return {
             found.name: package
@@ -67,3 +75,57 @@ class Registry:
         if self.entry_points is None:
             return {}
         return {point.name: point for point in metadata.entry_points(group=self.entry_points)}
+
+
+def is_reference(name: str) -> bool:
+    """Whether ``name`` has the form ``PATH.py:NAME``."""
+    path, _, attribute = name.rpartition(":")
+    return path.endswith(".py") and attribute.isidentifier()
+
+
+def absolute(reference: str, folder: Path | None = None) -> str:
+    """``PATH.py:NAME`` with an absolute path (from ``folder`` or the working folder); other names as they are."""
+    reference, mark, options = reference.partition("?")
+    if is_reference(reference):
+        path, _, name = reference.rpartition(":")
+        reference = f"{((folder or Path.cwd()) / Path(path).expanduser()).absolute()}:{name}"
+    return f"{reference}{mark}{options}"
+
+
+def load_reference(kind: str, reference: str) -> Any:
+    """What ``PATH.py:NAME`` names, for a ``kind`` of part. Each file is imported once in a process.
+
+    Only for references that a user of this process has given: importing a file runs it.
+
+    Raises:
+        UsageError: no such file or name, or the file cannot be imported.
+    """
+    path, _, name = absolute(reference).rpartition(":")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UsageError(f"{kind} '{reference}': there is no file {file}; expected PATH.py:NAME")
+    module = f"headwater_own_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}.{file.stem}"
+    if module not in sys.modules:
+        _import_file(module, file, f"{kind} '{reference}'")
+    try:
+        return getattr(sys.modules[module], name)
+    except AttributeError as error:
+        names = [known for known in vars(sys.modules[module]) if not known.startswith("_")]
+        close = nearest(name, names)
+        hint = f"did you mean '{close}'?" if close else f"it has {', '.join(names[:10]) or 'nothing'}"
+        raise UsageError(f"{kind} '{reference}': {file} has no '{name}'; {hint}") from error
+
+
+def _import_file(name: str, file: Path, what: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{what}: {file} is no Python file")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # it may import what is beside it
+    try:
+        spec.loader.exec_module(module)
+    # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
+    except Exception as error:
+        del sys.modules[name]
+        raise UsageError(f"{what}: importing {file} failed: {type(error).__name__}: {error}") from error

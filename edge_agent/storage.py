@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from .errors import StateError, UsageError, cause
-from .task import Tensors
+
+if TYPE_CHECKING:
+    from .task import Tensors
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
 

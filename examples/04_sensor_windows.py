@@ -18,17 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from edge_agent import data, methods
-from edge_agent.bundle import Bundle, install
-from edge_agent.client.session import Arrays, ClientState, Session
-from edge_agent.encoder import Encoder
-from edge_agent.methods import Update
-from edge_agent.personalize import Result, personalize
-from edge_agent.task import State, Task, WindowInput
-from edge_agent.training.parts import to_arrays
-from export.bundle import export_bundle, model_from_state
+from coordinator import simulate
+from edge_agent import Personalizer, data, load_bundle, load_data
 
 TRAINERS = 5
 ROUNDS = 12
@@ -80,84 +72,40 @@ def open_archive(path: Path) -> People:
         return People(path, tuple(int(subject) for subject in np.unique(arrays["subject"])))
 
 
-def task_of(people: People, trainers: tuple[int, ...]) -> Task:
-    """Windows of two seconds, half overlapping; mean and spread of each channel are those of the training people."""
-    samples = data.load(people.source(*trainers))
-    spec = data.standardised(samples)
-    if not isinstance(spec, WindowInput):
-        raise SystemExit(f"{people.path} holds no recordings")
-    return Task(input=spec, class_names=samples.class_names, encoder="cnn1d")
+def newcomers(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int, dict[str, float | None]]:
+    """Subject -> accuracies on the second half of the recordings of each person who did not train.
 
-
-def federate(people: People, trainers: tuple[int, ...], task: Task, rounds: int = ROUNDS) -> State:
-    """FedAvg over the training people, each a client of their own; the state after the last round."""
-    method = methods.create("fedavg", PARAMS)
-    sessions = []
-    for subject in trainers:
-        train, test = data.split(data.load(people.source(subject), task.input, task.class_names), 0.25, seed=0)
-        arrays = (Arrays(part.inputs, part.labels) for part in (train, test))
-        sessions.append(Session(method, task, f"person-{subject}", *arrays, seed=0, device="cpu"))
-    torch.manual_seed(0)
-    model = method.build(task)
-    state = method.start(to_arrays(model, method.shared_names(model)))
-    for number in range(1, rounds + 1):
-        outcomes = [s.train(state, ClientState(), round_number=number, rounds=rounds, evaluate=False) for s in sessions]
-        updates = [Update(s.client, o.samples, o.update) for s, o in zip(sessions, outcomes, strict=True)]
-        state = method.aggregate(state, updates)
-    return state
-
-
-def bundle_of(state: State, task: Task, calibration: np.ndarray, folder: Path) -> Bundle:
-    """The encoder as devices get it: exported, checked, packed, verified and unpacked."""
-    method = methods.create("fedavg", PARAMS)
-    path = folder / "watch.hwb"
-    export_bundle(
-        model_from_state(method, task, state),
-        method,
-        task,
-        calibration,
-        path,
-        name="watch",
-        created="2026-01-01T00:00:00+00:00",
-        global_head=method.global_head(state),
-        exporter="legacy",
-    )
-    return install(path, folder / "bundles")
-
-
-def newcomers(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int, Result]:
-    """Subject -> what a personal head gave to each person who did not train."""
+    Windows are two seconds, half overlapping; mean and spread of each channel are those of the training people.
+    """
     trainers, new = people.subjects[:TRAINERS], people.subjects[TRAINERS:]
-    task = task_of(people, trainers)
-    state = federate(people, trainers, task, rounds)
-    calibration = data.load(people.source(*trainers), task.input, task.class_names).inputs[:128]
-    bundle = bundle_of(state, task, calibration, folder)
-    encoder = Encoder.open(bundle, "fp32")
-    return {
-        subject: personalize(
-            bundle,
-            data.load(people.source(subject), task.input, task.class_names),
-            "lr",
-            encoder=encoder,
-            test_fraction=0.5,
-        )
-        for subject in new
-    }
+    result = simulate(
+        "fedavg",
+        data=[people.source(subject) for subject in trainers],
+        partition="domains",
+        encoder="cnn1d",
+        standardise=True,
+        rounds=rounds,
+        params=PARAMS,
+        engine="serial",
+    )
+    bundle = load_bundle(result.export(folder / "watch.hwb"), folder)
+    task, found = bundle.manifest.task, {}
+    for subject in new:
+        train, test = data.split(load_data(people.source(subject), task.input, task.class_names), 0.5, seed=0)
+        found[subject] = Personalizer.open(folder / "watch.hwb", cache=folder).fit(train, head="lr").evaluate(test)
+    return found
 
 
 def main() -> None:
     """Train with five people, personalize for the others, print what they get."""
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = Path(sys.argv[1]) if len(sys.argv) > 1 else folder / "made_up.npz"
         if len(sys.argv) == 1:
             made_up(path)
         for subject, result in newcomers(open_archive(path), folder).items():
-            found = ", ".join(
-                f"{scope} {value:.3f}" for scope, value in result.scores.metrics().items() if value is not None
-            )
-            print(f"person {subject}: {found} ({result.n_train} windows to fit, {result.n_test} held back)")
+            found = ", ".join(f"{scope} {value:.3f}" for scope, value in result.items() if value is not None)
+            print(f"person {subject}: {found}")
 
 
 if __name__ == "__main__":

@@ -1,62 +1,132 @@
 """``headwater``: the commands of the data center and the workstation.
 
-Each command is one module here. Errors of our tree become one message on stderr and their exit code; ``--json`` prints
-one JSON object on stdout, and nothing else goes there.
+Each command is one module here, imported only when it is asked for. Errors of our tree become one message on stderr and
+their exit code; ``--json`` prints one JSON object on stdout, and nothing else goes there.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from edge_agent import __version__
 from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
 from edge_agent.limits import limit_threads
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: dict[str, str] = {
+    "demo": "Train, export and personalize on this machine in a minute.",
+    "serve": "Serve a federation until stopped.",
+    "run": "Start a run and follow it to its end.",
+    "simulate": "Run a method on many clients on this machine.",
+    "partition": "Divide data among clients, and save who has which rows.",
+    "reproduce": "Run the cells of a published table and compare.",
+    "cancel": "End a run for good, queued or under way.",
+    "status": "Show runs, agents, and what the coordinator waits for.",
+    "export": "Export a run's encoder as a bundle file.",
+    "report": "Write a run's page with tables and plots.",
+    "analyze": "Measure a run's features and models as the papers do.",
+    "methods": "List all methods, or show one of them.",
+    "enroll": "Create an agent's password for the broker.",
+    "doctor": "Check this machine and the way to the broker.",
+    "bench": "Measure this machine: devices, rounds, simulations.",
+}
+"""Command, which is also its module and function here -> summary."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code (see `edge_agent.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
-    limit_threads(spare_torch=True)  # numpy with one thread ends in the bits of worker processes
+    limit_threads(spare_torch=True)  # with one numpy thread, results equal those of worker processes bit for bit
     try:
-        _run(given)
+        command_tree(given)(given, prog_name="headwater")
     except SystemExit as end:
         if end.code == UsageError.exit_code and "--json" in given and not _is_by_command(end):
-            _print_json("UsageError", "the command line is wrong; stderr says where", UsageError.exit_code)
+            _print_json("UsageError", "the command line is wrong; see stderr", UsageError.exit_code)
         raise
     except HeadwaterError as error:
         sys.exit(_report(error, error.exit_code, as_json="--json" in given))
-    except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
-        sys.exit(_report(_in_words(error), HeadwaterError.exit_code, as_json="--json" in given))
+    except OSError as error:  # a full disk, or a folder that may not be written: a traceback would say no more
+        where = f"{error.filename}: " if error.filename is not None else ""
+        failure = HeadwaterError(f"{where}{cause(error)}")
+        sys.exit(_report(failure, failure.exit_code, as_json="--json" in given))
     except RuntimeError as error:
         if (mistake := without_home(error)) is None:
             raise
         sys.exit(_report(mistake, mistake.exit_code, as_json="--json" in given))
 
 
-def _run(given: list[str]) -> None:
+def command_tree(given: Sequence[str]) -> typer.Typer:
+    """All commands: the one that ``given`` names with its options, the others as names and summaries only.
+
+    Raises:
+        MissingCapability: a package that the command needs is not installed.
+    """
     try:
-        from .app import app
+        import typer
+
+        app = typer.Typer(
+            name="headwater",
+            help="The coordinator of Headwater: federated learning with on-device personalization. Devices run "
+            "'edge-agent'.",
+            epilog="Example: headwater demo",
+            no_args_is_help=True,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,  # plain help: the same on a terminal and in a pipe
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+
+        def root(
+            *,
+            _version: bool = typer.Option(
+                False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            ),
+        ) -> None: ...
+
+        app.callback()(root)
+        wanted = next((word for word in given if not word.startswith("-")), None)
+        for name, summary in COMMANDS.items():
+            if name != wanted:
+                app.command(name, help=summary)(_not_loaded)
+                continue
+            module = importlib.import_module(f".{name}", __name__)
+            if hasattr(module, "app"):
+                app.add_typer(module.app, name=name, short_help=summary)
+            else:
+                app.command(name, short_help=summary)(getattr(module, name))
     except ImportError as error:
-        module = (error.name or str(error)).partition(".")[0]
-        if module in {"coordinator", "export", "edge_agent"}:
-            raise  # not a package that is missing, but a mistake of ours
-        raise MissingCapability.package(module, "coordinator", "this command") from error
-    app(given, prog_name="headwater")
+        package = (error.name or str(error)).partition(".")[0]
+        if package in {"coordinator", "export", "edge_agent"}:
+            raise  # not a missing package, but an error in this program
+        raise MissingCapability.package(package, "coordinator", "this command") from error
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from typer import Exit
+
+        print(f"headwater {__version__}")
+        raise Exit
+
+
+def _not_loaded() -> None:
+    """Stands for a command that was not asked for."""
 
 
 def _is_by_command(end: SystemExit) -> bool:
-    """Whether a command has chosen its exit code itself, after it has printed its answer."""
+    """Whether a command has chosen its exit code itself, after it has printed its result."""
     from typer import Exit
 
     return isinstance(end.__context__, Exit)
-
-
-def _in_words(error: OSError) -> HeadwaterError:
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return HeadwaterError(f"{where}{cause(error)}")
 
 
 def _report(error: Exception, code: int, *, as_json: bool) -> int:

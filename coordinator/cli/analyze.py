@@ -12,7 +12,8 @@ from rich.table import Table
 from edge_agent.errors import ConfigError, UsageError
 from edge_agent.storage import check_writable
 
-from .options import Config, Json, Verbose, console, print_json, set_up_logging, show, state_path, table, text
+from .options import Config, Json, Verbose, state_path
+from .output import console, print_json, set_up_logging, show, table, text
 
 if TYPE_CHECKING:
     from ..research.analyze import Location, Settings
@@ -26,18 +27,23 @@ Data = Annotated[
 ]
 State = Annotated[Path | None, typer.Option("--state", help="State folder of a run that is given by its name.")]
 Target = Annotated[
-    list[float] | None, typer.Option("--target", "-t", help="Accuracy, 0..1: what did it take? Repeatable.")
+    list[float] | None,
+    typer.Option("--target", "-t", help="Accuracy 0..1: show rounds and bytes until it was reached; repeatable."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for index.html, pictures and analysis.json.")]
-Samples = Annotated[int, typer.Option("--samples", help="Test samples of each client whose features are looked at.")]
+Samples = Annotated[int, typer.Option("--samples", help="Test samples of each client whose features are measured.")]
 Probe = Annotated[int, typer.Option("--probe", help="Samples of all clients on which two clients are compared.")]
-Threshold = Annotated[float, typer.Option("--threshold", help="Of the sparsity ratio; ours, the paper's is lost.")]
+Threshold = Annotated[
+    float, typer.Option("--threshold", help="Threshold of the sparsity ratio; ours, the paper does not give one.")
+]
 Important = Annotated[float, typer.Option("--important", help="Share of the features that count as important.")]
-Tsne = Annotated[int, typer.Option("--tsne", help="Clients whose features are drawn by t-SNE; 0 = none.")]
-Perplexity = Annotated[float, typer.Option("--perplexity", help="Of t-SNE; at most a third of the samples.")]
-HeadName = Annotated[str, typer.Option("--head", help="Device head to fit where personal parts are not to be had.")]
-TestFraction = Annotated[float, typer.Option("--test-fraction", help="Held back of the samples of --data.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of what is drawn at random: samples, t-SNE, fits.")]
+Tsne = Annotated[int, typer.Option("--tsne", help="Number of clients whose features are plotted by t-SNE; 0 = none.")]
+Perplexity = Annotated[float, typer.Option("--perplexity", help="Perplexity of t-SNE; at most a third of the samples.")]
+HeadName = Annotated[str, typer.Option("--head", help="Device head to fit where there are no personal parts.")]
+TestFraction = Annotated[
+    float, typer.Option("--test-fraction", help="Share of the samples of --data that is held out.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of samples, t-SNE and fits.")]
 
 SHOWN_CLIENTS = 40
 

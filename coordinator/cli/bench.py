@@ -10,14 +10,15 @@ import typer
 
 from edge_agent.errors import UsageError
 
-from .options import Json, print_json, show, table
+from .options import Json
+from .output import print_json, show, table
 
 if TYPE_CHECKING:
     from ..research.bench.figures import Row
 
 app = typer.Typer(help="Measure this machine: rounds, simulations, devices.", no_args_is_help=True)
 
-Agents = Annotated[int, typer.Option("--agents", min=1, max=64, help="Agents, each a process of its own.")]
+Agents = Annotated[int, typer.Option("--agents", min=1, max=64, help="Number of agents; each is a process.")]
 Payload = Annotated[str, typer.Option("--payload", help="Size of the model: 0.5MB, 45MB, 500000.")]
 BrokerName = Annotated[str, typer.Option("--broker", help="all (those that are installed), mosquitto or amqtt.")]
 Folder = Annotated[
@@ -25,7 +26,7 @@ Folder = Annotated[
 ]
 Rounds = Annotated[int, typer.Option("--rounds", "-r", min=2, max=10_000, help="Rounds to time.")]
 Workload = Annotated[str, typer.Option("--workload", help="noop: no training; w1: a CNN on 600 images for each agent.")]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Starts of an agent that count.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Measured starts of an agent.")]
 
 _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1_000_000, "GB": 1_000_000_000}
 LARGEST_BYTES = 1 << 30
@@ -84,8 +85,8 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
 
 @app.command("simulate")
 def simulate(
-    rounds: Annotated[int, typer.Option("--rounds", "-r", min=1, max=1000, help="Rounds that count.")] = 5,
-    clients: Annotated[int, typer.Option("--clients", "-n", min=1, max=10_000, help="Clients.")] = 20,
+    rounds: Annotated[int, typer.Option("--rounds", "-r", min=1, max=1000, help="Measured rounds.")] = 5,
+    clients: Annotated[int, typer.Option("--clients", "-n", min=1, max=10_000, help="Number of clients.")] = 20,
     samples: Annotated[int, typer.Option("--samples", min=10, max=3000, help="Training samples of a client.")] = 600,
     workers: Annotated[int, typer.Option("--workers", min=0, max=1024, help="0 = as many as cores.")] = 0,
     method: Annotated[str, typer.Option("--method", "-m", help="all, fedavg or fedpac.")] = "all",

@@ -15,8 +15,9 @@ from edge_agent.storage import folder_lock
 from ..runs.finish import end_run
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
-from .options import Config, Json, State, print_json, show, state_path
-from .queueing import standing
+from .follow import standing
+from .options import Config, Json, State, state_path
+from .output import print_json, show
 
 Run = Annotated[str, typer.Argument(help="Run to end, as 'headwater status' names it.")]
 

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, Verbose, print_json, set_up_logging, show
+from .options import Json, Verbose
+from .output import print_json, set_up_logging, show
 from .run import agents_table, footnotes
 
 Folder = Annotated[
-    Path, typer.Option("--dir", help="Folder for configurations, state and results; made anew each time.")
+    Path, typer.Option("--dir", help="Folder for configurations, state and results; replaced each time.")
 ]
 Method = Annotated[str, typer.Option("--method", "-m", help="Method to train with.")]
-Rounds = Annotated[int, typer.Option("--rounds", "-r", min=1, help="Rounds.")]
+Rounds = Annotated[int, typer.Option("--rounds", "-r", min=1, help="Number of rounds.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
 
 

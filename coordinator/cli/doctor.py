@@ -19,12 +19,12 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
-from ..config import CoordinatorConfig
-from ..service.app import load_config
-from .options import Json, print_json, show, table
+from ..config import CoordinatorConfig, load_config
+from .options import Json
+from .output import print_json, show, table
 
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file whose broker is tried: login, and the topics' rules.")
+    Path | None, typer.Option("--config", "-c", help="TOML file; its broker is checked: login and topic rules.")
 ]
 
 TIMEOUT_S = 5.0

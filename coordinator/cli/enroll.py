@@ -15,19 +15,20 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
-from .options import Json, print_json, ready_for, show
+from .options import Json
+from .output import print_json, ready_for, show
 
 Agent = Annotated[
-    str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible, too.")
+    str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible too.")
 ]
-Users = Annotated[Path, typer.Option("--users", help="The broker's password file; made where there is none.")]
+Users = Annotated[Path, typer.Option("--users", help="The broker's password file; created where there is none.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="File for the password; default: <agent>.password in this folder.")
 ]
 Acl = Annotated[
     Path | None, typer.Option("--acl", help="Mosquitto's ACL file; the rules of --federation are added where missing.")
 ]
-Federation = Annotated[str, typer.Option("--federation", help="The federation whose rules --acl is to have.")]
+Federation = Annotated[str, typer.Option("--federation", help="The federation whose rules are added to --acl.")]
 Account = Annotated[
     str | None,
     typer.Option(

@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent import data
-from edge_agent import methods as registry
-from edge_agent.errors import UsageError
 from edge_agent.storage import write_tensors
-from edge_agent.wire.tensors import decode
 
-from ..config import ExportConfig
-from ..runs.batch_norm import pooled_before
-from ..runs.release import NORM_NOTES
-from ..service.app import DEFAULT_CONFIG, load_config
-from ..state.journal import RunRecord, utc_now
-from ..state.run_request import Request
-from ..state.store import StateFolder
-from .options import Config, Json, State, console, print_json, ready_for, set_up_logging, show, table, text
+from ..api import TrainedModel, export_run
+from ..config import DEFAULT_CONFIG, ExportConfig, load_config
+from ..state.journal import RunRecord
+from .options import Config, Json, State
+from .output import console, print_json, ready_for, set_up_logging, show, table, text
 
 if TYPE_CHECKING:
     from edge_agent.training.parts import Parts
@@ -33,7 +26,7 @@ Out = Annotated[
 ]
 Calibration = Annotated[
     str | None,
-    typer.Option("--calibration", help="Data source of inputs that settle the int8 ranges; default: the file's."),
+    typer.Option("--calibration", help="Data source of inputs that set the int8 ranges; default: the configuration's."),
 ]
 
 
@@ -53,45 +46,16 @@ def export(
 
     Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
     """
-    from export.bundle import export_bundle, model_from_state, synthetic_inputs
-
-    from ..simulation.pooling import pooled_of
-
     set_up_logging(quiet=True)
     place, settings = _settings(config, state)
     ready_for(out)
-    with StateFolder(place).look() as folder:
-        record = _record(folder, run)
-        weights = decode(folder.blobs.read(record.checkpoint or ""))
-        pooled = pooled_before(folder, record.run, record.round)
-    request = Request.from_body(record.request)
-    method = registry.create(request.method, request.params)
-    task = request.task
-    pooled = pooled or pooled_of(place, record.run, record.round, method, task)
-    model = model_from_state(method, task, {**weights, **pooled})
     if out.suffix == ".safetensors":
-        _write_weights(model, out, record, as_json=as_json)
+        trained = TrainedModel.of(place, run)
+        _write_weights(trained.model, out, trained.record, as_json=as_json)
         return
-    source = calibration or settings.calibration
-    folder_of = None if calibration else settings.folder  # as typed here, or in the file
-    inputs = synthetic_inputs(task, seed=request.seed)  # those that the run itself is exported with
-    if source:
-        inputs = data.load(source, task.input, task.class_names, folder=folder_of).inputs[:128]
     busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
     with busy:
-        report = export_bundle(
-            model,
-            method,
-            task,
-            inputs,
-            out,
-            name=record.run,
-            created=utc_now().isoformat(timespec="seconds"),
-            global_head=method.global_head(weights),
-            exporter=settings.exporter,
-            norm_note=NORM_NOTES[method.norm] if pooled else "",
-            int8=settings.int8,
-        )
+        report, record = export_run(place, out, settings, run=run, calibration=calibration)
     _tell(report, record, as_json=as_json)
 
 
@@ -121,16 +85,6 @@ def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool)
         print_json(found)
     else:
         show(table("weights", ("what", "value"), [(name, _cell(value)) for name, value in found.items()], left=2))
-
-
-def _record(folder: StateFolder, run: str | None) -> RunRecord:
-    names = [run] if run else list(reversed(folder.journal.runs()))
-    for name in names:
-        record = folder.journal.replay(name)
-        if record.round and record.checkpoint:
-            return record
-    which = f"run '{run}' has" if run else "there are no runs with"
-    raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
 
 
 def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:

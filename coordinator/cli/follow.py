@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import RunFailed, StateError
+from edge_agent.storage import folder_lock
 
-from ..state.journal import OpenRound, RunRecord, utc_now
+from ..state.journal import Journal, OpenRound, RunRecord, utc_now
 from ..state.store import StateFolder
 from ..text import counted, listed
-from .options import console
+from .output import console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LOOK_EVERY_S = 0.2
 SILENT_S = 15.0
@@ -146,6 +150,8 @@ def _shown(run: str) -> Iterator[_Lines | _Bar]:
     if not console.is_terminal:
         yield _Lines(run)
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -191,3 +197,51 @@ def _silent_since(status: dict[str, Any]) -> str | None:
     except (TypeError, ValueError):
         return None
     return at.isoformat(timespec="seconds") if silent_s > SILENT_S else None
+
+
+def is_serving(state: Path) -> bool:
+    """Whether a coordinator holds the state folder now."""
+    try:
+        with folder_lock(state, "headwater run"):
+            return False
+    except StateError:
+        return True
+
+
+@dataclass(frozen=True)
+class Place:
+    """The options by which a command found its state folder."""
+
+    config: Path | None
+    state: Path | None
+
+    def command(self, words: str) -> str:
+        """A command as people would type it here, in quotation marks."""
+        given = (("--config", self.config), ("--state", self.state))
+        options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given if path is not None)
+        return f"'headwater {words}{options}'"
+
+
+def ahead_of(journal: Journal, run: str) -> list[str]:
+    """Unfinished runs that were asked for before ``run``: they are done first."""
+    unfinished = journal.unfinished()
+    return unfinished[: unfinished.index(run)] if run in unfinished else []
+
+
+def standing(record: RunRecord) -> str:
+    """How far a run has come, in words."""
+    rounds = int(record.request.get("rounds", 0))
+    if record.status == "requested":
+        return f"has not begun with its {counted(rounds, 'round')}"
+    return f"stands at round {record.round} of {rounds}"
+
+
+def behind(journal: Journal, run: str, place: Place) -> str:
+    """What ``run`` has to wait for and how to get that out of the way; empty when it is next."""
+    ahead = ahead_of(journal, run)
+    if not ahead:
+        return ""
+    first = ahead[0]
+    others = f" and {listed(ahead[1:])}" if len(ahead) > 1 else ""
+    what = f"{first}, which {standing(journal.replay(first))}{others}"
+    return f"{run} is queued behind {what}; {place.command(f'cancel {first}')} takes it out of the queue"

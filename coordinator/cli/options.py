@@ -1,70 +1,105 @@
-"""Options and output that several commands have in common."""
+"""Options of the commands: those that several have, and those generated from the fields of a settings model."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import inspect
 import json
-import logging
-import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from edge_agent.errors import UsageError
-from edge_agent.storage import check_writable
 
-from ..service.app import load_config
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: coordinator.toml in this folder.")
 ]
-State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one that the file names.")]
+State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one in the configuration.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
-Paper = Annotated[
-    bool,
-    typer.Option(
-        "--paper", help="The paper's values of parameters whose defaults are ours; 'headwater methods NAME' shows both."
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
-
-console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-"""Where people are told how it goes: stderr. Results go to stdout by `show` or `print_json`."""
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Verbose logging on stderr.")]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, and of a command that was told to end before it was done."""
+"""Exit code after Ctrl-C, and of a command that was stopped before it was done."""
 
-PIPE_WIDTH = 400
-"""Columns of a table that no terminal shows: nothing is cut off, whatever reads it."""
+Given: TypeAlias = dict[str, Any]
+"""Field -> value, of the fields that were given on the command line."""
+
+FLAGS = {
+    "method": ("--method", "-m"),
+    "params": ("--set", "--param", "--params", "-p"),
+    "data": ("--data", "-d"),
+    "clients": ("--clients", "-n"),
+    "rounds": ("--rounds", "-r"),
+    "encoder_params": ("--encoder-param", "--encoder-params"),
+    "evaluate_after": ("--after",),
+}
+"""Flags of fields that have more than, or another than, their own name."""
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
-class _Stderr(logging.Handler):
-    """Log lines to what stderr is now, so that a progress bar can keep out of their way."""
+def from_model(
+    model: type[BaseModel],
+    fields: Collection[str] | None = None,
+    *,
+    without: Collection[str] = (),
+    help: Mapping[str, str] = MappingProxyType({}),  # noqa: A002 - as typer calls it
+    bounds: bool = False,
+) -> Callable[[Command], Command]:
+    """A decorator that replaces a command's first argument by one option for each of the model's fields.
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        print(self.format(record), file=sys.stderr)
+    The command gets a `Given` there. Names, types, help and defaults are the model's; ``help`` replaces some texts.
+    Values are checked by the model, with all its other mistakes, unless ``bounds`` asks for that at once.
+
+    The options have no defaults of their own: what is not given is left to the model, or to a configuration file.
+    """
+    chosen = {
+        name: model.model_fields[name]
+        for name in (model.model_fields if fields is None else fields)
+        if name not in without
+    }
+    generated = [_option(name, field, help.get(name), bounds=bounds) for name, field in chosen.items()]
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        own = [one.replace(annotation=hints[name]) for name, one in inspect.signature(command).parameters.items()]
+
+        @functools.wraps(command)
+        def called(**arguments: Any) -> None:
+            typed = {name: arguments.pop(name) for name in chosen}
+            given = {name: value for name, value in typed.items() if not (value is None or value is False)}
+            command({name: _value(chosen[name], value) for name, value in given.items() if value != []}, **arguments)
+
+        parameters = [*generated, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own[1:])]
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {}
+        return called  # type: ignore[return-value]
+
+    return decorate
 
 
-@contextlib.contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM interrupts as Ctrl-C does, once: what is put away then is not disturbed by another one."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def flag(field: str) -> str:
+    """The flag that a field is usually given by, such as ``--keep-every``."""
+    return FLAGS.get(field, (f"--{field.replace('_', '-')}",))[0]
 
 
 def state_path(config: Path | None, state: Path | None) -> Path:
@@ -73,74 +108,11 @@ def state_path(config: Path | None, state: Path | None) -> Path:
     Raises:
         ConfigError: no folder was given, and the configuration cannot be read.
     """
-    return state.absolute() if state is not None else load_config(config).state
+    if state is not None:
+        return state.absolute()
+    from ..config import load_config
 
-
-def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
-    """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
-    handler = _Stderr()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
-    for package in ("coordinator", "edge_agent", "export"):
-        logging.getLogger(package).setLevel(level)
-
-
-def ready_for(path: Path) -> None:
-    """Make a place for a file that is about to be written; a folder that was not there is made, and said.
-
-    Raises:
-        UsageError: ``path`` is a folder, or no file can be written there.
-    """
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file in it")
-    check_writable(path.parent)
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        console.print(f"made the folder {path.parent}", soft_wrap=True)
-
-
-def print_json(content: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
-    print(json.dumps(content, indent=1, allow_nan=False))
-
-
-def show(*parts: Table | str) -> None:
-    """Results for people, on stdout: tables, and lines that are never wrapped or cut."""
-    out = Console(
-        highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH
-    )
-    for part in parts:
-        if isinstance(part, Table):
-            out.print(part, soft_wrap=False)
-        else:
-            out.print(part)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
-    """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
-    made = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for position, column in enumerate(columns):
-        made.add_column(column, justify="left" if position < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*(text(value) for value in row))
-    return made
-
-
-def text(value: object) -> str:
-    """A table cell: numbers with three digits behind the point, nothing for what is not known."""
-    if value is None or value == "":
-        return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return load_config(config).state
 
 
 def parameters(pairs: Sequence[str]) -> dict[str, Any]:
@@ -152,11 +124,55 @@ def parameters(pairs: Sequence[str]) -> dict[str, Any]:
     wrong = [pair for pair in pairs if not pair.partition("=")[1] or not pair.partition("=")[0]]
     if wrong:
         raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
-    return {name: _value(raw) for name, _, raw in (pair.partition("=") for pair in pairs)}
+    return {name: _json_or_text(raw) for name, _, raw in (pair.partition("=") for pair in pairs)}
 
 
-def _value(raw: str) -> Any:
+def _json_or_text(raw: str) -> Any:
     try:
         return json.loads(raw)
     except ValueError:
         return raw
+
+
+def _option(name: str, field: FieldInfo, text: str | None, *, bounds: bool) -> inspect.Parameter:
+    kind = _type_of(field.annotation)
+    limits: dict[str, Any] = {}
+    for limit in field.metadata if bounds and kind is int else ():
+        limits |= {"min": limit.ge} if hasattr(limit, "ge") else {}
+        limits |= {"max": limit.le} if hasattr(limit, "le") else {}
+        limits |= {"max": limit.lt - 1} if hasattr(limit, "lt") else {}
+    flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+    typed: Any = bool if kind is bool else (list[str] if kind in {dict, list, tuple} else kind) | None
+    annotation = Annotated[typed, typer.Option(*flags, help=text or _help(field), **limits)]  # a form for typer alone
+    default = False if kind is bool else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _type_of(annotation: Any) -> Any:
+    """The type of a field's values; the first one of a union, text for a choice of words."""
+    origin = get_origin(annotation)
+    if origin in {Union, UnionType}:
+        return _type_of(next(one for one in get_args(annotation) if one is not NoneType))
+    if origin is Annotated:
+        return _type_of(get_args(annotation)[0])
+    return str if origin is Literal else origin or annotation
+
+
+def _help(field: FieldInfo) -> str:
+    """The field's description as a sentence, with its default where that is not said."""
+    kind, text = _type_of(field.annotation), field.description or ""
+    if kind is dict:
+        text = f"name=value, repeatable: {text}"
+    elif kind in {list, tuple}:
+        text = f"{text}; repeatable"
+    else:
+        text = f"{text[:1].upper()}{text[1:]}" if re.match("[a-z]+ ", text) else text
+    has_default = isinstance(field.default, str | int | float) and not isinstance(field.default, bool)
+    return f"{text}; default: {field.default}." if has_default and "default" not in text else f"{text}."
+
+
+def _value(field: FieldInfo, value: Any) -> Any:
+    kind = _type_of(field.annotation)
+    if kind is dict:
+        return parameters(value)
+    return tuple(value) if kind is tuple else value.expanduser() if isinstance(value, Path) else value

@@ -12,9 +12,10 @@ from edge_agent.config import parse
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
-from ..report.partition_plot import mixture, picture_kind
-from . import simulate
-from .options import Json, Verbose, print_json, ready_for, set_up_logging, show, table
+from ..simulation.plan import Plan
+from .options import Given, Json, Verbose, from_model
+from .output import print_json, ready_for, set_up_logging, show, table
+from .simulate import sources
 
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
@@ -25,50 +26,52 @@ Rule = Annotated[
     str,
     typer.Argument(
         metavar="RULE",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to look at.",
+        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to show.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="File of the partition; default: partition.json, and none for one that is saved."),
+    typer.Option("--out", "-o", help="File of the partition; default: partition.json, none for a saved one."),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Picture of who has how many of which class: .svg or .png.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Plot of the classes of each client: .svg or .png.")]
 
+OPTIONS = (
+    "data",
+    "clients",
+    "alpha",
+    "size",
+    "test_size",
+    "classes_each",
+    "min_size",
+    "test_fraction",
+    "validation",
+    "seed",
+)
 SHOWN_CLIENTS, SHOWN_CLASSES = 40, 12
 
 
+@from_model(Plan, OPTIONS)
 def partition(
+    given: Given,
     rule: Rule,
-    data: simulate.Data = None,
-    clients: simulate.Clients = None,
-    alpha: simulate.Alpha = None,
-    size: simulate.Size = None,
-    test_size: simulate.TestSize = None,
-    classes_each: simulate.ClassesEach = None,
-    min_size: simulate.MinSize = None,
-    test_fraction: simulate.TestFraction = None,
-    validation: simulate.Validation = None,
-    seed: simulate.Seed = None,
     out: Out = None,
     plot: Plot = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Divide data among clients, and keep who has which rows in a file that simulations and devices take.
+    """Divide data among clients, and save who has which rows in a file that simulations and devices read.
 
     headwater simulate --partition partition.json divides as this file says, with any seed and method; a device takes
-    its rows by partition = "partition.json" in the [data] of its configuration. The hash tells whether two files give
-    everybody the same samples.
+    its rows by partition = "partition.json" in the [data] of its configuration. Two files with the same hash give all
+    clients the same samples.
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..simulation.plan import Plan
+    from ..report.partition_plot import mixture, picture_kind
     from ..simulation.pools import prepare
 
     set_up_logging(verbose=verbose, quiet=True)
-    typed = dict(locals())
-    given = {name: typed[name] for name in Plan.model_fields if name in typed and typed[name] is not None}
-    raw = {**given, "partition": rule, "data": simulate.sources(data), "folder": str(Path.cwd())}
+    raw = {**given, "partition": rule, "data": sources(given.get("data")), "folder": str(Path.cwd())}
     plan = parse(Plan, raw, where="the partition")
     file = out or (Path("partition.json") if plan.saved_partition is None else None)
     kind = "" if plot is None else picture_kind(plot.suffix)

@@ -14,8 +14,9 @@ from ..report import write_report
 from ..report.page import accuracy_svg
 from ..state.journal import Journal, RunRecord
 from ..state.store import StateFolder
-from .options import Config, Json, State, console, print_json, ready_for, show, state_path
-from .queueing import standing
+from .follow import standing
+from .options import Config, Json, State, state_path
+from .output import console, print_json, ready_for, show
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]

@@ -13,9 +13,11 @@ import typer
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.storage import check_writable, write_atomic, write_json
 
+from ..simulation.plan import Plan
 from ..state.run_request import Weights
 from ..text import counted
-from .options import INTERRUPTED, Json, Verbose, console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
+from .options import INTERRUPTED, Given, Json, Verbose, from_model
+from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
 from .simulate import run_plan
 
 if TYPE_CHECKING:
@@ -27,42 +29,37 @@ Name = Annotated[
 Rows = Annotated[list[str] | None, typer.Option("--row", "-m", help="Only this row; repeatable.")]
 Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this column; repeatable.")]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas; default: those of the table.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Fewer rounds than the table's; it will say so.")]
-Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source of the data, where they lie elsewhere.")]
-WeightsFile = Annotated[
-    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with, such as ImageNet's.")
-]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="As for simulate.")]
-Workers = Annotated[int | None, typer.Option("--workers", help="As for simulate.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Try rows that failed once more, going on where they can.")]
-OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; tell what is there so far.")]
+Again = Annotated[bool, typer.Option("--again", help="Retry failed rows; they resume where possible.")]
+OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; show the results so far.")]
 
 
+@from_model(
+    Plan,
+    ("rounds", "data", "weights", "device", "engine", "workers"),
+    help={
+        "rounds": "Fewer rounds than the table's; the output says so.",
+        "data": "Source of the data, where they are elsewhere; repeatable.",
+    },
+)
 def reproduce(
+    changes: Given,
     name: Name = None,
     rows: Rows = None,
     columns: Columns = None,
     seeds: Seeds = None,
-    rounds: Rounds = None,
-    data: Data = None,
-    weights: WeightsFile = None,
-    device: Device = None,
-    engine: Engine = None,
-    workers: Workers = None,
     out: Out = None,
     again: Again = False,
     only_show: OnlyShow = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make a published table again, row by row, and say how close it comes.
+    """Run the cells of a published table, and compare with the published values.
 
-    Goes on where it was stopped: the same command again runs what is missing. Writes table.md, table.json and
-    curves.svg into --out after each row. Exit code 1 where a row failed.
+    The same command again continues where it was stopped. Writes table.md, table.json and curves.svg into --out after
+    each cell. Exit code 1 where a cell failed.
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
@@ -72,15 +69,8 @@ def reproduce(
     if name is None:
         _list(names(), as_json=as_json)
         return
-    wanted: dict[str, Any] = {
-        "rounds": rounds,
-        "data": tuple(data or ()),
-        "device": device,
-        "engine": engine,
-        "workers": workers,
-    }
-    wanted["weights"] = None if weights is None else Weights.of(weights.expanduser()).path
-    changes = {field: value for field, value in wanted.items() if value not in (None, ())}
+    if "weights" in changes:
+        changes["weights"] = Weights.of(changes["weights"]).path
     folder = out or Path(f"reproduce-{Path(name).stem}")
     if not only_show:
         check_writable(folder)

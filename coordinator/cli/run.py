@@ -12,68 +12,54 @@ from rich.table import Table
 
 from edge_agent.errors import UsageError
 
-from ..config import CoordinatorConfig
-from ..hosted.figures import told
+from ..config import CoordinatorConfig, RunConfig, load_config
 from ..hosted.preflight import overlaps
 from ..report.figures import notes_of
+from ..runs.proxy_metrics import told
 from ..runs.result_warnings import lines
-from ..service.app import coordinator, load_config, stop_on_signals
+from ..service.app import coordinator, stop_on_signals
 from ..service.preflight import checked_method, fresh_on_devices
 from ..state.journal import RunRecord
 from ..state.run_request import Request, Weights
 from ..state.store import StateFolder
 from ..text import counted, listed
-from .follow import follow, result_of
-from .options import (
-    INTERRUPTED,
-    Config,
-    Json,
-    Paper,
-    State,
-    Verbose,
-    console,
-    parameters,
-    print_json,
-    set_up_logging,
-    show,
-    table,
-)
-from .queueing import Place, ahead_of, behind, is_serving, standing
+from .follow import Place, ahead_of, behind, follow, is_serving, result_of, standing
+from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
+from .output import console, print_json, set_up_logging, show, table
 
-Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: run.method of the file.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", "-r", min=1, help="Rounds; default: run.rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
-Param = Annotated[
-    list[str] | None, typer.Option("--param", "--set", "-p", help="name=value of the method; repeatable.")
-]
-KeepEvery = Annotated[
-    int | None,
-    typer.Option("--keep-every", min=0, help="Keep the states of every so many rounds for 'headwater analyze'."),
+Paper = Annotated[
+    bool,
+    typer.Option(
+        "--paper", help="Parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows."
+    ),
 ]
 Resume = Annotated[
-    str | None, typer.Option("--resume", metavar="RUN", help="Ask for no new run: follow, or go on with, this one.")
+    str | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
 ]
-WeightsFile = Annotated[
-    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with; default: run.weights.")
-]
-NoWeights = Annotated[bool, typer.Option("--no-weights", help="Begin without the file's run.weights.")]
-NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Begin without the file's [warm_start].")]
+NoWeights = Annotated[bool, typer.Option("--no-weights", help="Start without the configuration's run.weights.")]
+NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Start without the configuration's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
 ]
 
 
+@from_model(
+    RunConfig,
+    help={
+        "method": "Method; default: run.method of the configuration.",
+        "rounds": "Number of rounds; default: run.rounds.",
+        "seed": "Seed of weights, cohorts and agents; default: run.seed.",
+        "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
+        "weights": "Safetensors file with the encoder's first weights; default: run.weights.",
+    },
+    bounds=True,
+)
 def run(
+    given: Given,
     config: Config = None,
     state: State = None,
-    method: Method = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    param: Param = None,
     paper: Paper = False,
-    keep_every: KeepEvery = None,
     resume: Resume = None,
-    weights: WeightsFile = None,
     no_weights: NoWeights = False,
     no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
@@ -82,33 +68,33 @@ def run(
 ) -> None:
     """Start a run and follow it to its end.
 
-    With 'headwater serve' at work on the same state folder it is asked to do the run; else this command serves the
-    federation itself until the run is over. Runs are done in the order in which they were asked for: one that was left
-    unfinished goes first, and this command says so. Ctrl-C stops following, never the run of a serving coordinator; a
-    run that this command did itself then waits for 'headwater run --resume RUN' or 'headwater serve', unless
-    'headwater cancel RUN' ends it.
+    Where 'headwater serve' works on the same state folder, it does the run; else this command serves the federation
+    itself until the run is over. Runs are done in the order in which they were requested; an unfinished one goes first.
+    Ctrl-C stops following, never the run of a serving coordinator. A run of this command itself stays in the queue:
+    'headwater run --resume RUN' or 'headwater serve' continues it, 'headwater cancel RUN' ends it.
 
     Example: headwater run -c coordinator.toml --method repper --rounds 5
     """
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
-    settings = _with_weights(settings, weights, fresh=no_weights)
+    settings = _with_weights(settings, given.get("weights"), fresh=no_weights)
     set_up_logging(verbose=verbose, quiet=True)
-    wishes: dict[str, object] = {
-        "--method": method,
-        "--rounds": rounds,
-        "--seed": seed,
-        "--param": param,
-        "--paper": paper or None,
-        "--no-wait": no_wait or None,
-    }
-    wishes |= {"--keep-every": keep_every, "--weights": weights}
-    wishes |= {"--no-weights": no_weights or None, "--no-warm-start": no_warm_start or None}
     if resume is not None:
-        _check_resumed(settings, resume, [name for name, wish in wishes.items() if wish is not None])
+        switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
+        _check_resumed(
+            settings, resume, [flag(name) for name in (*given, *(name for name, is_set in switches.items() if is_set))]
+        )
         request = None
     else:
-        request = request_for(settings, method, rounds, seed, parameters(param or []), keep_every, paper=paper)
+        request = request_for(
+            settings,
+            given.get("method"),
+            given.get("rounds"),
+            given.get("seed"),
+            given.get("params", {}),
+            given.get("keep_every"),
+            paper=paper,
+        )
     if request is not None and no_wait:
         _put_into_queue(settings, request, Place(config, state), as_json=as_json)
         return
@@ -121,13 +107,12 @@ def _with_weights(settings: CoordinatorConfig, weights: Path | None, *, fresh: b
         raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
     if weights is None and not fresh:
         return settings
-    wanted = None if weights is None else weights.expanduser()
-    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": wanted})})
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
 
 
 def _check_resumed(settings: CoordinatorConfig, run: str, wishes: list[str]) -> None:
     if wishes:
-        raise UsageError(f"--resume {run} goes on with a run as it was asked for; leave out {', '.join(wishes)}")
+        raise UsageError(f"--resume {run} keeps the settings of the run; leave out {', '.join(wishes)}")
     with StateFolder(settings.state).look() as folder:
         record = folder.journal.replay(run)
     if record.is_over:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import typer
 
-from ..service.app import coordinator, load_config, stop_on_signals
+from ..config import load_config
+from ..service.app import coordinator, stop_on_signals
 from ..service.preflight import check_defaults, without_lost_weights
 from ..state.journal import Journal
-from .options import INTERRUPTED, Config, State, Verbose, console, set_up_logging
-from .queueing import Place, standing
+from .follow import Place, standing
+from .options import INTERRUPTED, Config, State, Verbose
+from .output import console, set_up_logging
 
 
 def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:

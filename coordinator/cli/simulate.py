@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,164 +13,62 @@ import typer
 
 from edge_agent.config import parse, read_toml
 from edge_agent.errors import UsageError
-from edge_agent.storage import check_writable, write_atomic, write_json
+from edge_agent.registry import absolute
+from edge_agent.storage import check_writable
 
+from ..api import finish
+from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
-from ..text import counted
-from .options import (
-    INTERRUPTED,
-    Json,
-    Paper,
-    Verbose,
-    console,
-    parameters,
-    print_json,
-    set_up_logging,
-    show,
-    sigterm_as_ctrl_c,
-)
-from .simulation_output import reading, rounds_table
+from ..text import counted, encoder_named
+from .options import INTERRUPTED, Given, Json, Verbose, from_model
+from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
-    from ..simulation.plan import Plan
+    from rich.table import Table
 
-Method = Annotated[str | None, typer.Option("--method", "-m", help="Method; default: fedavg.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", "--param", "--params", "-p", help="name=value of the method; repeatable.")
-]
-Data = Annotated[list[str] | None, typer.Option("--data", "-d", help="Source, as on devices; one for each domain.")]
-Rule = Annotated[
-    str | None,
-    typer.Option(
-        "--partition",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json.",
-    ),
-]
-Clients = Annotated[int | None, typer.Option("--clients", "-n", help="Clients; default: 20, or what the data name.")]
-Alpha = Annotated[
-    float | None, typer.Option("--alpha", help="dirichlet: small = few classes each; quantity: small = few have most.")
-]
-Size = Annotated[int | None, typer.Option("--size", help="iid, fedpac: samples of one client.")]
-TestSize = Annotated[int | None, typer.Option("--test-size", help="fedpac: test samples of one client.")]
-ClassesEach = Annotated[int | None, typer.Option("--classes-each", help="pathological: classes of one client.")]
-MinSize = Annotated[int | None, typer.Option("--min-size", help="Least samples of a client; default: 10.")]
-TestFraction = Annotated[float | None, typer.Option("--test-fraction", help="Held back where data have no test part.")]
-Validation = Annotated[
-    float | None,
-    typer.Option("--validation", help="Score on this share of the training samples; to try settings with."),
-]
+    from edge_agent.wire.messages import Job
+
+    from ..simulation.run import Simulation
+
 Fraction = Annotated[
     str | None,
-    typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each; default: 1."),
+    typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn anew for each; default: 1."),
 ]
-Dropout = Annotated[
-    float | None, typer.Option("--dropout", help="Probability that a client vanishes, or trains and never delivers.")
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the settings.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file with these settings; options override it.")
 ]
-NewClients = Annotated[
-    int | None, typer.Option("--new-clients", help="The last so many only come at the end and fit a head: acc.new.")
-]
-Rounds = Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds; default: 10.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, weights, cohorts and clients.")]
-Encoder = Annotated[str | None, typer.Option("--encoder", help="Encoder; default: one that suits the inputs.")]
-EncoderParam = Annotated[
-    list[str] | None,
-    typer.Option("--encoder-param", "--encoder-params", help="name=value of the encoder; repeatable."),
-]
-Weights = Annotated[
-    Path | None, typer.Option("--weights", help="Safetensors file that the encoder begins with, such as ImageNet's.")
-]
-Input = Annotated[
-    list[str] | None, typer.Option("--input", help="name=value of the input spec: mean=0.13, height=32; repeatable.")
-]
-Standardise = Annotated[bool, typer.Option("--standardise", help="Mean and std of inputs from the training samples.")]
-EvaluateEvery = Annotated[int | None, typer.Option("--evaluate-every", help="Rounds; 0 = only at the end. Default: 1.")]
-After = Annotated[bool, typer.Option("--after", help="Evaluate after local training, too, whatever the method says.")]
-KeepEvery = Annotated[
-    int | None, typer.Option("--keep-every", help="Keep the states of every so many rounds for 'headwater analyze'.")
-]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps; default: auto.")]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        "--precision", help="float32, or bfloat16: mixed, other numbers, and only where a timed step is faster."
-    ),
-]
-Threads = Annotated[
-    int | None, typer.Option("--threads", help="Torch threads of a worker; default: 1, which is repeatable.")
-]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="serial, pool = worker processes, ray = workers on a cluster, stacked = many clients in one pass, for "
-        "GPUs: equal up to rounding, not bit for bit; default: serial or pool, whichever suits.",
-    ),
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Of pool and ray; default: as many as cores of machine or cluster.")
-]
-Address = Annotated[
-    str | None, typer.Option("--address", help="ray: a running cluster, HOST:PORT or auto; default: one just for this.")
-]
-StackedAlways = Annotated[
-    bool, typer.Option("--stacked-always", help="stacked: even where a trial finds one after another faster.")
-]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the request.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; it knows what was asked for.")]
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these options; options win.")]
 
 
+@from_model(Plan, without=("folder", "starts", "fraction", "fraction_max"))
 def simulate(
-    method: Method = None,
-    params: Set = None,
-    paper: Paper = False,
-    data: Data = None,
-    partition: Rule = None,
-    clients: Clients = None,
-    alpha: Alpha = None,
-    size: Size = None,
-    test_size: TestSize = None,
-    classes_each: ClassesEach = None,
-    min_size: MinSize = None,
-    test_fraction: TestFraction = None,
-    validation: Validation = None,
+    given: Given,
     fraction: Fraction = None,
-    dropout: Dropout = None,
-    new_clients: NewClients = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    encoder: Encoder = None,
-    encoder_params: EncoderParam = None,
-    weights: Weights = None,
-    input_fields: Input = None,
-    standardise: Standardise = False,
-    evaluate_every: EvaluateEvery = None,
-    evaluate_after: After = False,
-    keep_every: KeepEvery = None,
-    device: Device = None,
-    precision: Precision = None,
-    threads: Threads = None,
-    engine: Engine = None,
-    workers: Workers = None,
-    address: Address = None,
-    stacked_always: StackedAlways = False,
     out: Out = None,
     resume: Resume = False,
     config: Config = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run a method on many clients on this one machine: the coordinator's own rounds, the devices' own method files.
+    """Run a method on many clients on this machine: the coordinator's own rounds, the devices' own method files.
 
-    On a CPU the same seed gives the same bits on every engine but stacked, with any number of workers. Sources are
-    those of devices. Accuracies of a round are of what its clients received, before they trained.
-    Ctrl-C, or SIGTERM, leaves a run that --resume goes on with (exit code 130).
+    On a CPU the same seed gives the same bits on every engine but stacked, with any number of workers. Data sources are
+    those of devices. Accuracies of a round are those of the model that clients received, before they trained.
+    Ctrl-C or SIGTERM stops a run so that --resume can continue it (exit code 130).
 
     Example: headwater simulate -m fedper -d digits --partition domains --set local_epochs=1 --rounds 5 --out sim
     """
-    wished = _wished(dict(locals()))
     set_up_logging(verbose=verbose, quiet=True)
-    plan, folder = _resumed(wished, config, out) if resume else _planned(wished, config, out)
+    given |= shares(fraction)
+    if "weights" in given:
+        given["weights"] = given["weights"].absolute()
+    given |= {name: absolute(given[name]) for name in ("method", "encoder") if name in given}
+    if "data" in given:
+        given["data"] = tuple(map(absolute, given["data"]))
+    if given.get("partition", "").endswith(".json"):
+        given["partition"] = str(Path(given["partition"]).expanduser().absolute())
+    plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
     result = _run(plan, folder, resume=resume)
     if as_json:
         print_json(result)
@@ -176,50 +76,34 @@ def simulate(
     show(rounds_table(result), *reading(result))
 
 
-def _wished(typed: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a plan that were given on the command line; what was not is left to the file or the plan itself."""
-    from ..simulation.plan import Plan
-
-    pairs = {"params": "params", "encoder_params": "encoder_params", "input": "input_fields"}
-    given = {name: typed.get(name) for name in Plan.model_fields}
-    given |= {name: parameters(typed[option] or []) for name, option in pairs.items()}
-    given["data"] = tuple(typed["data"] or ())
-    given["weights"] = None if typed["weights"] is None else typed["weights"].expanduser().absolute()
-    if (typed["partition"] or "").endswith(".json"):
-        given["partition"] = str(Path(typed["partition"]).expanduser().absolute())
-    given |= shares(typed["fraction"])
-    return {name: value for name, value in given.items() if not (value is None or value is False or value in ((), {}))}
-
-
 def sources(given: Any) -> Any:
-    """The data sources that were given, of which a file may hold a single one; what is no source stays, to be told.
+    """The data sources that were given; a file may hold a single one as text. Other values stay, to be rejected later.
 
     Raises:
-        UsageError: none was.
+        UsageError: none was given.
     """
     if not given:
         raise UsageError("no data: give a source, for example --data digits, or --data idx:FOLDER")
     return (given,) if isinstance(given, str) else given
 
 
-def shares(text: str | None) -> dict[str, float | None]:
+def shares(text: str | None) -> dict[str, float]:
     """Fields of a plan from ``0.1`` or ``0.1:1.0``.
 
     Raises:
         UsageError: it is neither.
     """
     if text is None:
-        return {"fraction": None, "fraction_max": None}
+        return {}
     try:
         least, *most = (float(word) for word in text.split(":", 1))
     except ValueError as error:
         raise UsageError(f"--fraction '{text}': expected a share such as 0.1, or two of them: 0.1:1.0") from error
-    return {"fraction": least, "fraction_max": most[0] if most else None}
+    return {"fraction": least, **({"fraction_max": most[0]} if most else {})}
 
 
 def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
     from ..simulation.folder import planned
-    from ..simulation.plan import Plan
 
     raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
     if config is not None:
@@ -229,7 +113,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     raw |= {name: _on_top(value, raw.get(name)) for name, value in wished.items()}
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
-    folder = out or Path(f"simulation-{plan.method}-{Path(plan.partition).stem}-seed{plan.seed}")
+    folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; go on with it by --resume, or choose another folder with --out")
     check_writable(folder)
@@ -247,12 +131,12 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Files that a file names count from that file, also where its data are replaced by others."""
     files = {name: place for name in ("folder", "weights", "partition") if isinstance(place := raw.get(name), str)}
     files = {name: place for name, place in files.items() if name != "partition" or place.endswith(".json")}
+    raw = raw | {name: absolute(raw[name], folder) for name in ("method", "encoder") if isinstance(raw.get(name), str)}
     return raw | {name: str(folder / Path(place).expanduser()) for name, place in files.items() if place}
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
     from ..simulation.folder import planned
-    from ..simulation.plan import HOW_NOT_WHAT, Plan
 
     if out is None or config is not None:
         raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
@@ -289,22 +173,15 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         HeadwaterError: it cannot be done, or failed.
         KeyboardInterrupt: it was stopped, and can be gone on with.
     """
-    from ..simulation.curves import curves
     from ..simulation.folder import PARTITION
     from ..simulation.prepared import Prepared
     from ..simulation.run import open_simulation
-    from .progress import shown
 
     busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
     with busy:
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
     with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
-        result = simulation.finish(watch)
-    picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
-    write_atomic(picture, curves(result).encode())
-    result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
-    write_json(folder / "result.json", result)
-    return result
+        return finish(simulation, folder, watch)
 
 
 def _how_to_go_on(folder: Path) -> str:
@@ -318,3 +195,176 @@ def _how_to_go_on(folder: Path) -> str:
         closed = state.journal.replay(runs[0]).round if runs else 0
     where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
     return f"{where}, nothing is lost; go on with: headwater simulate --resume --out {shlex.quote(str(folder))}"
+
+
+__all__ = ["shown"]
+
+
+AT_THE_END = 0.25
+"""What evaluating a client after the last round costs, measured in its training of a round."""
+
+
+class _Told:
+    """How far a run has come, in trainings of a client; what each client does at the end counts `AT_THE_END`."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, plan = simulation, simulation.prepared.plan
+        clients = len(simulation.prepared.division.clients)
+        share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
+        self.rounds, self.cohort = plan.rounds, max(1, round(share * (clients - plan.new_clients)))
+        self.total = plan.rounds * self.cohort + AT_THE_END * clients
+        record = simulation.state.journal.replay(simulation.run)
+        self.closed = record.round
+        updates = len(record.open_round.updates) if record.open_round is not None else 0
+        self.begun = self.done = float(record.round * self.cohort + updates)
+        self._began_at = time.monotonic()
+
+    def count(self, job: Job) -> dict[str, Any] | None:
+        """Note one more job; the figures of the round before when this is the first of the next one."""
+        self.done += 1.0 if job.purpose == "train" else AT_THE_END
+        closed = job.round - 1 if job.purpose == "train" else self.rounds
+        if closed <= self.closed:
+            return None
+        self.closed = closed
+        from ..simulation.results import round_of
+
+        simulation = self._simulation
+        return round_of(simulation.state, simulation.run, closed, simulation.prepared.division)
+
+    def left_s(self) -> float:
+        """Seconds that the rest will take if it goes on like this."""
+        done = max(AT_THE_END, self.done - self.begun)
+        return (time.monotonic() - self._began_at) / done * (self.total - self.done)
+
+
+def _words(figures: dict[str, Any]) -> str:
+    found = [f"acc.{scope} {acc['clients_mean']:.3f}" for scope, acc in figures["acc"].items()]
+    loss = [] if figures["loss"] is None else [f"loss {figures['loss']:.3f}"]
+    return ", ".join([*found, *loss])
+
+
+@contextlib.contextmanager
+def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
+    """What to call after each job, for as long as the context lasts."""
+    told = _Told(simulation)
+    if not console.is_terminal:
+        yield lambda job: _line(told, told.count(job))
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=told.total, completed=int(told.done), words="")
+
+        def watch(job: Job) -> None:
+            figures = told.count(job)
+            where = f"round {job.round} of {told.rounds}" if job.purpose == "train" else "clients evaluate the end"
+            progress.update(bar, completed=told.done, description=where)
+            if figures is not None:
+                progress.update(bar, words=_words(figures))
+
+        yield watch
+
+
+def _line(told: _Told, figures: dict[str, Any] | None) -> None:
+    if figures is None:
+        return
+    seconds = "" if figures["seconds"] is None else f"{figures['seconds']:.1f} s; "
+    left = f"about {told.left_s():.0f} s left"
+    words = f"{_words(figures)}, " if _words(figures) else ""
+    console.print(f"round {figures['round']} of {told.rounds}: {words}{seconds}{left}", soft_wrap=True)
+
+
+SHOWN_ROUNDS = 20
+
+
+def rounds_table(result: dict[str, Any]) -> Table:
+    """Some twenty rounds, evenly apart, and what came out at the end."""
+    rounds = result["rounds"]
+    apart = max(1, -(-len(rounds) // SHOWN_ROUNDS))
+    shown = [one for one in rounds if one["round"] % apart == 0 or one["round"] in {1, len(rounds)}]
+    columns = (
+        "round",
+        "acc.\nglobal",
+        "acc.\npersonal",
+        "std",
+        "worst\n10 %",
+        "after\ntraining",
+        "loss",
+        "s",
+        "up\nMB",
+        "down\nMB",
+    )
+    rows = [_row(one["round"], one) for one in shown]
+    rows.append(_row("end", {"acc": result["last"]["acc"]}))
+    title = f"{result['run_id']}: {result['method']}, {result['clients']} clients, partition {result['partition']}"
+    return table(title, columns, rows)
+
+
+def reading(result: dict[str, Any]) -> Iterator[str]:
+    """What the numbers are, and where the rest is."""
+    from ..runs.result_warnings import lines
+
+    yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
+    for scope, last in result["last"]["acc"].items():
+        yield (
+            f"last {_NAMES[scope]}: {last['clients_mean']:.4f} ± {last['std']:.4f} over clients, "
+            f"{last['samples_mean']:.4f} over samples, worst tenth {last['worst10']:.4f}"
+        )
+    for scope, best in result["best"].items():
+        after = counted(int(best["rounds_done"]), "round")
+        words = f"{best['clients_mean']:.4f} after {after}, chosen on the {result['scored_on']} samples"
+        yield f"best {_NAMES[scope]}: {words}"
+    yield from (f"warning: {line}" for line in lines(result["warnings"]))
+    yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
+    workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
+    yield (
+        f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
+        f"partition {result['partition_hash'][:16]}, {encoder_named(result['encoder_sha256'])}"
+    )
+    if result["weights"]:
+        yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
+    if "stacked" in result:
+        yield _stacked(result["stacked"])
+    yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
+
+
+def _stacked(figures: dict[str, Any]) -> str:
+    jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
+    bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"
+    return f"stacked: {jobs} ({figures['because']}){bits}"
+
+
+_NAMES = {
+    "global": "acc.global",
+    "personal": "acc.personal",
+    "local": "acc.local (each client alone: logistic regression on raw inputs)",
+    "after": "acc.personal after local training",
+    "new": "acc.new (clients that never trained: a head on the frozen encoder)",
+    "new_global": "acc.global of clients that never trained",
+}
+
+
+def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
+    acc = one["acc"]
+    means = [acc[scope]["clients_mean"] if scope in acc else None for scope in ("global", "personal", "after")]
+    std, worst = (acc["personal"][name] if "personal" in acc else None for name in ("std", "worst10"))
+    seconds, sent = one.get("seconds"), [one.get(name) for name in ("bytes_up", "bytes_down")]
+    told = [None if size is None else f"{size / 1e6:.1f}" for size in sent]
+    return (
+        name,
+        *means[:2],
+        std,
+        worst,
+        means[2],
+        one.get("loss"),
+        None if seconds is None else f"{seconds:.1f}",
+        *told,
+    )

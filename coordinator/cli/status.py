@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ..hosted.figures import own_figures, told
+from ..runs.proxy_metrics import own_figures, told
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted
-from .follow import advice, read_status
-from .options import Config, Json, State, print_json, show, state_path, table
-from .queueing import is_serving
+from .follow import advice, is_serving, read_status
+from .options import Config, Json, State, state_path
+from .output import print_json, show, table
 
 NOBODY = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"

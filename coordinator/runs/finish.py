@@ -10,11 +10,11 @@ from edge_agent.wire.messages import Report
 
 from ..fleet.exclusion import Exclusions
 from ..fleet.uploads import reason_of
-from ..hosted.figures import own_figures
 from ..state.journal import FINAL, RunRecord, utc_now
 from ..state.store import StateFolder
 from .context import Steps
 from .metrics import restore
+from .proxy_metrics import own_figures
 from .release import Encoders, Released, encoder_sha256
 from .result_warnings import absent_of, lines, warnings_of
 from .round_loop import RunLoop

@@ -8,10 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from edge_agent.config import BrokerConfig, load
-from edge_agent.errors import ConfigError
+from edge_agent.config import BrokerConfig
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Transport
@@ -31,8 +29,6 @@ log = logging.getLogger(__name__)
 
 START_LIMIT_S = 10.0
 """How long a start waits to know whether it may serve before it goes on to say what it waits for."""
-
-DEFAULT_CONFIG = Path("coordinator.toml")
 
 
 @contextlib.contextmanager
@@ -120,15 +116,3 @@ def stop_on_signals() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def load_config(path: Path | None, state: Path | None = None) -> CoordinatorConfig:
-    """The configuration in ``path`` (``coordinator.toml`` by default); ``state`` overrides its state folder.
-
-    Raises:
-        ConfigError: no such file, or mistakes, all of them listed.
-    """
-    chosen = path or DEFAULT_CONFIG
-    if not chosen.exists():
-        raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
-    return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

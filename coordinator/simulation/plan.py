@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from edge_agent.config import PRECISION, Precision, mistakes_of
-from edge_agent.data import partition
 from edge_agent.errors import ConfigError
+from edge_agent.registry import is_reference
 from edge_agent.task import Frozen, ImageInput, InputSpec
 
 CLIENTS, SIZE, MIN_SIZE = 20, 600, 10
@@ -30,6 +30,11 @@ _OPTIONS_OF = {
 """Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
 
 
+def own_name(name: str) -> str:
+    """The name by which a class or function of a user's is known: names of methods and encoders are in lower case."""
+    return name.lower().strip("_<>")
+
+
 EngineName = Literal["serial", "pool", "ray", "stacked"]
 
 HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
@@ -42,79 +47,96 @@ Engine ``stacked`` alone adds numbers up in another order: what it trains equals
 class Plan(Frozen):
     """One simulated run: method, data, who gets what, and how long."""
 
-    method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
-    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
-    paper: bool = Field(False, description="all other parameters have the paper's values, also where defaults are ours")
-    data: tuple[str, ...] = Field(min_length=1, max_length=1000, description="source; several for domains")
-    folder: Path = Field(Path(), description="what a relative place in data counts from")
-    partition: str = Field("iid", min_length=1, description="a rule, or a file that an earlier simulation has written")
-    clients: int | None = Field(None, ge=1, le=100_000, description=f"default {CLIENTS}, or as many as the data name")
+    method: str = Field("fedavg", max_length=1000, description="a file name in edge_agent/methods, or PATH.py:CLASS")
+    params: dict[str, Any] = Field(default_factory=dict, description="a parameter of the method")
+    paper: bool = Field(
+        False,
+        description="parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows",
+    )
+    data: tuple[str, ...] = Field(
+        min_length=1, max_length=1000, description="Data source as on devices, or PATH.py:FUNCTION; several for domains"
+    )
+    folder: Path = Field(Path(), description="relative paths in data count from here")
+    partition: str = Field(
+        "iid",
+        min_length=1,
+        description="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json",
+    )
+    clients: int | None = Field(
+        None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
+    )
     alpha: float | None = Field(
         None,
         gt=0,
-        description="small: few classes for each client (dirichlet), nearly all for a few clients (quantity)",
+        description="small: few classes for each client (dirichlet), most samples at few clients (quantity)",
     )
-    size: int | None = Field(None, ge=1, description=f"samples of one client; fedpac: {SIZE} by default")
-    test_size: int | None = Field(None, ge=1, description="fedpac: test samples of one client; default: size")
+    size: int | None = Field(None, ge=1, description=f"samples of one client (iid, fedpac); default of fedpac: {SIZE}")
+    test_size: int | None = Field(None, ge=1, description="test samples of one client (fedpac); default: size")
     starts: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = Field(
-        None, description="fedpac: of which sample of each class its pointers start, training and test; default: 0, 0"
+        None, description="sample of each class where fedpac's pointers start, training and test; default: 0, 0"
     )
-    classes_each: int | None = Field(None, ge=1, description="pathological: classes of one client; default: 2")
-    min_size: int | None = Field(None, ge=1, description=f"drawn again until everybody has that many; {MIN_SIZE}")
+    classes_each: int | None = Field(None, ge=1, description="classes of one client (pathological); default: 2")
+    min_size: int | None = Field(
+        None, ge=1, description=f"drawn again until every client has so many samples; default: {MIN_SIZE}"
+    )
     test_fraction: float = Field(
-        0.25, gt=0, lt=1, description="held back by each client where the data have no test part"
+        0.25, gt=0, lt=1, description="share of each client's samples held out where the data have no test part"
     )
     validation: float | None = Field(
-        None, gt=0, lt=1, description="score on this share of each client's training samples; test samples stay unseen"
+        None, gt=0, lt=1, description="evaluate on this share of the training samples; test samples stay unused"
     )
-    fraction: float = Field(1.0, gt=0, le=1, description="share of the clients that takes part in a round")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
     )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="probability that a client of a round vanishes, or trains and never delivers"
+        0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"
     )
     new_clients: int = Field(
-        0, ge=0, le=100_000, description="the last clients of the partition never train; at the end they fit a head"
+        0, ge=0, le=100_000, description="the last so many clients never train; after the run they fit a head: acc.new"
     )
-    rounds: int = Field(10, ge=1, le=1_000_000)
+    rounds: int = Field(10, ge=1, le=1_000_000, description="number of rounds")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
     encoder: str | None = Field(
-        None, description="a file name in edge_agent/models; default: one that suits the inputs"
+        None,
+        max_length=1000,
+        description="a file name in edge_agent/models, or PATH.py:NAME; default: one that suits the inputs",
     )
-    encoder_params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that encoder")
+    encoder_params: dict[str, Any] = Field(default_factory=dict, description="a keyword argument of the encoder")
     weights: Path | None = Field(
-        None, description="safetensors file that the encoder begins with; its names are the encoder's or torchvision's"
+        None, description="safetensors file with the encoder's first weights, such as ImageNet's"
     )
     input: dict[str, Any] = Field(
-        default_factory=dict, description="fields of the input spec that differ from the data's"
+        default_factory=dict, description="a field of the input spec, such as mean=0.13 or height=32"
     )
     standardise: bool = Field(False, description="mean and std of the inputs are those of the training samples")
-    evaluate_every: int = Field(1, ge=0, le=1_000_000, description="rounds; 0 = only at the end")
-    evaluate_after: bool = Field(False, description="evaluate once more after local training, whatever the method says")
+    evaluate_every: int = Field(1, ge=0, le=1_000_000, description="evaluate each so many rounds; 0 = only at the end")
+    evaluate_after: bool = Field(False, description="also evaluate after local training, whatever the method says")
     keep_every: int = Field(
-        0, ge=0, le=1_000_000, description="keep the states of every so many rounds, to analyze; 0 = the last only"
+        0, ge=0, le=1_000_000, description="keep the states of every so many rounds, for 'headwater analyze'; 0 = last"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     precision: Precision = Field("float32", description=PRECISION)
     threads: int = Field(
-        1, ge=0, le=256, description="torch threads of a worker; 0 = torch's own choice. 1 keeps results repeatable"
+        1, ge=0, le=256, description="torch threads of a worker; 0 = torch's own choice; only 1 is repeatable"
     )
     engine: EngineName | None = Field(
         None,
         description="serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: "
-        "many clients in one pass, equal up to rounding; default: serial or pool, what suits the machine",
+        "many clients in one pass, equal up to rounding; default: serial or pool, whichever suits the machine",
     )
-    workers: int | None = Field(None, ge=1, le=1024, description="of pool and ray; default: as many as cores")
+    workers: int | None = Field(
+        None, ge=1, le=1024, description="workers of pool and ray; default: the cores of machine or cluster"
+    )
     address: str | None = Field(
         None,
         min_length=1,
         max_length=300,
-        description="ray: a running cluster, HOST:PORT or auto; default: one of our own, on this machine",
+        description="ray: a running cluster, HOST:PORT or auto; default: a new one on this machine",
     )
 
     stacked_always: bool = Field(
-        False, description="stacked: train at once even where a trial would find one after another faster"
+        False, description="stacked: train in one pass even where a trial finds one after another faster"
     )
 
     @model_validator(mode="after")
@@ -155,6 +177,18 @@ class Plan(Frozen):
             yield f"stacked_always means nothing to engine {self.engine or 'pool'}; it is for stacked"
 
     @property
+    def method_name(self) -> str:
+        """The method's name: where it comes from a file, that of its class in lower case."""
+        return own_name(self.method.rpartition(":")[2]) if is_reference(self.method) else self.method
+
+    @property
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that was given."""
+        if self.encoder is None or not is_reference(self.encoder):
+            return self.encoder
+        return own_name(self.encoder.rpartition(":")[2])
+
+    @property
     def saved_partition(self) -> Path | None:
         """The file to take the partition from; None where a rule makes it."""
         if self.partition.endswith(".json"):
@@ -175,6 +209,8 @@ class Plan(Frozen):
         """
         if self.saved_partition is not None:
             return None
+        from edge_agent.data import partition  # numpy, which a command that only shows its options does without
+
         partition.check_rule(self.partition)
         return self.partition
 
@@ -185,8 +221,8 @@ class Plan(Frozen):
 
     def encoder_for(self, spec: InputSpec, rule: str) -> str:
         """The encoder that was asked for, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
-        if self.encoder is not None:
-            return self.encoder
+        if self.encoder_name is not None:
+            return self.encoder_name
         if not isinstance(spec, ImageInput):
             return "cnn1d"
         return "fedpac_cnn" if rule == "fedpac" else "small_cnn"

@@ -109,7 +109,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
     _check_options(plan, pools)
     train = _named(plan, pools, rng)
     if pools.test is None:
-        shares = {name: _held_back(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
+        shares = {name: held_out(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
         shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
@@ -186,14 +186,14 @@ def without_test(division: Division, train: Samples, plan: Plan) -> Division:
     """
     share = plan.validation or 0.0
     rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
-    shares = {name: _held_back(train, mine, share, plan.seed) for name, mine in rows.items()}
+    shares = {name: held_out(train, mine, share, plan.seed) for name, mine in rows.items()}
     _warn_of_shared_rows(shares)
     settings = {**division.settings, "validation": share}
     return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
 
 
-def _held_back(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A client's rows split as a device would split them."""
+def held_out(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows of one client, split as a device would split its samples."""
     mine = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])
     mine = mine if samples.groups is None else replace(mine, groups=samples.groups[rows])
     train, test = data.split(mine, share, seed)

@@ -20,6 +20,7 @@ from ..config import CoordinatorConfig
 from ..processes.pipe import SharedBuffer
 from ..state.run_request import Request
 from .engines.choice import Choice
+from .own_parts import register
 from .plan import Plan
 from .pools import Pools, prepare
 
@@ -67,7 +68,8 @@ class Prepared:
 
         if plan.threads:
             torch.set_num_threads(plan.threads)
-        method = methods.create(plan.method, plan.params, paper=plan.paper)
+        register(plan)
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper)
         pools, division, task = prepare(plan, saved)
         if plan.new_clients >= len(division.clients):
             raise UsageError(
@@ -84,7 +86,7 @@ class Prepared:
         Raises:
             ConfigError: unknown or impossible parameters, all of them listed.
         """
-        method, plan = methods.create(self.plan.method, params), self.plan
+        method, plan = methods.create(self.plan.method_name, params), self.plan
         if method.params == self.method.params:
             return self
         model = Built.of(method, self.task, seed=plan.seed, device=plan.device, weights=self.pools.weights)
@@ -129,7 +131,7 @@ class Prepared:
         """The run to ask for."""
         params = self.method.params.model_dump(mode="json")
         plan = self.plan
-        return Request(plan.method, params, plan.rounds, plan.seed, self.task, plan.keep_every)
+        return Request(plan.method_name, params, plan.rounds, plan.seed, self.task, plan.keep_every)
 
     def config(self, folder: Path) -> CoordinatorConfig:
         """A coordinator that waits for everybody who can still deliver."""

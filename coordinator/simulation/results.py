@@ -43,7 +43,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     scored = sum(bool(own.test) for client, own in division.clients.items() if client not in prepared.newcomers)
     return {
         "run_id": run,
-        "method": plan.method,
+        "method": plan.method_name,
         "params": summary.get("params", {}),
         "data": list(plan.data),
         "task": record.request.get("task", {}),

@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 
 from edge_agent.errors import StateError, UnknownName
 from edge_agent.storage import is_synced
-from edge_agent.wire.messages import new_id
 
 __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
 
@@ -335,6 +334,8 @@ class Journal:
 
         The entry's ``id`` is the name and a random part: no other run has it, also none of another state folder.
         """
+        from edge_agent.wire.messages import new_id  # pydantic and all messages, which readers do not need
+
         with self._transaction(writes=True) as connection:
             requested = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'run_requested'")
             run = f"run-{requested + 1:04d}"

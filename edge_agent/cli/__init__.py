@@ -21,14 +21,14 @@ from ..errors import HeadwaterError, UsageError, cause, without_home
 from ..limits import limit_threads
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("run", "be an agent: join a federation until told to stop"),
-    "status": ("status", "show what the agent of this device does now"),
+    "run": ("run", "run the agent: join a federation until stopped"),
+    "status": ("status", "show what the agent on this device does"),
     "fit": ("fit", "fit a personal head on local data"),
     "predict": ("predict", "classify inputs with a bundle and a head"),
     "evaluate": ("evaluate", "score a saved head, or compare heads on local data"),
     "import": ("import_bundle", "install a bundle file into an agent's state folder"),
-    "rollback": ("rollback", "go back to the bundle before; newer releases still come"),
-    "doctor": ("doctor", "show what this device can do, and what keeps it from doing more"),
+    "rollback": ("rollback", "return to the previous bundle; newer releases still come"),
+    "doctor": ("doctor", "show what this device can do, and what is missing"),
 }
 """Command -> (module in this folder, summary)."""
 
@@ -98,7 +98,7 @@ def _complete(command: argparse.ArgumentParser, module: ModuleType) -> None:
     command.description, command.epilog = about.strip(), f"example:\n{example.rstrip()}" if example else None
     module.add_arguments(command)
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    command.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
+    command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")
     command.set_defaults(run=module.run)
 
 

@@ -49,8 +49,8 @@ _TIERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", type=Path, metavar="FILE", help="walk the whole way of the agent in this TOML file")
-    which.add_argument("--broker", metavar="URL", help="walk the way to this broker: mqtt://host or mqtts://host")
+    which.add_argument("--config", type=Path, metavar="FILE", help="check every step of the agent in this TOML file")
+    which.add_argument("--broker", metavar="URL", help="check every step to this broker: mqtt://host or mqtts://host")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="trusted authorities for mqtts (default: the system's)")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for each step (default: 5)")
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_data(parser)
     inputs.add_precision(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--head", type=Path, metavar="DIR", help="saved head to score")
+    which.add_argument("--head", type=Path, metavar="DIR", help="saved head to evaluate")
     which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
 
 

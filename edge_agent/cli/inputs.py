@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +39,7 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
         "--cache",
         type=Path,
         metavar="DIR",
-        help="where unpacked bundles and features are kept (default: headwater in XDG_CACHE_HOME or ~/.cache)",
+        help="folder of unpacked bundles and features (default: headwater in XDG_CACHE_HOME or ~/.cache)",
     )
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of encoder and head, 0 = as many as cores (default: 1)"
@@ -51,7 +50,7 @@ def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Arguments by which local data and their split are named."""
     parser.add_argument("--data", required=required, metavar="SOURCE", help="local data, see below")
     parser.add_argument(
-        "--test-fraction", type=float, default=0.25, metavar="F", help="share held back for scoring (default: 0.25)"
+        "--test-fraction", type=float, default=0.25, metavar="F", help="share held out for evaluation (default: 0.25)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
     parser.epilog = f"{SOURCES}\n{parser.epilog or ''}"
@@ -71,7 +70,9 @@ def cache_of(arguments: argparse.Namespace) -> Path:
     """Folder for what can be made again: the one that was named, or the default one."""
     if arguments.cache is not None:
         return Path(arguments.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
+    from ..api import default_cache
+
+    return default_cache()
 
 
 def bundle(arguments: argparse.Namespace) -> Bundle:
@@ -81,24 +82,10 @@ def bundle(arguments: argparse.Namespace) -> Bundle:
         BundleDamaged: what is at that path cannot be used.
         UsageError: nothing is at that path, or arguments that no bundle can be run with.
     """
-    from .. import bundle as bundles
-    from ..errors import UsageError
-    from ..storage import check_writable, folder_lock
+    from ..api import load_bundle
 
     check(arguments)
-    path = existing(arguments.bundle, "a bundle file (*.hwb) or an agent's state folder")
-    if not path.is_dir():
-        cache = cache_of(arguments)
-        check_writable(cache)
-        root = cache / "bundles"
-        with folder_lock(cache, "edge-agent"):
-            return bundles.install(path, root, keep=4)
-    if (path / "manifest.json").is_file():
-        return bundles.open_folder(path)
-    found = bundles.current(path / "bundles") or bundles.current(path)
-    if found is None:
-        raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
-    return found
+    return load_bundle(arguments.bundle, cache_of(arguments))
 
 
 def existing(path: Path, expected: str) -> Path:

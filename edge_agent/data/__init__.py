@@ -21,10 +21,11 @@ from pydantic import ValidationError
 
 from ..config import mistakes_of
 from ..errors import ConfigError, DataError, UnknownName, UsageError, nearest
-from ..registry import Registry
+from ..registry import Registry, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import DataSource, Options, Raw, Samples, split, standardised
+from .base import DataSource, Options, Raw, Samples, labels_by_name, split, standardised
+from .npz import from_arrays as npz_arrays
 
 __all__ = [
     "DataSource",
@@ -33,6 +34,7 @@ __all__ = [
     "Samples",
     "check",
     "domains",
+    "from_arrays",
     "images_from_files",
     "load",
     "location",
@@ -78,7 +80,32 @@ def load(
         MissingCapability: a package that this kind needs is not installed.
     """
     raw = _resolve(source, folder).read()
-    spec = input if input is not None else _natural(raw)
+    return _samples(raw, input if input is not None else _natural(raw), class_names, source, compact=compact)
+
+
+def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, class_names: Sequence[str]) -> Samples:
+    """Samples of arrays in memory, preprocessed by ``spec``.
+
+    ``inputs``: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
+    (n, channels, length). ``labels`` (n,): names of classes, as text or as integers, else positions in ``class_names``;
+    None: not known, they are 0.
+
+    Raises:
+        DataError: arrays of different lengths or of another form, or unknown classes.
+    """
+    if labels is None:
+        raw = npz_arrays(
+            inputs, np.zeros(len(inputs), np.int64), class_names=(), groups=None, kind=spec.kind, where="X"
+        )
+        found, counts, groups = _execute(raw, spec, "X")
+        return Samples(found, np.zeros(int(counts.sum()), np.int64), tuple(class_names), spec, groups)
+    by_name = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
+    values, names = labels_by_name(labels, () if by_name else class_names, "y")
+    raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
+    return _samples(raw, spec, class_names, "X", compact=False)
+
+
+def _samples(raw: Raw, spec: InputSpec, class_names: Sequence[str] | None, source: str, *, compact: bool) -> Samples:
     inputs, counts, groups = _execute(raw, spec, source, compact=compact)
     labels, names = _match_names(raw, class_names, source)
     labels = np.repeat(labels, counts)
@@ -157,6 +184,9 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
     Raises:
         ConfigError: not of the form kind:where?option=value.
     """
+    file, _, query = source.partition("?")
+    if is_reference(file):
+        source = f"python:{source}"
     kind, _, rest = source.partition(":")
     where, _, query = rest.rpartition("?") if "?" in rest else (rest, "", "")
     kind, _, query = kind.partition("?") if "?" in kind else (kind, "", query)

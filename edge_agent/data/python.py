@@ -1,5 +1,7 @@
 """``python:module:function``: data from a function of your own, called with the options as keyword arguments (text).
 
+``PATH.py:function`` does the same with a file.
+
 It returns ``(inputs, labels)``, ``(inputs, labels, class_names)`` or ``(inputs, labels, class_names, groups)``. Inputs
 are an array of images or windows (channels, length), or a list of recordings (time, channels).
 """
@@ -13,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict
 
-from ..errors import DataError, cause
+from ..errors import DataError, UsageError, cause
+from ..registry import is_reference, load_reference
 from .base import DataSource, Raw, labels_by_name
 from .base import Options as BaseOptions
 from .npz import from_arrays
@@ -48,11 +51,19 @@ def inspect(where: str, options: Options) -> None:  # noqa: ARG001 - only the fu
 def _find(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
     try:
+        if is_reference(where):
+            return _callable(where, load_reference("data", where))
         function: Any = getattr(importlib.import_module(module), name) if module and name else None
+    except UsageError as error:
+        raise DataError(str(error)) from error
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"python: no '{where}': {cause(error)}; expected module:function, the module's folder on PYTHONPATH"
         ) from error
+    return _callable(where, function)
+
+
+def _callable(where: str, function: Any) -> Callable[..., Any]:
     if not callable(function):
         raise DataError(f"python: '{where}' is no function; expected module:function")
     found: Callable[..., Any] = function

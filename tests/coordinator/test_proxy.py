@@ -9,14 +9,14 @@ from federation_duties import SMALL, TASK, TinyDuties
 from federation_harness import Federation
 from typer.testing import CliRunner
 
-from coordinator.cli.app import app
+from coordinator.cli import command_tree
 from coordinator.config import ProxyConfig
-from coordinator.hosted.figures import told
 from coordinator.hosted.proxy import evaluate_on_proxy
 from coordinator.hosted.run_hooks import PROXY_LIMIT_S, OwnDataHooks, _pending_states
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
+from coordinator.runs.proxy_metrics import told
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.storage import write_tensors
@@ -319,7 +319,9 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
     line = "acc.proxy could not be computed, first after round 1: RunFailed: no memory for round 1"
     assert list(told(summary)) == [line]
     assert line in page
-    shown = CliRunner().invoke(app, ["status", "--state", str(fed.config.state)], terminal_width=200)
+    shown = CliRunner().invoke(
+        command_tree(["status"]), ["status", "--state", str(fed.config.state)], terminal_width=200
+    )
     assert f"run-0001: {line}" in shown.output.replace("\n", " ")
     assert caplog.text.count("proxy_failed run=run-0001") == 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.cli import progress
+from coordinator.cli import simulate
 from coordinator.simulation.clients import Crowd
 
 
@@ -75,8 +75,8 @@ def test_encoders_that_stay_with_clients_are_not_told_by_the_hash_of_nothing(cal
 
 
 def test_many_rounds_are_shown_evenly_apart():
-    from coordinator.cli.options import show
-    from coordinator.cli.simulation_output import SHOWN_ROUNDS, rounds_table
+    from coordinator.cli.output import show
+    from coordinator.cli.simulate import SHOWN_ROUNDS, rounds_table
 
     rounds = [
         {"round": n, "acc": {}, "loss": None, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1} for n in range(1, 201)
@@ -245,8 +245,8 @@ def test_a_run_that_failed_says_so_again_when_it_is_resumed(call, images):
 
 
 def test_a_terminal_gets_a_bar_with_the_time_that_is_left(call, images, monkeypatch):
-    monkeypatch.setattr(progress.console, "_force_terminal", True)
-    monkeypatch.setattr(progress.console, "is_interactive", True)
+    monkeypatch.setattr(simulate.console, "_force_terminal", True)
+    monkeypatch.setattr(simulate.console, "is_interactive", True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "150")
     code, out, err = call(*images, *SHORT, "--out", "sim")
@@ -310,12 +310,12 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
     from coordinator.simulation.run import open_simulation
 
     seconds = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(simulate.time, "monotonic", lambda: seconds[0])
     plan = Plan(
         data=(images[1],), folder=tmp_path, clients=3, rounds=2, encoder="linear", device="cpu", engine="serial"
     )
     with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
-        told = progress._Told(simulation)
+        told = simulate._Told(simulation)
         trained = 0
         while trained < 6:
             job = simulation.step()

@@ -10,7 +10,7 @@ import torch
 from simulation_harness import small_plan, write_images
 from torch import nn
 
-from coordinator.cli.simulation_output import reading
+from coordinator.cli.simulate import reading
 from coordinator.simulation.engines.trial import ONE_BY_ONE, Starter, Trial
 from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation

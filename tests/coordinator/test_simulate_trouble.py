@@ -12,7 +12,7 @@ import pytest
 from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator.cli.simulation_output import reading
+from coordinator.cli.simulate import reading
 from coordinator.fleet.uploads import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent import heads, methods
-from edge_agent.methods.base import Update
+from edge_agent import heads, methods, models
+from edge_agent.methods import Update
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,25 +28,31 @@ def own_method(monkeypatch):
     monkeypatch.setattr(methods.registry, "_extra", {})
     module = load("05_my_own_method")
     monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(module, "CLIENTS", 2)
     return module
 
 
 def test_the_method_example_compares_two_methods(own_method, capsys):
     own_method.main()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["fedavg", "fedavgm"]
+    assert [line.split()[0] for line in lines] == ["fedavg", "medianavg"]
     assert all(0 <= float(line.split()[-1]) <= 1 for line in lines)
-    # The first step starts from speed zero: both methods take the same one.
-    assert lines[0].split()[-1] == lines[1].split()[-1]
 
 
-def test_server_momentum_by_hand(own_method):
-    method = own_method.FedAvgM(own_method.FedAvgM.Params(server_momentum=0.5))
-    state = method.start({"w": np.float32([0.0])})
-    state = method.aggregate(state, [Update("a", 1.0, {"w": np.float32([1.0])})])  # speed 1: w = 1
-    state = method.aggregate(state, [Update("a", 1.0, {"w": np.float32([1.0])})])  # speed 0.5 * 1 + 0: w = 1.5
-    assert state["w"] == 1.5
-    assert set(method.broadcast(state)) == {"w"}
+def test_the_median_by_hand(own_method):
+    method = own_method.MedianAvg(own_method.MedianAvg.Params())
+    updates = [Update(name, 1.0, {"w": np.float32([value])}) for name, value in (("a", 0.0), ("b", 1.0), ("c", 99.0))]
+    assert method.aggregate({"w": np.float32([7.0])}, updates)["w"] == 1.0
+
+
+def test_the_encoder_example_trains_and_exports(monkeypatch, capsys):
+    monkeypatch.setattr(models.registry, "_extra", {})
+    module = load("07_my_own_encoder")
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    module.main()
+    said = capsys.readouterr().out
+    assert "accuracy of the clients: 0." in said
+    assert "bundle for devices: " in said
 
 
 def test_the_head_example_runs_without_torch():

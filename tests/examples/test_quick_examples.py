@@ -32,14 +32,35 @@ def load(monkeypatch):
     return loaded
 
 
-def test_two_agents_in_memory_train_for_the_rounds_that_were_asked_for(load, tmp_path, capsys, monkeypatch):
+def test_two_agents_in_memory_train_for_the_rounds_that_were_asked_for(load, tmp_path, monkeypatch):
     example = load("01_two_agents_in_memory")
     monkeypatch.setattr(example, "ROUNDS", 2)
-    summary = example.federate(tmp_path)
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["round 1", "round 2"]
-    assert summary["status"] == "finished"
+    summary = example.run(tmp_path)
+    assert (summary["status"], summary["rounds"]) == ("finished", 2)
     assert [agent["id"] for agent in summary["agents"]] == ["agent-0", "agent-1"]
     assert all(agent["acc"]["personal"] > 0.5 for agent in summary["agents"]), "chance is 0.1"
+
+
+def test_a_notebook_of_two_methods_ends_in_a_bundle_and_a_head_without_torch(tmp_path, monkeypatch):
+    """Both scripts are as short as they are said to be."""
+    monkeypatch.chdir(tmp_path)
+    code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__'); {check}"
+    for name, most, check in (
+        ("08_notebook", 15, "0"),
+        ("09_head_without_torch", 10, "assert not {'torch', 'onnx', 'coordinator'} & set(sys.modules)"),
+    ):
+        script = EXAMPLES / f"{name}.py"
+        lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line.strip()]
+        assert len(lines) <= most
+        command = [sys.executable, "-c", code.format(check=check), str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "notebook").iterdir()} >= {
+        "fedavg.svg",
+        "fedper.svg",
+        "encoder.hwb",
+        "head",
+    }
 
 
 def test_custom_data_source_loads_both_ways_and_explains_a_typo(load, capsys):
@@ -99,4 +120,4 @@ def test_new_people_fare_better_with_a_head_of_their_own(load, tmp_path):
     found = example.newcomers(example.open_archive(path), tmp_path, rounds=4)
     assert sorted(found) == [5, 6]
     for result in found.values():
-        assert result.scores.personal > result.scores.overall
+        assert result["acc.personal"] > result["acc.global"]

@@ -167,7 +167,8 @@ def main() -> None:
 def _serve(config: Path) -> None:
     import torch  # now, so that "idle" is what a coordinator with torch takes
 
-    from ...service.app import coordinator, load_config, stop_on_signals
+    from ...config import load_config
+    from ...service.app import coordinator, stop_on_signals
     from .processes import say
 
     torch.set_num_threads(1)

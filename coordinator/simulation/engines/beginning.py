@@ -13,6 +13,7 @@ from edge_agent.data.partition import Division
 from edge_agent.task import Task
 
 from ..duties import Shared
+from ..own_parts import register
 from ..plan import Plan
 from ..pools import Pools
 from ..prepared import Prepared
@@ -39,7 +40,8 @@ def shared_by(words: Mapping[str, Any], memory: memoryview, division: Division, 
         getattr(importlib.import_module(module), function)()
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    method = methods.create(plan.method, words["params"])
+    register(plan)
+    method = methods.create(plan.method_name, words["params"])
     pools = Pools.from_memory(memory, task)
     model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
     return Shared(

@@ -1,0 +1,407 @@
+"""The coordinator's Python interface: `simulate`, its result, and the export of an encoder from a state folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_agent.config import parse
+from edge_agent.errors import MissingCapability, RunFailed, UsageError
+from edge_agent.registry import absolute
+from edge_agent.storage import check_writable, write_atomic, write_json
+
+from .config import CoordinatorConfig, ExportConfig
+from .simulation.plan import Plan
+from .state.journal import RunRecord, utc_now
+from .state.run_request import Request
+from .state.store import StateFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+    from edge_agent.methods import Method
+    from edge_agent.wire.messages import Job
+    from export import Report
+
+    from .simulation.run import Simulation
+
+
+class Rounds(list[dict[str, Any]]):
+    """One row for each round: ``round``, ``acc.global``, ``acc.personal``, ``loss``, ``seconds``, bytes."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The same as a table.
+
+        Raises:
+            MissingCapability: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingCapability(
+                "a table of rounds needs pandas, which is not installed: pip install pandas"
+            ) from error
+        return pd.DataFrame(list(self))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture, which notebooks show."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What came out of a simulation. ``summary`` holds all figures, as 'headwater simulate --json' prints them.
+
+    ``clients``: client -> accuracies 0..1 on its own held-out samples after the run: ``acc.local`` (logistic regression
+    on raw inputs, alone), ``acc.global`` (the shared model), ``acc.personal`` (after personalization).
+    ``folder``: state of the run, which 'headwater analyze' and 'headwater export --state' read.
+    """
+
+    rounds: Rounds
+    clients: dict[str, dict[str, float | None]]
+    summary: dict[str, Any]
+    folder: Path
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy of the clients after the run, 0..1: of personal models where there are any, else global."""
+        last = self.summary["last"]["acc"]
+        scope = next((scope for scope in ("personal", "global") if scope in last), None)
+        return None if scope is None else float(last[scope]["clients_mean"])
+
+    def plot(self, path: str | Path | None = None) -> Plot:
+        """Accuracy by round; with ``path`` also written there, as SVG.
+
+        Raises:
+            UsageError: ``path`` does not end in .svg, or cannot be written.
+        """
+        from .simulation.curves import curves
+
+        made = Plot(curves(self.summary))
+        if path is not None:
+            target = Path(path)
+            if target.suffix != ".svg":
+                raise UsageError(f"{target}: expected a file name that ends in .svg")
+            check_writable(target.parent)
+            write_atomic(target, made.svg.encode())
+        return made
+
+    def export(self, path: str | Path) -> Path:
+        """The encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
+
+        Raises:
+            ExportRejected: the method shares no encoder, or the bundle does not pass its checks.
+            UsageError: no file can be written there.
+        """
+        target = Path(path)
+        check_writable(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return export_run(self.folder, target, ExportConfig())[0].path
+
+
+def simulate(
+    method: str | type[Method] = "fedavg",
+    *,
+    data: str | Sequence[str] | Mapping[str, Any],
+    partition: str | None = None,
+    clients: int | None = None,
+    rounds: int = 10,
+    seed: int = 0,
+    params: Mapping[str, Any] | None = None,
+    encoder: str | Callable[..., nn.Module] | None = None,
+    out: str | Path | None = None,
+    watch: Callable[[Job], None] = lambda _: None,
+    **settings: object,
+) -> SimulationResult:
+    """Run a method on many clients on this machine; the same as 'headwater simulate'.
+
+    ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
+
+    ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
+    ``"path.py:function"``, or a mapping: client -> ``(X, y)`` or torch ``Dataset``. X holds images (n, h, w, c) or
+    (n, c, h, w), integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
+
+    ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
+    features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
+
+    ``out``: folder of the run; default: a temporary one, which is removed with the result.
+
+    ``watch`` is called after each finished task of a client. ``settings``: further fields of
+    `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``.
+
+    Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
+    stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an
+    ``if __name__ == "__main__"``.
+
+    Raises:
+        UsageError: of any kind: names, settings, parameters, data, or things that do not go together.
+        TrainingFailed: a client's training has failed.
+        RunFailed: the run failed otherwise.
+    """
+    given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    if out is not None:
+        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), watch)
+    temporary = Path(tempfile.mkdtemp(prefix="headwater-"))
+    try:
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    weakref.finalize(result, shutil.rmtree, temporary, ignore_errors=True)
+    return result
+
+
+def _plan(
+    method: str | type[Method],
+    encoder: str | Callable[..., nn.Module] | None,
+    data: str | Sequence[str] | Mapping[str, Any],
+    fields: dict[str, Any],
+    folder: Path,
+) -> Plan:
+    """The plan of a simulation in ``folder``, with the caller's own parts made known and its samples written."""
+    from .simulation import own_parts
+    from .simulation.folder import planned
+
+    if planned(folder) is not None:
+        raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
+    in_process = []
+    for name, part, refer in (
+        ("method", method, own_parts.method_reference),
+        ("encoder", encoder, own_parts.encoder_reference),
+    ):
+        if part is None or isinstance(part, str):
+            fields |= {} if part is None else {name: absolute(part)}
+            continue
+        fields[name], is_loadable = refer(part)
+        in_process += [] if is_loadable else [f"{name} {fields[name]}"]
+    if in_process:
+        _keep_in_process(fields, in_process)
+    if isinstance(data, Mapping):
+        if wrong := [name for name in ("partition", "clients") if name in fields]:
+            raise UsageError(f"{' and '.join(wrong)}: a mapping of clients is a partition already; leave that out")
+        share = float(fields.pop("test_fraction", 0.25))
+        place = folder.with_name(f"{folder.name}-data")
+        source, fields["partition"] = own_parts.save_clients(
+            data, place, test_fraction=share, seed=int(fields.get("seed", 0))
+        )
+        fields["data"] = (source,)
+    else:
+        fields["data"] = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
+    return parse(Plan, fields, where="simulate()")
+
+
+def _keep_in_process(fields: dict[str, Any], parts: Sequence[str]) -> None:
+    """Choose an engine that computes in this process.
+
+    Raises:
+        UsageError: another one was asked for.
+    """
+    if fields.get("engine") in {"serial", "stacked"}:
+        return
+    if fields.get("engine") is not None or fields.get("workers") is not None:
+        raise UsageError(
+            f"{' and '.join(parts)}: defined in this program, so worker processes cannot import it; put it into a file "
+            "and give 'path.py:Name', or use engine='serial'"
+        )
+    fields["engine"] = "serial"
+
+
+def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationResult:
+    import torch
+
+    from .simulation.prepared import Prepared
+    from .simulation.run import open_simulation
+
+    threads = torch.get_num_threads()
+    try:
+        prepared = Prepared.of(plan).shared()
+        with open_simulation(prepared, folder) as simulation:
+            summary = finish(simulation, folder, watch)
+            told = simulation.state.run(simulation.run).summary() or {}
+    finally:
+        torch.set_num_threads(threads)
+    scopes = ("local", "global", "personal")
+    clients = {one["id"]: {f"acc.{scope}": one["acc"].get(scope) for scope in scopes} for one in told.get("agents", [])}
+    return SimulationResult(Rounds(map(_row, summary["rounds"])), clients, summary, folder)
+
+
+def _row(one: Mapping[str, Any]) -> dict[str, Any]:
+    accuracies = {f"acc.{scope}": found["clients_mean"] for scope, found in one["acc"].items()}
+    return {
+        "round": one["round"],
+        **accuracies,
+        **{name: one[name] for name in ("loss", "seconds", "bytes_up", "bytes_down")},
+    }
+
+
+def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
+    """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
+
+    Raises:
+        HeadwaterError: the run failed.
+    """
+    from .simulation.curves import curves
+
+    result = simulation.finish(watch)
+    picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
+    write_atomic(picture, curves(result).encode())
+    result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
+    write_json(folder / "result.json", result)
+    return result
+
+
+def federate(
+    config: CoordinatorConfig,
+    agents: Mapping[str, str],
+    method: str = "fedavg",
+    *,
+    params: Mapping[str, Any] | None = None,
+    rounds: int = 10,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run a coordinator and agents in this process, over the transport in memory; returns the run's summary.
+
+    ``agents``: id -> data source of a train-tier agent. Every round waits for all of them, and nothing is exported.
+    The state of all is in the folder of ``config.state``.
+
+    Raises:
+        HeadwaterError: of any kind; the run failed where it is RunFailed.
+    """
+    from edge_agent import methods
+    from edge_agent.agent.event_loop import Agent, will_of
+    from edge_agent.agent.tasks import TaskRunner
+    from edge_agent.config import AgentConfig, DataConfig
+    from edge_agent.wire.memory import MemoryBroker
+
+    from .service.coordinator import Coordinator
+
+    if not agents:
+        raise UsageError("agents: expected at least one, as a mapping of id -> data source")
+    cohort = config.cohort.model_copy(update={"min_agents": len(agents)})
+    quiet = config.export.model_copy(update={"after_run": False})
+    config = config.model_copy(update={"cohort": cohort, "export": quiet})
+    chosen = methods.create(method, params).params.model_dump(mode="json")
+    broker, members = MemoryBroker(), list[Coordinator | Agent]()
+    with StateFolder(config.state).open("federate") as state:
+        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).body())
+        members.append(Coordinator(config, state, broker.transport(), probe_s=0))
+        for name, source in agents.items():
+            own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
+            members.append(Agent(own, broker.transport(will_of(own, name)), TaskRunner(own, "train"), boot=name))
+        for member in members:
+            member.start()
+        try:
+            while state.journal.unfinished():
+                heard = [member.step(0.0) for member in members]
+                if not any(heard):
+                    members[0].step(0.01)  # nobody has a message: wait for one
+        finally:
+            for member in members:
+                member.close()
+        record = state.journal.replay(run)
+        if record.status != "finished":
+            raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+        return state.run(run).summary() or {}
+
+
+def export_run(
+    folder: Path, out: Path, settings: ExportConfig, *, run: str | None = None, calibration: str | None = None
+) -> tuple[Report, RunRecord]:
+    """Freeze the encoder of a run in a state folder, check it, quantize it, and write it as one bundle file.
+
+    ``run``: default: the latest one with a closed round. ``calibration``: data source for the int8 ranges; default: the
+    settings'.
+
+    Raises:
+        UsageError: no run has a closed round.
+        ExportRejected: the bundle does not pass its checks.
+    """
+    from edge_agent import data
+    from export.bundle import export_bundle, synthetic_inputs
+
+    from .runs.release import NORM_NOTES
+
+    trained = TrainedModel.of(folder, run)
+    task, method = trained.request.task, trained.method
+    source = calibration or settings.calibration
+    inputs = synthetic_inputs(task, seed=trained.request.seed)  # those that the run itself is exported with
+    if source:
+        origin = None if calibration else settings.folder  # as typed, or as in the configuration
+        inputs = data.load(source, task.input, task.class_names, folder=origin).inputs[:128]
+    report = export_bundle(
+        trained.model,
+        method,
+        task,
+        inputs,
+        out,
+        name=trained.record.run,
+        created=utc_now().isoformat(timespec="seconds"),
+        global_head=method.global_head(trained.state),
+        exporter=settings.exporter,
+        norm_note=NORM_NOTES[method.norm] if trained.is_pooled else "",
+        int8=settings.int8,
+    )
+    return report, trained.record
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run as its latest checkpoint has it, with batch norm pooled where that stays with clients."""
+
+    record: RunRecord
+    request: Request
+    method: Method
+    model: Any
+    state: dict[str, Any]
+    is_pooled: bool
+
+    @classmethod
+    def of(cls, folder: Path, run: str | None = None) -> TrainedModel:
+        """That of ``run``, or of the latest run with a closed round.
+
+        Raises:
+            UsageError: no run has a closed round.
+        """
+        from edge_agent import methods
+        from edge_agent.wire.tensors import decode
+        from export.bundle import model_from_state
+
+        from .runs.batch_norm import pooled_before
+        from .simulation.folder import planned
+        from .simulation.own_parts import register
+        from .simulation.pooling import pooled_of
+
+        with StateFolder(folder).look() as state:
+            record = _latest(state, run)
+            weights = decode(state.blobs.read(record.checkpoint or ""))
+            pooled = pooled_before(state, record.run, record.round)
+        if (plan := planned(folder)) is not None:
+            register(plan)
+        request = Request.from_body(record.request)
+        method = methods.create(request.method, request.params)
+        pooled = pooled or pooled_of(folder, record.run, record.round, method, request.task)
+        model = model_from_state(method, request.task, {**weights, **pooled})
+        return cls(record, request, method, model, weights, bool(pooled))
+
+
+def _latest(folder: StateFolder, run: str | None) -> RunRecord:
+    for name in [run] if run else reversed(folder.journal.runs()):
+        record = folder.journal.replay(name)
+        if record.round and record.checkpoint:
+            return record
+    which = f"run '{run}' has" if run else "there are no runs with"
+    raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")

@@ -1,0 +1,15 @@
+"""Two methods simulated, plotted and exported, as the cells of a notebook would: python examples/08_notebook.py."""
+
+import sys
+from pathlib import Path
+
+from coordinator import simulate
+
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "notebook")
+settings = {"partition": "domains", "rounds": 5, "params": {"lr": 0.05, "momentum": 0.9, "batch_size": 20}}
+styles = ("digits:inverted?n=300", "digits:photo?n=300", "digits:slanted?n=300")
+results = {name: simulate(name, data=styles, **settings) for name in ("fedavg", "fedper")}
+for name, result in results.items():
+    print(f"{name}: accuracy {result.accuracy:.3f}, last round {result.rounds[-1]}")
+    result.plot(folder / f"{name}.svg")
+print(results["fedavg"].export(folder / "encoder.hwb"))

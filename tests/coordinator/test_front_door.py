@@ -1,0 +1,167 @@
+"""The Python interface: what the packages offer, parts of one's own, and what mistakes get."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import coordinator
+import edge_agent
+import export
+from edge_agent import methods, models
+from edge_agent.errors import ConfigError, DataError, UsageError
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"data": "digits:optdigits?n=60", "clients": 2, "rounds": 1, "engine": "serial"}
+
+OWN = """
+import math
+from torch import nn
+from edge_agent import methods
+
+class Plain(methods.get("fedavg")):
+    pass
+
+class Net(nn.Module):
+    def __init__(self, task, width=8):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(task.input_shape), width))
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+def load(n="60"):
+    import numpy as np
+    labels = np.arange(int(n)) % 3
+    return np.full((int(n), 8, 8), 60, np.uint8) * labels[:, None, None].astype(np.uint8), labels
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_parts_are_forgotten(monkeypatch):
+    for registry in (methods.registry, models.registry):
+        monkeypatch.setattr(registry, "_extra", dict(registry._extra))
+
+
+def samples(n=20, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, 8, 8), dtype=np.uint8), np.arange(n) % 2
+
+
+@pytest.mark.parametrize("package", [coordinator, edge_agent, export])
+def test_what_a_package_offers_is_what_is_documented(package):
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    table = re.search(rf"^\| `{package.__name__}`.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
+    documented = set(re.findall(r"^\| `(\w+)", table, re.MULTILINE)) - {package.__name__}
+    assert set(package.__all__) == documented
+    assert all(hasattr(package, name) for name in package.__all__)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = package.nothing_such
+
+
+def test_the_front_door_loads_nothing_before_it_is_used():
+    code = "import sys, coordinator, edge_agent; print(len({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0"
+
+
+def test_a_class_a_module_and_arrays_of_the_program_are_simulated(tmp_path):
+    class Still(methods.get("fedavg")):
+        pass
+
+    class Flat(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layers(inputs)
+
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(samples(seed=2)[0]), torch.from_numpy(samples(seed=2)[1]))
+    clients = {"ann": samples(), "bob": samples(seed=1), "eve": dataset}
+    result = coordinator.simulate(
+        Still, data=clients, encoder=Flat, encoder_params={"width": 4}, rounds=2, params={"local_epochs": 1}
+    )
+    assert list(result.clients) == list(clients)
+    assert [row["round"] for row in result.rounds] == [1, 2]
+    assert 0 <= result.accuracy <= 1
+    assert result.summary["method"] == "still"
+    assert result.plot(tmp_path / "a.svg").svg.startswith("<svg")
+    assert edge_agent.load_bundle(result.export(tmp_path / "b.hwb"), tmp_path).manifest.feature_dim == 4
+    with pytest.raises(UsageError, match="worker processes cannot import it"):
+        coordinator.simulate(Still, data=clients, engine="pool")
+
+
+def test_parts_in_a_file_are_the_same_on_the_command_line_and_in_worker_processes(call, tmp_path):
+    (tmp_path / "my.py").write_text(OWN, encoding="utf-8")
+    words = ["--method", "my.py:Plain", "--encoder", "my.py:Net", "--data", "my.py:load?n=40", "-n", "2", "-r", "1"]
+    code, out, err = call("simulate", *words, "--engine", "pool", "--workers", "2", "--out", "a", "--json")
+    assert code == 0, err
+    result = coordinator.simulate(
+        "my.py:Plain", encoder="my.py:Net", data="my.py:load?n=40", clients=2, rounds=1, engine="serial", out="b"
+    )
+    assert json.loads(out)["encoder_sha256"] == result.summary["encoder_sha256"]
+    assert call("export", "--state", "a", "--out", "a.hwb", "--json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        ({"method": "no.py:X"}, UsageError, "there is no file"),
+        ({"method": "my.py:Plian"}, UsageError, "did you mean 'Plain'"),
+        ({"method": "broken.py:X"}, UsageError, "importing .*broken.py failed: ZeroDivisionError"),
+        ({"method": int}, UsageError, "'int': expected a subclass of edge_agent.methods.Method"),
+        ({"method": type("FedPer", (methods.Method,), {})}, UsageError, "there is one of this name already"),
+        ({"encoder": lambda: 5}, UsageError, "encoder 'lambda': expected a torch.nn.Module, got int"),
+        ({"encoder": lambda: nn.Flatten(0)}, UsageError, r"gave shape \(.*expected features \(2, d\)"),
+        ({"encoder": lambda: nn.Linear(3, 3)}, UsageError, r"encoder 'lambda': inputs of shape .* failed"),
+        ({"encoder": nn.Flatten()}, UsageError, "expected a class or function"),
+        ({"rouns": 3}, ConfigError, "did you mean 'rounds'"),
+    ],
+)
+def test_own_parts_with_mistakes_get_one_clear_error(changed, error, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
+    with pytest.raises(error, match=words):
+        coordinator.simulate(**{**SMALL, **changed})
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({}, "no client"),
+        ({"A b": samples()}, "client 'A b': expected a name"),
+        ({"a": (samples()[0], [1, 0])}, "client 'a': X has 20 samples, y has 2"),
+        ({"a": 5}, r"client 'a': int, expected a pair \(X, y\)"),
+        ({"a": (np.zeros((4, 2)), [0, 1, 0, 1])}, r"client 'a', X: float64 of shape \(4, 2\)"),
+        ({"a": (np.full((2, 1, 4, 4), 2.0), [0, 1])}, "client 'a', X: values from 2 to 2"),
+        ({"a": (np.full((2, 1, 4, 4), np.nan), [0, 1])}, "client 'a', X: holds NaN"),
+        ({"a": (samples()[0], np.zeros((20, 2)))}, "client 'a', y: float64"),
+        ({"a": samples(), "b": (np.zeros((2, 4, 4), np.uint8), [0, 1])}, "client 'b', X: .*client 'a' has"),
+    ],
+)
+def test_data_with_mistakes_name_the_client_and_the_field(given, words):
+    with pytest.raises(DataError, match=words):
+        coordinator.simulate(data=given)
+
+
+def test_a_mapping_of_clients_is_a_partition_already():
+    with pytest.raises(UsageError, match="clients: a mapping of clients is a partition already"):
+        coordinator.simulate(data={"a": samples()}, clients=3)
+
+
+def test_a_script_without_a_guard_may_simulate_in_processes(tmp_path):
+    script = tmp_path / "script.py"
+    words = "{'data': 'digits:optdigits?n=60', 'clients': 2, 'rounds': 1, 'engine': 'pool', 'workers': 2}"
+    script.write_text(f"import coordinator\nprint(coordinator.simulate(**{words}).accuracy)\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout.splitlines()[-1]) <= 1

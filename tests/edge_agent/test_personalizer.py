@@ -1,0 +1,65 @@
+"""A personal head from Python, without torch: fit, predict, evaluate, save, load, and mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_agent import Personalizer
+from edge_agent.errors import DataError, UnknownName, UsageError
+
+
+@pytest.fixture
+def opened(make_bundle, tmp_path):
+    return Personalizer.open(make_bundle().path, cache=tmp_path / "cache")
+
+
+def samples(seed=0):
+    """Images whose brightness is their class, of three."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(60) % 3
+    return (labels[:, None, None, None] * 100 + rng.integers(0, 30, (60, 8, 8, 3))).astype(np.uint8), labels
+
+
+def test_a_head_is_fitted_used_saved_and_loaded(opened, make_bundle, tmp_path):
+    inputs, labels = samples()
+    assert opened.evaluate(inputs, labels)["acc.personal"] is None
+    assert opened.fit(inputs, labels, head="lr") is opened
+    assert opened.evaluate(*samples(1))["acc.personal"] > 0.9
+    found = opened.predict_proba(inputs)
+    assert found.shape == (60, len(opened.classes))
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-6)
+    assert (opened.predict(inputs) == labels.astype(str)).mean() > 0.9
+    opened.save(tmp_path / "head")
+    again = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").load(tmp_path / "head")
+    np.testing.assert_array_equal(again.predict_proba(inputs), found)
+
+
+def test_labels_may_be_names_or_positions(opened):
+    inputs, labels = samples()
+    by_position = opened.fit(inputs, labels).predict_proba(inputs)
+    by_name = opened.fit(inputs, labels.astype(str)).predict_proba(inputs)
+    np.testing.assert_array_equal(by_position, by_name)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"y": np.zeros(5, int)}, DataError, "60 inputs, 5 labels"),
+        ({"y": None}, UsageError, "y is missing"),
+        ({"y": samples()[1] + 20}, DataError, "labels 20..22"),
+        ({"X": np.zeros((60, 4))}, DataError, r"float64\[60, 4\]"),
+        ({"head": "lrr"}, UnknownName, "did you mean 'lr'"),
+    ],
+)
+def test_mistakes_get_one_clear_error(opened, change, error, words):
+    given = {"X": samples()[0], "y": samples()[1], **change}
+    with pytest.raises(error, match=words):
+        opened.fit(**given)
+
+
+def test_nothing_is_saved_or_opened_that_is_not_there(opened, tmp_path):
+    with pytest.raises(UsageError, match="no head to save"):
+        opened.save(tmp_path / "head")
+    with pytest.raises(UsageError, match="it is not there"):
+        Personalizer.open(tmp_path / "no.hwb")
