@@ -87,7 +87,7 @@ class SimulationResult:
         Raises:
             UsageError: ``path`` does not end in .svg, or cannot be written.
         """
-        from .simulation.curves import curves
+        from .simulation.results import curves
 
         made = Plot(curves(self.summary))
         if path is not None:
@@ -174,7 +174,7 @@ def _plan(
 ) -> Plan:
     """The plan of a simulation in ``folder``, with the caller's own parts made known and its samples written."""
     from .simulation import own_parts
-    from .simulation.folder import planned
+    from .simulation.setup import planned
 
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
@@ -223,8 +223,8 @@ def _keep_in_process(fields: dict[str, Any], parts: Sequence[str]) -> None:
 def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationResult:
     import torch
 
-    from .simulation.prepared import Prepared
     from .simulation.run import open_simulation
+    from .simulation.setup import Prepared
 
     threads = torch.get_num_threads()
     try:
@@ -254,7 +254,7 @@ def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -
     Raises:
         HeadwaterError: the run failed.
     """
-    from .simulation.curves import curves
+    from .simulation.results import curves
 
     result = simulation.finish(watch)
     picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
@@ -381,9 +381,9 @@ class TrainedModel:
         from export.bundle import model_from_state
 
         from .runs.batch_norm import pooled_before
-        from .simulation.folder import planned
         from .simulation.own_parts import register
-        from .simulation.pooling import pooled_of
+        from .simulation.results import pooled_batch_norm
+        from .simulation.setup import planned
 
         with StateFolder(folder).look() as state:
             record = _latest(state, run)
@@ -393,7 +393,7 @@ class TrainedModel:
             register(plan)
         request = Request.from_body(record.request)
         method = methods.create(request.method, request.params)
-        pooled = pooled or pooled_of(folder, record.run, record.round, method, request.task)
+        pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
         return cls(record, request, method, model, weights, bool(pooled))
 

@@ -1,4 +1,4 @@
-"""Who may connect to a broker and who may say what where; the same rules and the same password file for every broker.
+"""Who may connect to a broker and which topics they may use; the same rules and password file for every broker.
 
 The MQTT user name is the agent's id. An agent speaks and listens only on its own topics, the broadcast topics and the
 announcements; the coordinator may do everything in its federation.
@@ -24,7 +24,7 @@ BROKER_ACCOUNT = "mosquitto"
 """The account that Mosquitto runs as when root starts it."""
 
 ITERATIONS = 10_000
-"""PBKDF2 rounds, about 5 ms: passwords are random tokens, and a slower check would hold up everybody's messages."""
+"""PBKDF2 rounds, about 5 ms: passwords are random tokens, and a slower check would delay all messages."""
 
 _HASH_BYTES = 64
 _ANY_BLOB = "+"
@@ -37,11 +37,11 @@ class Rules:
         self.topics = Topics(federation)
 
     def may_publish(self, user: str, topic: str) -> bool:
-        """Whether ``user`` may say something on ``topic``."""
+        """Whether ``user`` may publish on ``topic``."""
         return any(matches(allowed, topic) for allowed in self.writable(user))
 
     def may_subscribe(self, user: str, topic_filter: str) -> bool:
-        """Whether ``user`` may listen to all that falls under ``topic_filter``."""
+        """Whether ``user`` may subscribe to ``topic_filter``."""
         return any(matches(allowed, topic_filter) for allowed in self.readable(user))
 
     def writable(self, user: str) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def mosquitto_acl(federation: str) -> str:
 
 
 def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
-    """See that the ACL file at ``path`` has the rules of ``federation``; whether anything had to be changed.
+    """Add the rules of ``federation`` to the ACL file at ``path``; whether anything was changed.
 
     All other lines stay as they are, so one file serves several federations and rules of one's own. The rules stand
     between two comments, and are replaced there when they differ. Owner, group and mode are those of `access_for`.

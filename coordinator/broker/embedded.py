@@ -75,7 +75,7 @@ def _own_password(password_file: Path) -> Path:
 
 
 def _let_coordinator_in(password_file: Path) -> None:
-    """Make the coordinator a user of the broker that it starts; its password is made up once and kept."""
+    """Make the coordinator a user of the broker that it starts; its password is generated once."""
     own = _own_password(password_file)
     if not own.exists():
         write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())

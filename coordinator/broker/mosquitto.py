@@ -1,4 +1,4 @@
-"""Mosquitto from the operating system, with a configuration made on the spot; for tests, benchmarks, single hosts."""
+"""Mosquitto from the operating system, with a temporary configuration; for tests, benchmarks, single hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_QUEUED = 8192
 
 
 def find_mosquitto() -> Path | None:
-    """The mosquitto program, or None; ``/usr/sbin`` is looked at even where it is not on the path."""
+    """The mosquitto program, or None; ``/usr/sbin`` is searched even where it is not on the path."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
     found = shutil.which("mosquitto", path=path)
     return Path(found) if found else None
@@ -81,7 +81,7 @@ class MosquittoBroker(SupervisedBroker):
 
 
 def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
-    """A mosquitto configuration; ``access`` holds password file and ACL file, None lets everybody in."""
+    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts everybody."""
     lines = [
         f"listener {port} {bind}",
         f"user {getpass.getuser()}",

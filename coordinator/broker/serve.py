@@ -1,4 +1,4 @@
-"""amqtt with the fewest plugins that will do, and ours for users and topics."""
+"""The embedded broker's process: amqtt with as few plugins as possible, and ours for users and topics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .access import Rules, is_password, read_passwords
 
 
 class PasswordPlugin(BaseAuthPlugin):  # type: ignore[misc]
-    """Lets in the users of a password file, if their last will keeps to their own topics."""
+    """Accepts the users of a password file, if their last will is on a topic of their own."""
 
     @dataclass
     class Config:

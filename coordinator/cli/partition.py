@@ -20,7 +20,7 @@ from .simulate import sources
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
 
-    from ..simulation.pools import Pools
+    from ..simulation.datasets import Pools
 
 Rule = Annotated[
     str,
@@ -68,7 +68,7 @@ def partition(
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
     from ..report.partition_plot import mixture, picture_kind
-    from ..simulation.pools import prepare
+    from ..simulation.datasets import prepare
 
     set_up_logging(verbose=verbose, quiet=True)
     raw = {**given, "partition": rule, "data": sources(given.get("data")), "folder": str(Path.cwd())}

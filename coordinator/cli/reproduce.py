@@ -110,7 +110,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
     from ..research.reproduce import with_advice
-    from ..simulation.clients import GO_ON
+    from ..simulation.client_pool import GO_ON
 
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
     asked.check(missing)

@@ -103,7 +103,7 @@ def shares(text: str | None) -> dict[str, float]:
 
 
 def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulation.folder import planned
+    from ..simulation.setup import planned
 
     raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
     if config is not None:
@@ -136,7 +136,7 @@ def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    from ..simulation.folder import planned
+    from ..simulation.setup import planned
 
     if out is None or config is not None:
         raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
@@ -173,9 +173,8 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         HeadwaterError: it cannot be done, or failed.
         KeyboardInterrupt: it was stopped, and can be gone on with.
     """
-    from ..simulation.folder import PARTITION
-    from ..simulation.prepared import Prepared
     from ..simulation.run import open_simulation
+    from ..simulation.setup import PARTITION, Prepared
 
     busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
     with busy:
@@ -185,7 +184,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
 
 
 def _how_to_go_on(folder: Path) -> str:
-    from ..simulation.folder import planned
+    from ..simulation.setup import planned
 
     plan = planned(folder)
     if plan is None:

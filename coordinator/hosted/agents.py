@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks import Resources, TaskRunner
 from edge_agent.config import AgentConfig
 from edge_agent.storage import folder_lock, sweep
 from edge_agent.task import Task, Tensors
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from edge_agent.data.partition import Pools
 
 Note = Callable[[str, Job | None], None]
-"""Told of a client and its job before it begins, and of the client and None when it is done."""
+"""Called with a client and its job before the job starts, and with the client and None when it is done."""
 
 
-class Common:
-    """What clients of one process need once: the run's model, which they use in turn, and the pool that they divide."""
+class ProcessResources:
+    """What the clients of one process share: the model of the run, which they use in turn, and the pool of samples."""
 
     def __init__(self) -> None:
         self._model: tuple[tuple[str, str], Built] | None = None
@@ -59,7 +59,7 @@ class Common:
         return self._model[1]
 
     def pools(self, source: str, folder: Path, task: Task) -> Pools:
-        """The samples of a source, read once as long as nobody asks for others."""
+        """The samples of a source; only the last source is kept."""
         from edge_agent.data.partition import read_pools
 
         key = (source, folder, task)
@@ -69,12 +69,34 @@ class Common:
         return self._pools[1]
 
 
-class HostedDuties(TaskRunner):
-    """A device's duties, with what can be had in common with others of the process."""
+class HostedResources(Resources):
+    """A client's own, but for the model and the pool, which all clients of the process share."""
 
-    def __init__(self, config: AgentConfig, common: Common, note: Note = lambda *_: None) -> None:
-        super().__init__(config, "train")
-        self._common, self._note = common, note
+    def __init__(self, config: AgentConfig, shared: ProcessResources) -> None:
+        super().__init__(config)
+        self._shared = shared
+
+    def model(self, job: Job) -> Built:
+        """The model of the process."""
+        return self._shared.model(job, self.config.training.device)
+
+    def read(self, task: Task) -> tuple[Samples, Samples]:
+        """The samples that the configuration names, out of the pool of the process where there is a partition."""
+        from edge_agent.data.partition import Own
+
+        config = self.config.data
+        if config.partition is None:
+            return super().read(task)
+        own = Own.of(config.partition, config.client or self.config.id)
+        return own.taken_from(self._shared.pools(config.source, config.folder, task))
+
+
+class HostedTaskRunner(TaskRunner):
+    """Tells ``note`` what it runs."""
+
+    def __init__(self, config: AgentConfig, shared: ProcessResources, note: Note = lambda *_: None) -> None:
+        super().__init__(config, "train", resources=HostedResources(config, shared))
+        self._note = note
 
     def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
         """As on a device.
@@ -88,18 +110,6 @@ class HostedDuties(TaskRunner):
         finally:
             self._note(self.config.id, None)
 
-    def _model_for(self, job: Job) -> Built:
-        return self._common.model(job, self.config.training.device)
-
-    def _read(self, task: Task) -> tuple[Samples, Samples]:
-        from edge_agent.data.partition import Own
-
-        config = self.config.data
-        if config.partition is None:
-            return super()._read(task)
-        own = Own.of(config.partition, config.client or self.config.id)
-        return own.taken_from(self._common.pools(config.source, config.folder, task))
-
 
 class HostedAgents:
     """Agents on a broker in memory. `start`, then `step` again and again."""
@@ -112,8 +122,8 @@ class HostedAgents:
         clock: Callable[[], float] = time.monotonic,
         note: Note = lambda *_: None,
     ) -> None:
-        self.broker, common = MemoryBroker(), Common()
-        self.agents = [self._agent(config, HostedDuties(config, common, note), worker, clock) for config in configs]
+        self.broker, shared = MemoryBroker(), ProcessResources()
+        self.agents = [self._agent(config, HostedTaskRunner(config, shared, note), worker, clock) for config in configs]
 
     def start(self) -> None:
         """Connect all agents."""
@@ -128,10 +138,10 @@ class HostedAgents:
         """Seconds in which nothing is due unless a message arrives."""
         return min(agent.idle_s() for agent in self.agents)
 
-    def _agent(self, config: AgentConfig, duties: TaskRunner, worker: Worker, clock: Callable[[], float]) -> Agent:
+    def _agent(self, config: AgentConfig, tasks: TaskRunner, worker: Worker, clock: Callable[[], float]) -> Agent:
         boot = secrets.token_hex(8)
         transport = self.broker.transport(will_of(config, boot))
-        return Agent(config, transport, duties, clock=clock, worker=worker, boot=boot)
+        return Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot)
 
 
 def serve(pipe: Pipe) -> None:

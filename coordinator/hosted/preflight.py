@@ -1,4 +1,4 @@
-"""What can be found wrong with hosted clients before anything is done."""
+"""Checks of hosted clients, warm start and proxy before anything starts."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def check_warmable(method: Method, settings: WarmStartConfig | None) -> None:
 
 
 PARTS = ("split", "subject", "domain")
-"""Options of sources that choose samples: two values, two sets, unless one of them is all."""
+"""Options of sources that select samples: two values select two sets, unless one of them is all."""
 
 
 def overlaps(config: CoordinatorConfig) -> list[str]:
-    """What is wrong with accuracies because samples serve twice: here, and at a hosted client that tests on them."""
+    """Warnings about samples that are used twice: here, and at a hosted client that tests on them."""
     return list(_overlaps(config))
 
 
 def _overlaps(config: CoordinatorConfig) -> Iterator[str]:
-    """Sources are compared, no sample is."""
+    """Compares sources, not samples."""
     warm, proxy = config.warm_start, config.proxy
     for client in config.hosted:
         name, theirs = client.id, client.data
@@ -120,7 +120,7 @@ def _mistakes(client: HostedConfig) -> list[str]:
 
 
 def missing_device(wish: str) -> str:
-    """Why nothing can be computed on a device; empty where something can. Nothing is begun on it."""
+    """Why a device cannot be used; empty where it can. Nothing is started on it."""
     import torch
 
     if wish == "auto":

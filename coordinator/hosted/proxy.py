@@ -1,4 +1,4 @@
-"""The shared model on samples that the coordinator has: one figure a round that no client has to be asked for.
+"""The shared model on samples that the coordinator has: one accuracy per round without asking any client.
 
 With the method's global classifier where there is one. Else a probe says how much the features alone are worth: the
 nearest mean of each class, from one half of the samples, scored on the other half. Batch norm that stays on clients
@@ -64,7 +64,7 @@ def _read(source: str, folder: str, task: str) -> data.Samples:
 
 
 def _samples(source: str, folder: str, task: Task) -> data.Samples:
-    """The samples, read once as long as nobody asks for others."""
+    """The samples; only the last source is kept."""
     return _read(source, folder, task.model_dump_json())
 
 
@@ -77,7 +77,7 @@ def _model(method: Method, task: Task, state: Tensors) -> Parts:
 
 
 def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512) -> None:
-    """Running means and variances of the encoder become those of these inputs."""
+    """Set the running means and variances of the encoder to those of these inputs."""
     layers = [layer for layer in encoder.modules() if isinstance(layer, NORM_LAYERS)]
     for layer in layers:
         layer.reset_running_stats()

@@ -1,7 +1,7 @@
-"""A warm start: the encoder learns from data that the coordinator has, before any client does.
+"""A warm start: the encoder is trained on data of the coordinator before any client trains.
 
 Plain cross entropy, the same for all methods. The classifier on top is the method's own where it shares one that sits
-on the encoder's features; else one that is thrown away. The same seed gives the same bits on the same kind of
+on the encoder's features; else one that is discarded. The same seed gives the same bits on the same kind of
 processor.
 """
 
@@ -32,7 +32,7 @@ _SALT = 0xAA
 
 
 def train_warm(question: dict[str, Any]) -> dict[str, Any]:
-    """Train as asked; the method's first state is then in the file ``into``, and the answer tells how good it is.
+    """Train; the method's first state is then in the file ``into``, and the result has its accuracy.
 
     ``question``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
 
@@ -70,7 +70,7 @@ def train_warm(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_head(method: Method, model: Parts, task: Task) -> tuple[Parts, bool]:
-    """The model's encoder with a classifier on it, and whether that is the method's own."""
+    """The encoder with a classifier, and whether that is the method's own."""
     shared = to_arrays(model, method.shared_names(model))
     if "head" in method.shared and method.global_head(method.start(shared)) is not None:
         return Parts(encoder=model.encoder, head=model.head), True
@@ -98,7 +98,7 @@ def _params(settings: WarmStartConfig) -> MethodParams:
 
 
 def _score(model: Parts, test: data.Samples, device: torch.device) -> float | None:
-    """Share of the held-back samples that are told right; None where there are none."""
+    """Accuracy on held-out samples; None where there are none."""
     if not len(test):
         return None
     found = predict_probabilities(model, torch.from_numpy(test.inputs).to(device))

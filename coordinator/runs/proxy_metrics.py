@@ -1,4 +1,4 @@
-"""Figures on samples of the coordinator, as the journal has them and as people read them."""
+"""Warm start and proxy accuracies, as the journal records them and as text."""
 
 from __future__ import annotations
 

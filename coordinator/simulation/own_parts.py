@@ -16,8 +16,8 @@ from edge_agent.data import partition
 from edge_agent.errors import DataError, UsageError
 from edge_agent.registry import is_reference, load_reference
 
+from .datasets import Pools, held_out
 from .plan import Plan, own_name
-from .pools import Pools, held_out
 
 _ARCHIVE, _PARTITION = "clients.npz", "clients.json"
 

@@ -1,8 +1,8 @@
-"""What a simulation is asked for: one frozen model, kept in the run's folder so that it can be gone on with."""
+"""Simulation settings, saved in the folder of the run so that it can be resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from edge_agent.task import Frozen, ImageInput, InputSpec
 
 CLIENTS, SIZE, MIN_SIZE = 20, 600, 10
 FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
-"""What FedPAC's code does to grey images."""
+"""That of FedPAC's code for grey images."""
 
 _GIVEN_BY_DATA = ("domains", "subjects")
 _OPTIONS_OF = {
@@ -27,7 +27,7 @@ _OPTIONS_OF = {
     "min_size": ("dirichlet", "pathological", "quantity"),
     "clients": ("dirichlet", "fedpac", "iid", "pathological", "quantity", *_GIVEN_BY_DATA),
 }
-"""Option -> rules that heed it; anything else is a misunderstanding that would pass unseen."""
+"""Option -> rules that use it; with any other rule it is an error."""
 
 
 def own_name(name: str) -> str:
@@ -38,9 +38,9 @@ def own_name(name: str) -> str:
 EngineName = Literal["serial", "pool", "ray", "stacked"]
 
 HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
-"""Fields that change nothing of what comes out, and on a CPU no bit: a run may be gone on with by others.
+"""Fields that do not change the results, on a CPU not a bit: a run may be resumed with others.
 
-Engine ``stacked`` alone adds numbers up in another order: what it trains equals the others' up to rounding.
+Only engine ``stacked`` adds numbers in another order: its results equal those of the others up to rounding.
 """
 
 
@@ -152,7 +152,7 @@ class Plan(Frozen):
         if len(set(self.data)) < len(self.data):
             yield "the same data source is given twice"
         if rule is None and "test_fraction" in self.model_fields_set:
-            yield f"test_fraction = {self.test_fraction} means nothing to a saved partition"
+            yield f"test_fraction = {self.test_fraction} has no effect on a saved partition"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
         yield from self._mistakes_of_engine()
@@ -162,19 +162,23 @@ class Plan(Frozen):
             value = getattr(self, option)
             if value is not None and rule not in rules:
                 where = "a saved partition" if rule is None else f"partition {rule}"
-                yield f"{option} = {value} means nothing to {where}; it is for {', '.join(rules)}"
+                yield f"{option} = {value} has no effect on {where} (only on {', '.join(rules)})"
 
     def _mistakes_of_engine(self) -> Iterator[str]:
         if self.engine in {"serial", "stacked"} and self.workers is not None:
-            yield f"workers = {self.workers} means nothing to engine {self.engine}; it is for pool and ray"
+            yield f"workers = {self.workers} has no effect on engine {self.engine} (only on pool and ray)"
         if self.address is not None and self.engine != "ray":
-            yield f"address = {self.address} means nothing to engine {self.engine or 'pool'}; it is for ray"
+            yield f"address = {self.address} has no effect on engine {self.engine or 'pool'} (only on ray)"
         if (self.address or "").startswith("ray://"):
             yield f"address = {self.address} is one for Ray's remote client; run on a machine of the cluster, with auto"
         if self.precision != "float32" and self.engine == "stacked":
             yield f"precision = {self.precision} with engine stacked, which computes in float32; leave one of them out"
         if self.stacked_always and self.engine != "stacked":
-            yield f"stacked_always means nothing to engine {self.engine or 'pool'}; it is for stacked"
+            yield f"stacked_always has no effect on engine {self.engine or 'pool'} (only on stacked)"
+
+    def new_clients_of(self, clients: Sequence[str]) -> tuple[str, ...]:
+        """The clients that never train: the last ``new_clients``."""
+        return tuple(clients[len(clients) - self.new_clients :])
 
     @property
     def method_name(self) -> str:
@@ -190,14 +194,14 @@ class Plan(Frozen):
 
     @property
     def saved_partition(self) -> Path | None:
-        """The file to take the partition from; None where a rule makes it."""
+        """The file that holds the partition; None where a rule makes it."""
         if self.partition.endswith(".json"):
             return self.folder / Path(self.partition).expanduser()
         return None
 
     @property
     def weights_place(self) -> Path | None:
-        """Where the weights lie."""
+        """The file of the weights."""
         return None if self.weights is None else self.folder / self.weights.expanduser()
 
     @property
@@ -215,7 +219,7 @@ class Plan(Frozen):
         return self.partition
 
     def settings(self) -> dict[str, Any]:
-        """What the partition depends on beside the data, for people who read its file."""
+        """What the partition depends on beside the data; saved in its file."""
         given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "validation", "seed")}
         return {name: value for name, value in given.items() if value is not None}
 

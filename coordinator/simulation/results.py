@@ -1,27 +1,33 @@
-"""What came out of a simulation, read from its journal: a run that was stopped and gone on with tells the same.
+"""The results of a simulation, read from its journal: the same for a run that was stopped and resumed.
 
-Only seconds and bytes of the round that it was stopped in are those of what was done since.
+Only seconds and bytes of the round that it was stopped in count what was done since.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from edge_agent.data.partition import Division
+from edge_agent.methods import Method
+from edge_agent.task import Task, Tensors
+from edge_agent.training.parts import norm_names, pooled_norm
 
+from ..report.charts import Series, accuracy_floor, line_chart, standalone
 from ..state.journal import Entry
 from ..state.store import StateFolder
+from .client_tasks import kept_in
 from .plan import Plan
-from .prepared import Prepared
+from .setup import CLIENTS, PARTITION, Prepared, planned
 
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
 
 TRAINED = ("global", "personal")
-"""Scopes of clients that train; the others are of newcomers."""
+"""Scopes of clients that train; the others are of new_clients."""
 
 WORST_SHARE = 0.1
 
@@ -29,9 +35,9 @@ WORST_SHARE = 0.1
 def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any]:
     """The run as one JSON object.
 
-    ``acc`` of a round is what its clients got from what they received, before they trained; ``last`` is what all
-    clients got after the last round and after personalizing, newcomers (``new``) with a head on the frozen encoder, and
-    what each client reaches alone (``local``), by logistic regression on raw inputs.
+    ``acc`` of a round is the accuracy of the model that its clients received, before they trained; ``last`` that of all
+    clients after the last round and after personalizing, new clients (``new``) with a head on the frozen encoder, and
+    of each client alone (``local``), by logistic regression on raw inputs.
     ``scored_clients`` are those that train and have samples to be scored on.
     ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
@@ -39,8 +45,8 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     plan, division = prepared.plan, prepared.division
     record, summary = state.journal.replay(run), state.run(run).summary() or {}
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
-    last = _last(summary, division, prepared.newcomers)
-    scored = sum(bool(own.test) for client, own in division.clients.items() if client not in prepared.newcomers)
+    last = _last(summary, division, prepared.new_clients)
+    scored = sum(bool(own.test) for client, own in division.clients.items() if client not in prepared.new_clients)
     return {
         "run_id": run,
         "method": plan.method_name,
@@ -161,10 +167,10 @@ def _scores(told: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, f
     return {client: metrics[metric] for client, metrics in told.items() if metric in metrics}
 
 
-def _last(summary: Mapping[str, Any], division: Division, newcomers: Collection[str]) -> dict[str, dict[str, float]]:
+def _last(summary: Mapping[str, Any], division: Division, new_clients: Collection[str]) -> dict[str, dict[str, float]]:
     told = {agent["id"]: agent["acc"] for agent in summary.get("agents", [])}
-    trained = {client: acc for client, acc in told.items() if client not in newcomers}
-    new = {client: acc for client, acc in told.items() if client in newcomers}
+    trained = {client: acc for client, acc in told.items() if client not in new_clients}
+    new = {client: acc for client, acc in told.items() if client in new_clients}
     found = {
         "global": _given(trained, "global"),
         "personal": _given(trained, "personal"),
@@ -177,3 +183,57 @@ def _last(summary: Mapping[str, Any], division: Division, newcomers: Collection[
 
 def _given(told: Mapping[str, Mapping[str, float | None]], scope: str) -> dict[str, float]:
     return {client: value for client, acc in told.items() if (value := acc.get(scope)) is not None}
+
+
+_STYLES = {"global": "global", "personal": "personal", "after": "local"}
+_NAMES = {"global": "acc.global", "personal": "acc.personal", "after": "after training"}
+
+
+def curves(result: Mapping[str, Any]) -> str:
+    """The SVG; accuracies of the model that existed after so many rounds."""
+    series = list(_series(result))
+    if not series:  # no client has test samples: an empty frame is clearer than a missing file
+        series = [Series("no client has test samples", ((0.0, 0.0), (1.0, 0.0)), "plain")]
+    low = accuracy_floor(y for line in series for _, y in line.points)
+    text = f"Accuracy by rounds done: {', '.join(line.name for line in series)}"
+    chart = line_chart(text, series, x_label="rounds done", y_label="accuracy", low=low, high=1.0)
+    title = f"{result['method']}, {result['clients']} clients, partition {result['partition']}, seed {result['seed']}"
+    return standalone(title, chart, [line.key for line in series])
+
+
+def _series(result: Mapping[str, Any]) -> Iterator[Series]:
+    rounds, last = result["rounds"], result["last"]
+    for scope, style in _STYLES.items():
+        for key, name, dashed in (("clients_mean", "mean", False), ("worst10", "worst tenth", True)):
+            points = [
+                (float(rounds_done(scope, one["round"])), one["acc"][scope][key])
+                for one in rounds
+                if scope in one["acc"]
+            ]
+            if scope in last["acc"]:
+                points.append((float(last["rounds_done"]), last["acc"][scope][key]))
+            if points:
+                yield Series(f"{_NAMES[scope]}, {name}", tuple(points), style, is_dashed=dashed)
+
+
+def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task: Task) -> Tensors:
+    """Batch norm that stays with clients, pooled over those who have trained until round ``number``.
+
+    Empty where ``folder`` holds no simulation, or none of it stays with them.
+
+    Raises:
+        StateError: what a client has kept is damaged.
+    """
+    if planned(folder) is None or "encoder" not in method.shared:
+        return {}
+    model = method.build(task)
+    names = norm_names(model, method.shared_names(model))
+    kept = list(_kept(folder, run, number, names)) if names else []
+    return pooled_norm(kept) if kept else {}
+
+
+def _kept(folder: Path, run: str, number: int, names: tuple[str, ...]) -> Iterator[tuple[float, Tensors]]:
+    for client, share in Division.read(folder / PARTITION).clients.items():
+        personal, _ = kept_in(folder / CLIENTS, client, run).before(number + 1)
+        if all(name in personal for name in names):
+            yield float(len(share.train)), {name: personal[name] for name in names}

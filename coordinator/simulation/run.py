@@ -1,44 +1,65 @@
-"""A whole federation on one machine: the coordinator's own round loop, its journal, and clients that an engine serves.
+"""A whole federation on one machine: the coordinator's round loop and journal, and clients that an engine runs.
 
-Nothing sleeps: the clock of leases and deadlines stands still while anybody works, and moves when nobody has anything
-to do. A run that was stopped, however, goes on where it stood, and ends in the same bits.
+Nothing sleeps: the clock of leases and deadlines stands still while clients work, and advances when nothing is left to
+do. A run that was stopped, however that was, is resumed where it stopped, and ends in the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import RunFailed
+import torch
+
+from edge_agent.client.session import choose_device
+from edge_agent.errors import ChunkError, RunFailed, StateError
 from edge_agent.storage import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
+from edge_agent.wire.transport import Message
 
+from ..fleet.uploads import reason_of
+from ..runs.context import Fleet
+from ..runs.run_queue import Runs
+from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
 from ..state.identity import RunNames
 from ..state.store import StateFolder
 from ..text import listed
-from .clients import GO_ON, Crowd
-from .dropouts import Dropouts
-from .engines import Engine
-from .folder import CLIENTS, PARTITION, begin, check_is_free, computing_as_begun, planned, run_in
-from .prepared import LONGEST_SILENCE_S, Prepared
-from .strict import StrictCoordinator, files_kept
+from .client_pool import GO_ON, Dropouts, SimulatedClients
+from .client_tasks import Sessions, Shared
+from .engines.base import Engine
+from .engines.pool import LocalWorkers, WorkerPool
+from .engines.ray_cluster import RayWorkers
+from .engines.serial import Serial
+from .engines.stacked import Stacked
+from .setup import (
+    CLIENTS,
+    LONGEST_SILENCE_S,
+    Prepared,
+    begin,
+    check_is_free,
+    computing_as_begun,
+    planned,
+    run_in,
+)
 
 __all__ = ["Simulation", "open_simulation"]
 
 SHORTEST_PAUSE_S = 0.01
 STALLED_S = 5 * LONGEST_SILENCE_S
-"""Of the standing clock: when it has moved so far without a word from anybody, nothing is going to happen any more."""
+"""Of the simulated clock: when it has advanced so far without a message, nothing will happen any more."""
 
 
 class StandingClock:
-    """Seconds that stand still until they are moved."""
+    """Seconds that stand still until they are advanced."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -63,13 +84,13 @@ class Simulation:
             run_ids=RunNames(state.journal),
         )
         plan = prepared.plan
-        self.crowd = Crowd(
+        self.clients = SimulatedClients(
             broker,
             self.coordinator.topics,
             self.coordinator.distributor,
             engine,
             {client: len(share.train) for client, share in prepared.division.clients.items()},
-            newcomers=prepared.newcomers,
+            new_clients=prepared.new_clients,
             dropouts=Dropouts(plan.dropout, plan.seed) if plan.dropout else None,
             attempt=self._attempt,
             beside=self._pooled_norm,
@@ -79,44 +100,44 @@ class Simulation:
         self._silent_s = 0.0
 
     def start(self) -> None:
-        """Everybody connects."""
+        """Start the engine and the coordinator, and connect all clients."""
         self.engine.start()
         self.coordinator.start()
         record = self.state.journal.replay(self.run)
         begun = record.round + (record.open_round is not None)
-        self.crowd.start(self.coordinator.roster, is_late=begun >= self.prepared.plan.rounds)
+        self.clients.start(self.coordinator.roster, is_late=begun >= self.prepared.plan.rounds)
 
     def close(self) -> None:
-        """Leave everything on disk so that it can be gone on with."""
+        """Stop; everything that is needed to resume is on disk."""
         self.engine.close()
         self.coordinator.close()
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has come to its end, good or bad."""
+        """Whether the run has finished or failed."""
         return self._is_over
 
     def step(self) -> Job | None:
-        """Let everybody say what they have to say, then let clients work; returns the job that one has done.
+        """Exchange all messages, then let clients work; returns the job that one has done.
 
         Raises:
-            RunFailed: a client or the run cannot go on, or nobody has anything left to do.
+            RunFailed: a client or the run cannot continue, or no client has a job left.
             StateError: files cannot be read or written, on a full disk for example.
         """
         self.talk()
         return self.work()
 
     def talk(self) -> None:
-        """Let everybody say what they have to say."""
+        """Exchange all messages between the coordinator and its clients."""
         with files_kept(self.state.path):
-            while self.coordinator.step(0) or self.crowd.hear():
+            while self.coordinator.step(0) or self.clients.hear():
                 self._silent_s = 0.0
         self.coordinator.catch_up(STATUS_EVERY_S)
 
     def work(self) -> Job | None:
-        """Let clients work until one has done a job, which is returned; where there is none, the clock moves."""
+        """Let clients work until one has done a job, which is returned; without jobs the clock advances."""
         with files_kept(self.state.path):
-            job = self.crowd.work()
+            job = self.clients.work()
         if job is None:
             self._is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
             self._pass(max(SHORTEST_PAUSE_S, self.coordinator.idle_s()))
@@ -152,28 +173,28 @@ class Simulation:
         return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
 
     def _pass(self, seconds: float) -> None:
-        """Let time pass, in which nobody works."""
+        """Advance the clock."""
         self.clock.now += seconds
         self._silent_s += seconds
         if self._silent_s > STALLED_S and not self._is_over:
             waits = self.coordinator.waits
             raise RunFailed(
-                f"{self.state.path}: nobody has anything left to do, yet the run waits: {waits.what}, "
-                f"for {listed(waits.whom, 'nobody')}; a message was lost, which should not be: report it if it comes "
-                f"back{GO_ON}"
+                f"{self.state.path}: the run waits, but no client has a job left: {waits.what}, "
+                f"for {listed(waits.whom, 'nobody')}; a message was lost; please report this if it happens "
+                f"again{GO_ON}"
             )
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
-        """Batch norm that stays with clients, pooled as for a bundle: without it newcomers have no encoder."""
-        from .pooling import pooled_of
+        """Batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""
+        from .results import pooled_batch_norm
 
         if self._pooled is None:
-            pooled = pooled_of(self.state.path, job.run, job.rounds, self.prepared.method, self.prepared.task)
+            pooled = pooled_batch_norm(self.state.path, job.run, job.rounds, self.prepared.method, self.prepared.task)
             self._pooled = (Outgoing.of(encode(pooled)),) if pooled else ()
         return self._pooled
 
     def _attempt(self, number: int) -> int:
-        """Which attempt at a round is under way."""
+        """Which attempt at a round runs."""
         opened = self.state.journal.entries(self.run, ("round_opened",), round=number)
         return int(opened[-1].body["attempt"]) if opened else 1
 
@@ -187,11 +208,9 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     ``setup``: functions (``module:function``) that each worker process is to call before it begins.
 
     Raises:
-        UsageError: the folder holds something else, or a run that was asked for otherwise.
+        UsageError: the folder holds something else, or a run with other settings.
         StateError: another process works there, or what lies there is damaged, lost or does not belong together.
     """
-    from .engines.making import engine_for
-
     is_new = planned(folder) is None
     if is_new:
         check_is_free(folder)
@@ -201,10 +220,86 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
         sweep(folder / CLIENTS)
         run = run_in(state, prepared)
         prepared = computing_as_begun(state, run, prepared)
-        engine = engine_for(prepared, folder, partition=PARTITION, clients=CLIENTS, setup=setup)
+        engine = create_engine(prepared, folder, setup)
         simulation = Simulation(prepared, state, run, engine)
         try:
             simulation.start()
             yield simulation
         finally:
             simulation.close()
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StrictRuns(Runs):
+    """Runs that errors do not end: when the run is resumed, the same step is tried again."""
+
+    def fail(self, run: str, error: BaseException) -> None:
+        """Nothing is noted in the journal.
+
+        Raises:
+            RunFailed: the run cannot go on.
+        """
+        if isinstance(error, RunFailed):
+            raise error
+        raise RunFailed(f"{run} cannot go on: {reason_of(error)}") from error
+
+    def stall(self, run: str, error: BaseException) -> None:  # noqa: ARG002 - one run is all there is
+        """Raise the error: files cannot be read or written."""
+        raise error
+
+    def trouble(self, error: StateError | OSError) -> None:
+        """As `stall`."""
+        raise error
+
+
+class StrictCoordinator(Coordinator):
+    """A coordinator that raises errors instead of counting them, logging them, or ending the run.
+
+    In a simulation no message comes twice, so any error is a problem of this machine, to be solved before resuming.
+    """
+
+    make_runs = StrictRuns
+
+    def _on_message(self, event: Message) -> None:
+        agent, kind = self.topics.sender(event.topic)
+        self.inbox.take(agent, kind, event.payload)
+
+    def _fleet(self) -> Fleet:
+        return replace(super()._fleet(), leaves_out=False)
+
+
+@contextlib.contextmanager
+def files_kept(folder: Path) -> Iterator[None]:
+    """Inside, files of the simulation in ``folder`` are read and written.
+
+    Raises:
+        StateError: one of them could not be; it says what to do.
+    """
+    try:
+        yield
+    except (OSError, ChunkError, StateError) as error:  # a chunk that the disk does not take is a ChunkError
+        reason = reason_of(error) if isinstance(error, OSError) else str(error).rstrip(".")
+        what = "make room" if getattr(error, "errno", None) in _NO_ROOM else "mend that (make room on a full disk)"
+        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}{GO_ON}") from error
+
+
+SPARE_BYTES = 1 << 30
+"""Of the host's memory, for samples that stay with their clients between rounds."""
+
+
+def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Engine:
+    """The engine that was chosen, for the simulation in ``folder``; ``setup``: functions that workers call first."""
+    plan, choice, clients = prepared.plan, prepared.choice, folder / CLIENTS
+    if choice.engine == "ray":
+        return WorkerPool("ray", RayWorkers(prepared, clients, setup), choice.workers)
+    if choice.engine == "pool":
+        return WorkerPool("pool", LocalWorkers.of(prepared, folder, setup), choice.workers)
+    shared = Shared(plan, prepared.pools, prepared.division, prepared.model, clients)
+    if choice.engine == "serial":
+        return Serial(shared)
+    device, spare_bytes = choose_device(plan.device), SPARE_BYTES
+    if device.type == "cuda":  # a quarter of a GPU, where samples would otherwise be sent again in each round
+        spare_bytes = int(torch.cuda.get_device_properties(device).total_memory) // 4
+    return Stacked(replace(shared, sessions=Sessions(spare_bytes)), always=plan.stacked_always)

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -37,18 +38,94 @@ RUNS_KEPT = 3
 """Runs whose personal layers and memory stay on a device: the one under way and those before it."""
 
 
-class TaskRunner:
-    """A device's duties under its configuration."""
+class Resources:
+    """What the tasks of an agent work with: samples, model, outbox and client state. These are a device's own."""
 
-    def __init__(self, config: AgentConfig, tier: str, *, clock: Any = time.monotonic) -> None:
-        self.config, self.tier, self._clock = config, tier, clock
+    evaluate_after = False
+    """Whether clients are evaluated once more after local training, whatever the method says."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
         self.outbox = Outbox(config.state / "outbox")
+        self._session: tuple[str, Session] | None = None
+        self._data: tuple[Task, tuple[Samples, Samples]] | None = None
+
+    def samples(self, task: Task) -> tuple[Samples, Samples]:
+        """Samples to train on and held-out ones, read once for each task.
+
+        Raises:
+            DataError: they do not fit the task, or none is left to train on.
+        """
+        if self._data is None or self._data[0] != task:
+            found = self.read(task)
+            if not len(found[0]):
+                source = self.config.data.source
+                raise DataError(f"{source}: no training samples are left after the split; lower data.test_fraction")
+            self._data = (task, found)
+        return self._data[1]
+
+    def read(self, task: Task) -> tuple[Samples, Samples]:
+        """The samples that the configuration names."""
+        from ..data.partition import own_samples
+
+        return own_samples(self.config.data, self.config.id, task.input, task.class_names)
+
+    def model(self, job: Job) -> Built | None:  # noqa: ARG002 - of use to those who share a process
+        """The model that several clients use in turn; None: the session builds its own."""
+        return None
+
+    def state_files(self, run: str) -> ClientStateFiles:
+        """The client state of a run."""
+        return ClientStateFiles(self.config.state / "runs" / run)
+
+    def session(self, job: Job, make: Callable[[], Session]) -> Session:
+        """The session of the job's run, made once."""
+        if self._session is None or self._session[0] != job.run:
+            self._session = (job.run, make())
+        return self._session[1]
+
+    def forget_session(self) -> None:
+        """The next job makes a new session."""
+        self._session = None
+
+    def precision(self, run: str, session: Session) -> Precision:
+        """What the steps of a run are done in: timed before the first, and saved, so that a restart changes no bits."""
+        path = self.state_files(run).folder / PRECISION_FILE
+        known = None
+        with contextlib.suppress(StateError):  # damaged: timed once more
+            known = read_json(path)
+        if known is not None and known.get("precision") in get_args(Precision):
+            saved: Precision = known["precision"]
+            return saved
+        times = session.step_times()
+        times.log()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, times.as_json())
+        return times.chosen
+
+
+class TaskRunner:
+    """Runs the tasks of an agent under its configuration."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        tier: str,
+        *,
+        clock: Any = time.monotonic,
+        resources: Resources | None = None,
+    ) -> None:
+        self.config, self.tier, self._clock = config, tier, clock
+        self.resources = Resources(config) if resources is None else resources
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
-        self._session: tuple[str, Session] | None = None
-        self._data: tuple[Task, Samples, Samples] | None = None
         self.bundle_id = self._running_bundle()
+
+    @property
+    def outbox(self) -> Outbox:
+        """Where updates wait until they are delivered."""
+        return self.resources.outbox
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         """What the coordinator may know of this device."""
@@ -65,18 +142,21 @@ class TaskRunner:
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         self._remove_ended(job.run)
-        session, files = self._session_for(job), self.state_files(job.run)
+        session, files = self.session(job), self.resources.state_files(job.run)
         from ..client.session import ClientState
         from ..limits import keep_freed_memory
 
         keep_freed_memory()
         kept = ClientState(*files.before(kept_before(job)))
         if job.purpose == "finish":
-            return self._report(job, session, session.finish(received, kept, rounds=job.rounds), files)
+            outcome = session.finish(received, kept, rounds=job.rounds)
+            files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
+            metrics = outcome.metrics
+            return self.report(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
         if job.purpose == "pool":
             return self._give_norm(job, session, kept)
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
-        return self._deliver(job, outcome, files)
+        return self.deliver(job, outcome)
 
     def check(self, task: Task) -> None:
         """Return quietly when local data and head fit the task.
@@ -96,13 +176,9 @@ class TaskRunner:
 
             give_freed_memory_back()
 
-    def state_files(self, run: str) -> ClientStateFiles:
-        """What this device keeps of a run."""
-        return ClientStateFiles(self.config.state / "runs" / run)
-
     def forget_runs(self) -> int:
         """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
-        self._session = None
+        self.resources.forget_session()
         folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -203,9 +279,11 @@ class TaskRunner:
             return ""
         return current.id
 
-    def _session_for(self, job: Job) -> Session:
-        if self._session is not None and self._session[0] == job.run:
-            return self._session[1]
+    def session(self, job: Job) -> Session:
+        """The session in which the jobs of a run train."""
+        return self.resources.session(job, lambda: self._new_session(job))
+
+    def _new_session(self, job: Job) -> Session:
         import torch
 
         from .. import methods
@@ -222,50 +300,22 @@ class TaskRunner:
             Arrays(test.inputs, test.labels),
             seed=job.seed,
             device=self.config.training.device,
-            model=self._model_for(job),
+            model=self.resources.model(job),
+            evaluate_after=self.resources.evaluate_after,
             precision=self.config.training.precision,
         )
         if session.precision == "bfloat16":
-            session.precision = self._settled_precision(job.run, session)
-        self._session = (job.run, session)
+            session.precision = self.resources.precision(job.run, session)
         return session
 
-    def _settled_precision(self, run: str, session: Session) -> Precision:
-        """What the steps of a run are done in: timed before the first, and kept, so that a restart changes no bits."""
-        place = self.state_files(run).folder / PRECISION_FILE
-        known = None
-        with contextlib.suppress(StateError):  # damaged: timed once more
-            known = read_json(place)
-        if known is not None and known.get("precision") in get_args(Precision):
-            kept: Precision = known["precision"]
-            return kept
-        times = session.step_times()
-        times.log()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, times.as_json())
-        return times.chosen
-
-    def _model_for(self, job: Job) -> Built | None:  # noqa: ARG002 - of use to those who share a process
-        """The model that several clients use in turn; None: one of its own."""
-        return None
-
     def _samples(self, task: Task) -> tuple[Samples, Samples]:
-        if self._data is None or self._data[0] != task:
-            train, test = self._read(task)
-            if not len(train):
-                source = self.config.data.source
-                raise DataError(f"{source}: no training samples are left after the split; lower data.test_fraction")
-            self._data, self.samples = (task, train, test), len(train)
-        return self._data[1], self._data[2]
+        train, test = self.resources.samples(task)
+        self.samples = len(train)
+        return train, test
 
-    def _read(self, task: Task) -> tuple[Samples, Samples]:
-        from ..data.partition import own_samples
-
-        return own_samples(self.config.data, self.config.id, task.input, task.class_names)
-
-    def _deliver(self, job: Job, outcome: Outcome, files: ClientStateFiles) -> UpdateManifest:
-        """What stays is kept before anybody hears of what travels."""
-        files.write(job.round, outcome.kept.personal, outcome.kept.memory)
+    def deliver(self, job: Job, outcome: Outcome) -> UpdateManifest:
+        """Save the client state, then put the update into the outbox."""
+        self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
         return self.outbox.put(
             outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
         )
@@ -278,13 +328,8 @@ class TaskRunner:
             session.norm_tensors(kept), run=job.run, round_number=job.round, samples=len(train), metrics={}
         )
 
-    def _report(self, job: Job, session: Session, outcome: Outcome, files: ClientStateFiles) -> Report:
-        files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
-        metrics = outcome.metrics
-        return self._told(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
-
-    def _told(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
-        """The report of these accuracies, with what logistic regression on raw inputs gets beside them."""
+    def report(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
+        """The report of these accuracies, and of what logistic regression on raw inputs reaches."""
         from ..personalize import of_one_class, raw_accuracy
 
         train, test = self._samples(job.task)

@@ -19,10 +19,9 @@ import numpy as np
 from coordinator.research.bench.figures import Row
 from coordinator.research.bench.processes import answer, module, say
 from coordinator.research.bench.simulate import proportional_mb
-from coordinator.simulation.engines.choice import cores
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import Simulation, open_simulation
+from coordinator.simulation.setup import Prepared, cores
 from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}

@@ -13,8 +13,8 @@ from yardstick_loop import BareWorkers
 from coordinator.research.bench.figures import Row
 from coordinator.research.bench.simulate import SETUP, Size, plan_for, timed_round
 from coordinator.research.bench.workloads import register
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from coordinator.research.bench import workloads
 from coordinator.research.bench.figures import Row
 from coordinator.research.bench.simulate import Size, data_source, plan_for, timed_round
 from coordinator.simulation.engines.stacked import device_name
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 from edge_agent.client.session import choose_device
 from edge_agent.errors import MeasuringFailed
 

@@ -18,8 +18,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm_start import train_warm
 from coordinator.research.analyze.simulations import SimulationTarget
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 from coordinator.state.run_request import Request, Weights
 from edge_agent import methods
 from edge_agent.errors import ConfigError, UsageError, WeightsError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 
 LEAST = {"dualfed": 0.85, "fedpick": 0.9, "fedrir": 0.9}
 

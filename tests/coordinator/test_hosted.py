@@ -12,9 +12,8 @@ from simulation_harness import small_plan, write_images
 from coordinator.hosted import CombinedTransport
 from coordinator.hosted.agents import HostedAgents
 from coordinator.runs.selection import lack
-from coordinator.simulation.folder import PARTITION
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId

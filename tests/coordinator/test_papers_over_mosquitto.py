@@ -333,7 +333,7 @@ def test_nothing_that_a_device_keeps_is_heard_but_what_the_method_says(overheard
 @pytest.mark.parametrize("method", sorted(PARAMS))
 def test_no_image_of_a_training_device_is_heard(overheard, method):
     run = overheard(method)
-    images = [image.tobytes() for name in TRAIN for part in run.tasks[name]._data[1:] for image in part.inputs]
+    images = [image.tobytes() for name in TRAIN for part in run.tasks[name].resources._data[1] for image in part.inputs]
     assert len(images) == 4 * 64
     assert not [image for image in images if image in run.everything]
 

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.report.partition_plot import mixture
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.setup import Prepared
 from edge_agent.data.partition import Division
 
 
@@ -75,7 +75,7 @@ def test_few_clients_are_bubbles_and_many_a_map(clients):
         (("iid",), "no data"),
         (("idd", "--data", "npz:i.npz"), "did you mean 'iid'"),
         (("iid", "--data", "npz:i.npz", "--clients", 3, "--plot", "who.gif"), "'.gif'"),
-        (("iid", "--data", "npz:i.npz", "--classes-each", 3), "classes_each = 3 means nothing to partition iid"),
+        (("iid", "--data", "npz:i.npz", "--classes-each", 3), "classes_each = 3 has no effect on partition iid"),
         (("iid", "--data", "npz:i.npz", "--clients", 200), "90 samples for 200 clients"),
         (("pathological", "--data", "npz:i.npz", "--clients", 60), "client 0 gets"),
     ],
@@ -116,7 +116,7 @@ def test_a_picture_that_cannot_be_is_told_before_anything_is_written(call, tmp_p
 
 def test_options_without_effect_are_refused(call):
     for words, said in (
-        (("partition.json", "--test-fraction", 0.5), "means nothing to a saved partition"),
+        (("partition.json", "--test-fraction", 0.5), "has no effect on a saved partition"),
         (("fedpac", "--test-size", 5, "--size", 20), "no test part"),
         (("iid", "--data", "npz:i.npz"), "given twice"),
     ):

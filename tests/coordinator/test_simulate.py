@@ -10,11 +10,11 @@ from federation_duties import SMALL
 from federation_harness import Federation
 from simulation_harness import learned, run, small_plan, write_images
 
-from coordinator.simulation import folder as simulation_folder
 from coordinator.simulation import results
-from coordinator.simulation.duties import Shared
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation import setup as simulation_folder
+from coordinator.simulation.client_tasks import Shared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.agent.tasks import TaskRunner
@@ -81,13 +81,13 @@ def test_bytes_are_those_that_the_federation_counts(tmp_path, images):
 def test_one_model_object_serves_all_clients(images):
     """What 100 clients need together is what one of them needs."""
     prepared = Prepared.of(small_plan(images, "local"))
-    shared = Shared(prepared.pools, prepared.division, prepared.model, prepared.plan.folder)
+    shared = Shared(prepared.plan, prepared.pools, prepared.division, prepared.model, prepared.plan.folder)
     request = prepared.request()
     job = Job(
         run="run-0001", round=1, rounds=2, seed=0, method="local", params=request.params, task=request.task,
         blobs=(), deadline_s=1.0,
     )  # fmt: skip
-    sessions = [shared.tasks(client)._session_for(job) for client in prepared.division.clients]
+    sessions = [shared.resources(client).tasks().session(job) for client in prepared.division.clients]
     assert len({id(session._model) for session in sessions}) == 1
     assert len({id(session._fresh) for session in sessions}) == 1
 

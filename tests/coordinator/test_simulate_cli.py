@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.cli import simulate
-from coordinator.simulation.clients import Crowd
+from coordinator.simulation.client_pool import SimulatedClients
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_many_rounds_are_shown_evenly_apart():
 def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypatch):
     """Stopped before the fifth of nine jobs; what comes out is what an undisturbed run gives."""
     whole = json.loads(call(*images, *SHORT, "--out", "whole", "--json")[1])
-    work, done = Crowd.work, []
+    work, done = SimulatedClients.work, []
 
     def interrupted(self):
         if self._jobs or self._engine.is_busy:
@@ -102,7 +102,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypat
         return work(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Crowd, "work", interrupted)
+        patch.setattr(SimulatedClients, "work", interrupted)
         code, out, err = call(*images, *SHORT, "--out", "a b", "--json")
     assert (code, out) == (130, "")
     said = err.splitlines()[-1]
@@ -116,7 +116,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypat
 
 
 def test_ctrl_c_before_the_run_leaves_nothing(call, images, monkeypatch, tmp_path):
-    from coordinator.simulation.prepared import Prepared
+    from coordinator.simulation.setup import Prepared
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def test_values_of_the_wrong_kind_in_a_file_are_its_mistakes(call, images, tmp_p
     [
         (("--partition", "dirichlett", "--alpha", 1), "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
         (("--partition", "dirichlet"), "partition dirichlet needs alpha, for example --alpha 0.5"),
-        (("--alpha", "0.5"), "alpha = 0.5 means nothing to partition iid"),
+        (("--alpha", "0.5"), "alpha = 0.5 has no effect on partition iid"),
         (("--clients", 0), "clients = 0"),
         (("--clients", 61), "60 samples for 61 clients"),
         (("--method", "fedpicc"), "did you mean 'fedpick'?"),
@@ -192,8 +192,8 @@ def test_values_of_the_wrong_kind_in_a_file_are_its_mistakes(call, images, tmp_p
         (("--fraction", "1.5", "--rounds", "0"), "2 mistakes"),
         (("--fraction", "half"), "--fraction 'half': expected a share such as 0.1, or two of them: 0.1:1.0"),
         (("--fraction", "0.9:0.1"), "fraction from 0.9 to 0.1: expected the smaller one first"),
-        (("--workers", 2), "workers = 2 means nothing to engine serial"),
-        (("--new-clients", 20), "somebody has to train before"),
+        (("--workers", 2), "workers = 2 has no effect on engine serial"),
+        (("--new-clients", 20), "at least one client must train"),
         (("--device", "cuda:99"), "cuda:99"),
         (("--partition", "domains", "--data", "npz:nowhere.npz"), "nowhere.npz"),
     ],
@@ -240,7 +240,7 @@ def test_a_run_that_failed_says_so_again_when_it_is_resumed(call, images):
         code, out, err = call(*words)
         assert (code, out) == (1, "")
         assert "client 'c1': loss became nan" in err
-        assert "begin anew with other settings" in err
+        assert "start a new run with different settings" in err
         assert "--resume" not in err
 
 
@@ -306,8 +306,8 @@ def test_a_file_and_the_command_line_may_write_one_place_in_two_ways(call, image
 def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, monkeypatch):
     """2 rounds of 3 clients at 4 s each; the reports of 3 clients at the end count a quarter: 3 s are left."""
     from coordinator.simulation.plan import Plan
-    from coordinator.simulation.prepared import Prepared
     from coordinator.simulation.run import open_simulation
+    from coordinator.simulation.setup import Prepared
 
     seconds = [0.0]
     monkeypatch.setattr(simulate.time, "monotonic", lambda: seconds[0])

@@ -15,18 +15,15 @@ from coordinator.config import CohortConfig
 from coordinator.processes.pipe import SharedBuffer
 from coordinator.processes.supervisor import Limits
 from coordinator.runs.selection import choose
-from coordinator.simulation import prepared
-from coordinator.simulation.dropouts import Dropouts
-from coordinator.simulation.durations import Durations
-from coordinator.simulation.duties import answer
-from coordinator.simulation.engines import Work
+from coordinator.simulation import setup
+from coordinator.simulation.client_pool import Dropouts, Durations
+from coordinator.simulation.client_tasks import answer
+from coordinator.simulation.datasets import Pools
 from coordinator.simulation.engines import pool as local_pool
-from coordinator.simulation.engines.choice import Choice
-from coordinator.simulation.engines.pool import Beginning, Pool
-from coordinator.simulation.folder import PARTITION, planned
-from coordinator.simulation.pools import Pools
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.engines.base import Work
+from coordinator.simulation.engines.pool import LocalWorkers, WorkerPool
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import PARTITION, EngineChoice, Prepared, planned
 from edge_agent.client import session
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
@@ -62,18 +59,17 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
             os.kill(worker, signal.SIGINT)
             os.kill(worker, signal.SIGTERM)
         simulation.talk()
-        simulation.crowd._hand_out()
+        simulation.clients._hand_out()
         while not pool._busy:
-            pool._listen_once()
+            pool._wait()
         victim = next(iter(pool._busy))
         os.kill(victim.pid, signal.SIGKILL)
         result = simulation.finish()
-        assert pool._deaths.at_work.total() == 1
+        assert pool._crashes.total() == 1
         assert victim.pid not in pool.pids
         found = updates_of(simulation)
-        orphan = simulation.engine._crew[0]
-        simulation.engine._selector.unregister(orphan.pipe)
-        simulation.engine._crew.remove(orphan)
+        orphan = pool._all[0]
+        pool._hosts._selector.unregister(orphan.pipe)
         orphan.pipe.close()  # what its owner's death does
         assert orphan._process.wait(10) == 0
     assert learned_anywhere(result) == learned_anywhere(whole)
@@ -90,16 +86,16 @@ end = socket.socket(fileno=0)
 def hear():
     topic, size = struct.unpack("<HI", end.recv(6, socket.MSG_WAITALL))
     return end.recv(topic + size, socket.MSG_WAITALL)
-def say(words):
+def say(words, topic=b"done"):
     text = json.dumps(words).encode()
-    end.sendall(struct.pack("<HI", 0, len(text)) + text)
+    end.sendall(struct.pack("<HI", len(topic), len(text)) + topic + text)
 begun = hear()
 """
-DIES = "say({}); hear(); os.kill(os.getpid(), signal.SIGKILL)"
-WAITS = "say({}); hear()"
+DIES = "say({}, b'ready'); hear(); os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "say({}, b'ready'); hear()"
 NEVER_STARTS = "sys.exit('no module named torch')"
 SAYS_WHERE_BLOBS_ARE = """
-say({})
+say({}, b"ready")
 while True:
     first, blobs, *_ = socket.recv_fds(end, 6, 8)
     end.recv(sum(struct.unpack("<HI", first)), socket.MSG_WAITALL)
@@ -118,7 +114,7 @@ def pool_of(tmp_path, monkeypatch):
         path = tmp_path / "fake.py"
         path.write_text(FAKE + script)
         monkeypatch.setattr(local_pool, "COMMAND", (sys.executable, str(path)))
-        pool = Pool(Beginning({}, SharedBuffer.of(b"x"), tmp_path / "logs", Limits()), workers)
+        pool = WorkerPool("pool", LocalWorkers({}, SharedBuffer.of(b"x"), tmp_path / "logs", Limits()), workers)
         begun.append(pool)
         pool.start()
         return pool
@@ -142,9 +138,8 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
     done = pool.take()
     assert isinstance(done.said, Fault)
     assert done.said.error == "MemoryError"
-    assert (
-        "client 'c7' ran out of memory in round 4 (3 workers ended at it, with signal 9 (SIGKILL)" in done.said.message
-    )
+    reason = "3 workers crashed at it, the last with signal 9 (SIGKILL)"
+    assert f"client 'c7' ran out of memory in round 4 ({reason}" in done.said.message
     assert "a smaller batch_size than 50, fewer --workers" in done.said.message
     assert (pool.is_busy, pool.room) == (False, 2)
 
@@ -159,13 +154,13 @@ def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
 def test_workers_that_die_while_they_have_nothing_to_do_can_start_all_the_same(pool_of):
     pool = pool_of(WAITS, workers=3)
     for _ in range(2):
-        while pool._getting_ready:
-            pool._listen_once()
+        while pool._starting:
+            pool._wait()
         gone = set(pool.pids)
         for pid in gone:
             os.kill(pid, signal.SIGKILL)
         while gone & set(pool.pids):
-            pool._listen_once()
+            pool._wait()
     assert len(pool.pids) == 3
 
 
@@ -173,7 +168,7 @@ def timed_as(monkeypatch, *, float32_s, bfloat16_s):
     """How often steps have been timed, which come out as told."""
     asked = []
     times = StepTimes(float32_s, bfloat16_s)
-    monkeypatch.setattr(prepared, "time_steps", lambda model, inputs: asked.append(len(inputs)) or times)
+    monkeypatch.setattr(setup, "time_steps", lambda model, inputs: asked.append(len(inputs)) or times)
     return asked
 
 
@@ -227,7 +222,7 @@ def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_
     for client in ("a", "b", "c"):
         pool.give(work_for(client, b"to all   ", f"to {client}     ".encode()))
         told.append(pool.take().said.message)
-        assert len(pool._shelf.places) <= 3
+        assert len(pool._placement.places) <= 3
     common, own = zip(*(message.split(" ", 1) for message in told), strict=True)
     assert [blob.split(":")[1].strip() for blob in own] == ["to a", "to b", "to c"]
     assert len({message.split(":")[0] for message in told}) == 1
@@ -235,14 +230,14 @@ def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_
 
 
 def test_memory_that_is_not_there_is_told_as_such(images, tmp_path, monkeypatch):
-    prepared = Prepared.of(plan_for(images))
-    with open_simulation(prepared, tmp_path / "sim") as simulation:
+    setup = Prepared.of(plan_for(images))
+    with open_simulation(setup, tmp_path / "sim") as simulation:
         shared = simulation.engine._shared
 
     def full(*_):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(Pools, "arrays", full)
+    monkeypatch.setattr(Pools, "rows_of", full)
     said = answer(shared, "c2", work_for().job, {}).said
     assert said.error == "MemoryError"
     assert "client 'c2' ran out of memory in round 4 ([enforce fail" in said.message
@@ -250,11 +245,11 @@ def test_memory_that_is_not_there_is_told_as_such(images, tmp_path, monkeypatch)
 
 
 def test_pools_in_shared_memory_give_each_client_the_same_samples(images):
-    prepared = Prepared.of(plan_for(images, engine="pool", workers=2))
-    shared = prepared.shared()
+    setup = Prepared.of(plan_for(images, engine="pool", workers=2))
+    shared = setup.shared()
     assert shared.memory is not None
-    for share in prepared.division.clients.values():
-        for mine, theirs in zip(prepared.pools.arrays(share), shared.pools.arrays(share), strict=True):
+    for share in setup.division.clients.values():
+        for mine, theirs in zip(setup.pools.arrays(share), shared.pools.arrays(share), strict=True):
             np.testing.assert_array_equal(mine.inputs, theirs.inputs)
             np.testing.assert_array_equal(mine.labels, theirs.labels)
     assert not shared.pools.train.inputs.flags.owndata
@@ -263,19 +258,19 @@ def test_pools_in_shared_memory_give_each_client_the_same_samples(images):
 @pytest.mark.parametrize(
     "changes, chosen",
     [
-        ({"engine": "serial"}, Choice()),
-        ({"engine": None, "workers": 2}, Choice("pool", 2)),
-        ({"engine": "pool", "workers": 64}, Choice("pool", 3)),
+        ({"engine": "serial"}, EngineChoice()),
+        ({"engine": None, "workers": 2}, EngineChoice("pool", 2)),
+        ({"engine": "pool", "workers": 64}, EngineChoice("pool", 3)),
     ],
 )
 def test_an_engine_is_the_one_that_was_asked_for_with_no_more_workers_than_clients(images, changes, chosen):
-    assert Choice.of(plan_for(images, **changes), 3) == chosen
+    assert EngineChoice.of(plan_for(images, **changes), 3) == chosen
 
 
 @pytest.mark.parametrize("cores, clients, engine", [(1, 9, "serial"), (4, 1, "serial"), (4, 9, "pool")])
 def test_by_default_there_is_a_pool_where_it_has_something_to_share_out(images, monkeypatch, cores, clients, engine):
-    monkeypatch.setattr("coordinator.simulation.engines.choice.cores", lambda: cores)
-    chosen = Choice.of(plan_for(images, engine=None), clients)
+    monkeypatch.setattr("coordinator.simulation.setup.cores", lambda: cores)
+    chosen = EngineChoice.of(plan_for(images, engine=None), clients)
     assert (chosen.engine, chosen.workers) == (engine, min(cores, clients) if engine == "pool" else 1)
 
 
@@ -366,14 +361,14 @@ def test_newcomers_come_to_a_run_that_is_gone_on_with_as_well(tmp_path, images):
 
 
 def test_somebody_has_to_train(images):
-    with pytest.raises(UsageError, match="new_clients = 3 of 3 clients; somebody has to train before"):
+    with pytest.raises(UsageError, match="new_clients = 3 of 3 clients; at least one client must train"):
         Prepared.of(plan_for(images, new_clients=3))
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"workers": 2}, "workers = 2 means nothing to engine serial"),
+        ({"workers": 2}, "workers = 2 has no effect on engine serial"),
         ({"fraction": 0.5, "fraction_max": 0.2}, "fraction from 0.5 to 0.2: expected the smaller one first"),
         ({"dropout": 1.0}, "less than 1"),
     ],
@@ -386,7 +381,7 @@ def test_what_cannot_be_asked_for_is_told(images, changes, words):
 def test_an_update_from_a_worker_is_the_one_that_its_manifest_names(images, tmp_path):
     with open_simulation(Prepared.of(plan_for(images)), tmp_path / "sim") as simulation:
         simulation.talk()
-        simulation.crowd._hand_out()
+        simulation.clients._hand_out()
         done = simulation.engine.take()
     assert isinstance(done.said, UpdateManifest)
     assert done.blob.ref == Outgoing.of(bytes(done.blob.data)).ref == done.said.blob

@@ -10,8 +10,8 @@ import torch
 from safetensors.numpy import load_file
 from simulation_harness import run, small_plan, write_images
 
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 from edge_agent.bundle import open_bundle
 from edge_agent.data.partition import Division
 from edge_agent.storage import read_tensors
@@ -96,7 +96,7 @@ def test_newcomers_get_the_pooled_batch_norm_as_devices_do_with_a_bundle(tmp_pat
     model = prepared.method.build(prepared.task)
     load_arrays(model, {name: array for name, array in state.items() if name in model.state_dict()})
     load_arrays(model.encoder, load_file(tmp_path / "e.safetensors"))
-    _, test = prepared.pools.arrays(prepared.division.clients[prepared.newcomers[0]])
+    _, test = prepared.pools.arrays(prepared.division.clients[prepared.new_clients[0]])
     inputs, truth = torch.from_numpy(test.inputs), torch.from_numpy(test.labels)
     with torch.no_grad():
         model.eval()

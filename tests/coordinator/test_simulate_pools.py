@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from simulation_harness import run, small_plan, write_idx, write_images
 
-from coordinator.simulation import folder as simulation_folder
-from coordinator.simulation import pools
+from coordinator.simulation import datasets
+from coordinator.simulation import setup as simulation_folder
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.setup import Prepared
 from edge_agent.errors import ConfigError, DataError, UnknownName, UsageError
 
 
@@ -19,16 +19,16 @@ def images(tmp_path):
 
 
 def prepared_pools(plan):
-    return pools.prepare(plan)
+    return datasets.prepare(plan)
 
 
 def test_idx_files_are_divided_by_their_own_training_and_test_part(tmp_path):
     plan = Plan(data=(write_idx(tmp_path / "idx"),), partition="fedpac", clients=5, size=50)
-    pools, division, task = prepared_pools(plan)
-    assert (len(pools.train), len(pools.test)) == (400, 200)
+    datasets, division, task = prepared_pools(plan)
+    assert (len(datasets.train), len(datasets.test)) == (400, 200)
     assert task.encoder == "fedpac_cnn"
     assert (task.input.mean, task.input.std) == ((0.1307,), (0.3081,))
-    train, test = pools.arrays(division.clients["c1"])
+    train, test = datasets.arrays(division.clients["c1"])
     for part in (train, test):  # 10 even, then 40 = 13 + 13 + 14 of classes 2, 3 and 4
         assert np.bincount(part.labels, minlength=10).tolist() == [1, 1, 14, 14, 15, 1, 1, 1, 1, 1]
     white = (1 - 0.1307) / 0.3081
@@ -37,8 +37,8 @@ def test_idx_files_are_divided_by_their_own_training_and_test_part(tmp_path):
 
 def test_a_named_split_is_divided_alone_and_clients_hold_back_a_part(tmp_path):
     source = write_idx(tmp_path / "idx")
-    pools, division, _ = prepared_pools(Plan(data=(f"{source}?split=all",), clients=4))
-    assert (len(pools.train), pools.test) == (600, None)
+    datasets, division, _ = prepared_pools(Plan(data=(f"{source}?split=all",), clients=4))
+    assert (len(datasets.train), datasets.test) == (600, None)
     sizes = {(len(share.train), len(share.test)) for share in division.clients.values()}
     assert all(train + test == 150 and abs(test - 150 / 4) <= 5 for train, test in sizes)
     rows = [row for share in division.clients.values() for row in share.train + share.test]
@@ -54,9 +54,9 @@ def test_missing_test_files_are_told(tmp_path):
 
 
 def test_the_six_styles_of_digits_are_domains(tmp_path):
-    pools, division, task = prepared_pools(Plan(data=("digits?n=12",), partition="domains"))
+    datasets, division, task = prepared_pools(Plan(data=("digits?n=12",), partition="domains"))
     assert list(division.clients) == ["inverted", "optdigits", "photo", "rendered", "slanted", "striped"]
-    assert len(pools.train) == 72
+    assert len(datasets.train) == 72
     assert task.class_names == tuple("0123456789")
     assert all(len(share.train) + len(share.test) == 12 for share in division.clients.values())
 
@@ -70,10 +70,10 @@ def test_folders_of_images_are_domains_with_the_classes_of_all(tmp_path):
             (root / domain / name).mkdir(parents=True)
             for number in range(4):
                 Image.new("RGB", (8, 8), (60 * number, 10, 10)).save(root / domain / name / f"{number}.png")
-    pools, division, task = prepared_pools(Plan(data=(f"images:{root}",), partition="domains", encoder="linear"))
+    datasets, division, task = prepared_pools(Plan(data=(f"images:{root}",), partition="domains", encoder="linear"))
     assert list(division.clients) == ["amazon", "web-cam"]
     assert task.class_names == ("a", "b", "c")
-    labels = {name: set(pools.arrays(share)[0].labels.tolist()) for name, share in division.clients.items()}
+    labels = {name: set(datasets.arrays(share)[0].labels.tolist()) for name, share in division.clients.items()}
     assert labels == {"amazon": {1, 2}, "web-cam": {0, 1}}
 
 
@@ -94,16 +94,16 @@ def recordings(path, people=(3, 7)):
 def test_each_person_of_a_recording_is_a_client_and_time_splits_train_from_test(tmp_path):
     """Four recordings of seven windows (400 samples, 100 at a stride of 50): two test, one between is left out."""
     plan = Plan(data=(recordings(tmp_path / "watch.npz"),), partition="subjects", standardise=True)
-    pools, division, task = prepared_pools(plan)
+    datasets, division, task = prepared_pools(plan)
     assert list(division.clients) == ["subject-3", "subject-7"]
     assert task.encoder == "cnn1d"
-    assert len(pools.train) == 28
+    assert len(datasets.train) == 28
     for share in division.clients.values():
         assert (len(share.train), len(share.test)) == (8, 4)
         assert max(share.train[:4]) + 1 < min(share.test[:2])
     rows = np.concatenate([share.train for share in division.clients.values()])
-    np.testing.assert_allclose(pools.train.inputs[rows].mean(axis=(0, 2)), 0, atol=1e-4)
-    np.testing.assert_allclose(pools.train.inputs[rows].std(axis=(0, 2)), 1, atol=1e-4)
+    np.testing.assert_allclose(datasets.train.inputs[rows].mean(axis=(0, 2)), 0, atol=1e-4)
+    np.testing.assert_allclose(datasets.train.inputs[rows].std(axis=(0, 2)), 1, atol=1e-4)
 
 
 def test_a_saved_partition_gives_another_seed_the_same_split(tmp_path, images):
@@ -149,7 +149,7 @@ def test_input_fields_on_top_of_those_of_the_data(images):
         ({"clients": 0}, ValueError, "greater than or equal to 1"),
         ({"clients": 91}, DataError, "90 samples for 91 clients"),
         ({"partition": "dirichlet"}, ValueError, "needs alpha"),
-        ({"alpha": 0.5}, ValueError, "alpha = 0.5 means nothing to partition iid; it is for dirichlet"),
+        ({"alpha": 0.5}, ValueError, "alpha = 0.5 has no effect on partition iid"),
         (
             {"partition": "dirichlet", "alpha": 1e-9, "clients": 4},
             DataError,
@@ -174,13 +174,13 @@ def test_a_number_of_clients_that_the_data_contradict_is_refused(tmp_path):
 
 
 def test_pools_of_images_are_bytes_until_a_client_has_its_turn(images, tmp_path):
-    pools, division, task = prepared_pools(small_plan(images))
-    assert pools.train.inputs.dtype == np.uint8
-    size = sum(memoryview(piece).nbytes for piece in pools.content())
-    shared = type(pools).from_memory(memoryview(b"".join(pools.content())), task)
-    assert size < 1.2 * (pools.train.inputs.nbytes + pools.train.labels.nbytes) + 1000
+    datasets, division, task = prepared_pools(small_plan(images))
+    assert datasets.train.inputs.dtype == np.uint8
+    size = sum(memoryview(piece).nbytes for piece in datasets.content())
+    shared = type(datasets).from_memory(memoryview(b"".join(datasets.content())), task)
+    assert size < 1.2 * (datasets.train.inputs.nbytes + datasets.train.labels.nbytes) + 1000
     for share in division.clients.values():
-        for mine, theirs in zip(pools.arrays(share), shared.arrays(share), strict=True):
+        for mine, theirs in zip(datasets.arrays(share), shared.arrays(share), strict=True):
             assert mine.inputs.dtype == np.float32
             np.testing.assert_array_equal(mine.inputs, theirs.inputs)
 
@@ -193,6 +193,6 @@ def test_sources_of_bytes_and_of_floats_make_one_pool(tmp_path):
         np.savez(tmp_path / f"{name}.npz", inputs=inputs, labels=np.arange(20) % 2, class_names=names)
     sources = tuple(f"npz:{tmp_path}/{name}.npz" for name in ("bytes", "floats"))
     spec = {"mean": (0.0,), "std": (1.0,)}
-    pools, _, _ = prepared_pools(Plan(data=sources, partition="domains", input=spec))
+    datasets, _, _ = prepared_pools(Plan(data=sources, partition="domains", input=spec))
     expected = np.concatenate([bytes_ / 255.0, floats]).transpose(0, 3, 1, 2)
-    np.testing.assert_allclose(pools.train.inputs, expected, atol=1e-6)
+    np.testing.assert_allclose(datasets.train.inputs, expected, atol=1e-6)

@@ -15,12 +15,10 @@ import pytest
 from safetensors.numpy import save_file
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
 
-from coordinator.simulation.engines import cluster
-from coordinator.simulation.engines.choice import Choice
-from coordinator.simulation.engines.connection import connected
-from coordinator.simulation.folder import PARTITION
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.engines import ray_cluster
+from coordinator.simulation.engines.ray_connection import connected
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import PARTITION, EngineChoice, Prepared
 from edge_agent.errors import MissingCapability, RunFailed, UsageError
 
 STATEFUL = "fedper"
@@ -205,7 +203,7 @@ def test_a_run_that_was_stopped_on_ray_goes_on_elsewhere(ray, images, tmp_path):
 def test_a_client_at_which_actors_die_again_and_again_is_named(ray, images, tmp_path):
     ray.dies_at = ["c0"] * 3
     with pytest.raises(
-        RunFailed, match=r"client 'c0' ran out of memory in round 1 \(3 workers ended at it, with Actor"
+        RunFailed, match=r"client 'c0' ran out of memory in round 1 \(3 workers crashed at it, the last with Actor"
     ):
         run(plan_for(images), tmp_path / "ray")
     assert ray.log[-1] == "shutdown"
@@ -252,14 +250,14 @@ def test_an_address_where_nobody_is_is_told(ray, images, tmp_path, address, reas
 
 def test_without_ray_it_is_said_what_to_install(images, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingCapability, match=r"pip install 'headwater\[ray\]', or take --engine pool"):
-        Choice.of(plan_for(images), 3)
+    with pytest.raises(MissingCapability, match=r"pip install 'headwater\[ray\]', or use --engine pool"):
+        EngineChoice.of(plan_for(images), 3)
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"engine": "pool", "address": "auto"}, "address = auto means nothing to engine pool; it is for ray"),
+        ({"engine": "pool", "address": "auto"}, "address = auto has no effect on engine pool"),
         ({"address": "ray://host:10001"}, "is one for Ray's remote client; run on a machine of the cluster"),
     ],
 )
@@ -291,16 +289,16 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
             simulation.step()
     with open_simulation(Prepared.of(plan, folder / PARTITION), folder) as simulation:
         engine = simulation.engine
-        assert isinstance(engine, cluster.Cluster)
+        assert isinstance(engine._hosts, ray_cluster.RayWorkers)
         simulation.talk()
-        simulation.crowd._hand_out()
-        while not engine._at_work():
-            engine._listen()
-        victim = next(hand for hand, work in engine._asked.values() if work is not None)
+        simulation.clients._hand_out()
+        while not engine._busy:
+            engine._wait()
+        victim = next(iter(engine._busy))
         os.kill(victim.pid, signal.SIGKILL)
         while simulation.closed() < 2:
             simulation.step()
-        assert engine._deaths.at_work.total() == 1
+        assert engine._crashes.total() == 1
         assert victim.pid not in engine.pids
     result, found = run_and_updates(alone(plan), folder, saved=True)
     assert (learned_anywhere(result), found) == (learned_anywhere(whole), expected)

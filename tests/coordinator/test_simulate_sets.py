@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.simulation import pools
+from coordinator.simulation import datasets
 from coordinator.simulation.plan import Plan
 from edge_agent.data.sets import officecaltech, pacs, ucihar
 from edge_agent.errors import DataError, UsageError
@@ -18,7 +18,7 @@ SMALL = {"encoder": "linear", "input": {"height": 4, "width": 4, "mean": 0.0, "s
 
 
 def prepared(source, **changes):
-    return pools.prepare(Plan(data=(source,), **{"partition": "domains", **SMALL, **changes}))
+    return datasets.prepare(Plan(data=(source,), **{"partition": "domains", **SMALL, **changes}))
 
 
 def paint(path, *colour):
@@ -115,11 +115,11 @@ def test_sources_given_one_by_one_keep_their_parts_where_all_of_them_have_some(t
             idx(tmp_path / name / f"{stem}-images-idx3-ubyte.gz", np.full((count, 4, 4), 100 * place, np.uint8))
             idx(tmp_path / name / f"{stem}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8) % 2)
     both = tuple(f"idx:{tmp_path / name}" for name in ("one", "two"))
-    found, division, _ = pools.prepare(Plan(data=both, partition="domains", encoder="linear"))
+    found, division, _ = datasets.prepare(Plan(data=both, partition="domains", encoder="linear"))
     assert {(len(share.train), len(share.test)) for share in division.clients.values()} == {(20, 10)}
     assert len(found.test) == 20
     mixed = (both[0], f"{both[1]}?split=test")
-    found, division, _ = pools.prepare(Plan(data=mixed, partition="domains", encoder="linear", test_fraction=0.5))
+    found, division, _ = datasets.prepare(Plan(data=mixed, partition="domains", encoder="linear", test_fraction=0.5))
     assert found.test is None
     assert {name: (len(share.train), len(share.test)) for name, share in division.clients.items()} == {
         "one": (10, 10),
@@ -144,14 +144,14 @@ def har(tmp_path):
 
 def test_each_person_of_uci_har_is_a_client_and_time_splits_each_recording(har):
     """Of eight windows two test; the one before them, which shares samples with them, is left out."""
-    found, division, task = pools.prepare(Plan(data=(f"ucihar:{har}",), partition="subjects"))
+    found, division, task = datasets.prepare(Plan(data=(f"ucihar:{har}",), partition="subjects"))
     assert list(division.clients) == ["subject-1", "subject-2", "subject-3"]
     assert task.encoder == "cnn1d"
     assert task.class_names == ("sitting", "walking")
     for name, share in division.clients.items():
         assert (len(share.train), len(share.test)) == (10, 4)
         assert {float(part.inputs.min()) for part in found.arrays(share)} == {float(name[-1])}
-    _, division, _ = pools.prepare(Plan(data=(f"ucihar:{har}?split=train&exclude_subject=1",), partition="subjects"))
+    _, division, _ = datasets.prepare(Plan(data=(f"ucihar:{har}?split=train&exclude_subject=1",), partition="subjects"))
     assert list(division.clients) == ["subject-3"]
 
 
@@ -162,6 +162,6 @@ def test_what_cannot_be_divided_so_is_told(pacs_folder, har, tmp_path):
         ("subjects", f"ucihar:{har}?subject=1", "without the option subject"),
     ):
         with pytest.raises(UsageError, match=words):
-            pools.prepare(Plan(data=(source,), partition=rule))
+            datasets.prepare(Plan(data=(source,), partition=rule))
     with pytest.raises(DataError, match="no PACS in"):
         prepared(f"pacs:{tmp_path / 'nowhere'}")

@@ -11,9 +11,9 @@ from simulation_harness import small_plan, write_images
 from torch import nn
 
 from coordinator.cli.simulate import reading
-from coordinator.simulation.engines.trial import ONE_BY_ONE, Starter, Trial
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.engines.stacked import ONE_BY_ONE, Starter, Trial
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 from edge_agent import methods, models
 from edge_agent.client.session import ClientState, Session
 from edge_agent.client.stacked import Stack
@@ -274,8 +274,8 @@ def test_a_loss_that_is_no_number_is_told_as_one_by_one(images, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"workers": 2}, "workers = 2 means nothing to engine stacked"),
-        ({"engine": "serial"}, "stacked_always means nothing to engine serial; it is for stacked"),
+        ({"workers": 2}, "workers = 2 has no effect on engine stacked"),
+        ({"engine": "serial"}, "stacked_always has no effect on engine serial"),
     ],
 )
 def test_what_cannot_be_asked_for_is_told(images, changes, words):

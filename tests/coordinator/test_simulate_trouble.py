@@ -17,10 +17,9 @@ from coordinator.fleet.uploads import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results
-from coordinator.simulation.clients import Crowd
-from coordinator.simulation.folder import PARTITION, PLAN, planned
-from coordinator.simulation.prepared import Prepared
+from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import PARTITION, PLAN, Prepared, planned
 from coordinator.state import identity
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, StateFolder
@@ -117,7 +116,7 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [UpdateManifest, Report])
 def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path, images, monkeypatch, kind):
     """One word of one client is lost: nobody repeats it, so nothing would happen for a week of simulated time."""
-    plan, say, lost = small_plan(images), Crowd._say, []
+    plan, say, lost = small_plan(images), SimulatedClients._say, []
 
     def forgetful(self, client, message):
         if isinstance(message, kind) and client == "c1" and not lost:
@@ -125,9 +124,9 @@ def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path,
         else:
             say(self, client, message)
 
-    monkeypatch.setattr(Crowd, "_say", forgetful)
+    monkeypatch.setattr(SimulatedClients, "_say", forgetful)
     with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
-        with pytest.raises(RunFailed, match=r"nobody has anything left to do.* c1.*--resume"):
+        with pytest.raises(RunFailed, match=r"no client has a job left.* c1.*--resume"):
             while simulation.clock.now < 30.0:
                 simulation.step()
     assert not record_in(tmp_path / "sim").is_over
@@ -168,7 +167,7 @@ def test_a_client_that_cannot_go_on_is_told_in_its_own_words_and_the_run_stays_o
     plan = small_plan(images, params={**SMALL, "lr": 1e30})
     for _ in range(2):
         with pytest.raises(
-            TrainingFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss.*begin anew"
+            TrainingFailed, match=r"round 1 .*c2: TrainingFailed: client 'c2': loss.*start a new run"
         ) as told:
             run(plan, tmp_path / "sim")
         assert "quorum" not in str(told.value)
@@ -235,14 +234,14 @@ def test_a_journal_that_is_older_than_what_clients_have_kept_is_refused(tmp_path
     shutil.copy(folder / "journal.db", tmp_path / "older.db")
     stopped_after(plan, folder, 7)
     shutil.copy(tmp_path / "older.db", folder / "journal.db")
-    with pytest.raises(StateError, match=r"stands in round 2, .*c0.* kept .* round [34].*remove .*--out"):
+    with pytest.raises(StateError, match=r"is in round 2, .*c0.* state of round [34].*remove .*--out"):
         run(plan, folder)
 
 
 # --- beginnings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["write_json", "engine_for"])
+@pytest.mark.parametrize("name", ["write_json", "create_engine"])
 def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, images, monkeypatch, name):
     plan, folder = small_plan(images), tmp_path / "sim"
 
@@ -250,8 +249,8 @@ def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, image
         raise KeyboardInterrupt
 
     place = {
-        "write_json": "coordinator.simulation.folder",
-        "engine_for": "coordinator.simulation.engines.making",
+        "write_json": "coordinator.simulation.setup",
+        "create_engine": "coordinator.simulation.run",
     }[name]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(f"{place}.{name}", killed)
@@ -325,7 +324,7 @@ def test_a_plan_that_was_changed_is_not_gone_on_with(tmp_path, images, change, w
     stopped_after(small_plan(images, "fedper", params=SMALL, rounds=6), folder, 1)
     raw = json.loads((folder / PLAN).read_text())
     (folder / PLAN).write_text(json.dumps(raw | change))
-    with pytest.raises(UsageError, match=rf"{words}.*put it back.*--out"):
+    with pytest.raises(UsageError, match=rf"{words}.*restore it.*--out"):
         run(planned(folder), folder)
 
 
@@ -338,7 +337,7 @@ def test_a_partition_that_was_changed_is_not_gone_on_with(tmp_path, images, what
     pairs = zip(names, shares[:3] if what == "fewer clients" else shares[::-1], strict=False)
     division.model_copy(update={"clients": dict(pairs)}).write(folder / PARTITION)
     with (
-        pytest.raises(UsageError, match=r"partition\.json .* other samples.*put it back.*--out"),
+        pytest.raises(UsageError, match=r"partition\.json .* other samples.*restore it.*--out"),
         open_simulation(Prepared.of(plan, folder / PARTITION), folder),
     ):
         pass

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from simulation_harness import learned, run, write_idx
 
-from coordinator.simulation import folder as simulation_folder
+from coordinator.simulation import setup as simulation_folder
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
 
 
 @pytest.fixture

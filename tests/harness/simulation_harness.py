@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from federation_duties import quick_params
 
-from coordinator.simulation.folder import PARTITION
 from coordinator.simulation.plan import Plan
-from coordinator.simulation.prepared import Prepared
 from coordinator.simulation.run import Simulation, open_simulation
+from coordinator.simulation.setup import PARTITION, Prepared
 
 
 def write_images(

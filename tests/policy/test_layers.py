@@ -145,7 +145,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("paho", {"edge_agent.wire.mqtt"}),
         ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
-        ("ray", {"coordinator.simulation.engines.connection"}),
+        ("ray", {"coordinator.simulation.engines.ray_connection"}),
     ],
 )
 def test_package_has_few_doors(sources, package, only):

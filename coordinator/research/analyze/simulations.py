@@ -18,8 +18,7 @@ from edge_agent.errors import StateError, UsageError
 from edge_agent.methods.base import Client
 from edge_agent.wire.tensors import decode
 
-from ...simulation.folder import CLIENTS, PARTITION, computing_as_begun, planned
-from ...simulation.prepared import Prepared
+from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.retention import states_of
 from ...state.store import StateFolder
 from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, Mixing, Settings, mixing_of, split_mask

@@ -16,11 +16,10 @@ import numpy as np
 from edge_agent.client.session import choose_device
 from edge_agent.errors import MeasuringFailed
 
-from ...simulation.engines.choice import cores
 from ...simulation.engines.stacked import device_name
 from ...simulation.plan import Plan
-from ...simulation.prepared import Prepared
 from ...simulation.run import Simulation, open_simulation
+from ...simulation.setup import Prepared, cores
 from .figures import Row
 from .processes import usage
 from .workloads import FASHION, W1_ENCODER, W1_PARAMS, has_fashion, register

@@ -1,7 +1,7 @@
-"""What an engine is: it is given work for clients, and gives back what came out, in any order.
+"""The contract of engines: they are given clients' jobs, and give back the replies in any order.
 
-An engine decides where and when clients compute, never what: each piece of work begins from what the client has kept
-and from what it receives, so the same seed gives the same bits on every engine and with any number of workers.
+An engine decides where and when clients compute, never what: each job starts from the client's state and from what it
+receives, so the same seed gives the same bits on every engine and with any number of workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Fault, Job, Report, UpdateManifest
 from edge_agent.wire.tensors import decode
 
+from ..client_tasks import Answer
+
 ANSWERS: dict[str, type[UpdateManifest | Report | Fault]] = {
     "update": UpdateManifest,
     "report": Report,
     "fault": Fault,
 }
-"""What a client may say to a job, by the ``type`` under which another process passes it on."""
+"""Replies to a job, by the ``type`` under which other processes send them."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What came out of a piece of work: the client's answer, its update if it made one, and how long it took."""
+    """A job that is done: the client's reply, its update if it made one, and how long it took."""
 
     work: Work
     said: UpdateManifest | Report | Fault
     blob: Outgoing | None
     seconds: float
+
+    @classmethod
+    def of(cls, work: Work, answer: Answer) -> Done:
+        """From what a client of this process has computed."""
+        said = answer.said
+        blob = Outgoing(said.blob, memoryview(b"".join(answer.content))) if isinstance(said, UpdateManifest) else None
+        return cls(work, said, blob, answer.seconds)
 
 
 class Engine(Protocol):
@@ -54,35 +63,35 @@ class Engine(Protocol):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes of its own that are at work."""
+        """Process ids of its workers."""
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What a result is to tell of it, beside its name and number of workers."""
+        """What it adds to the result of the simulation."""
 
     @property
     def room(self) -> int:
-        """How many pieces of work can be given now."""
+        """How many jobs it accepts now."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything that was given has not come back yet."""
+        """Whether any job that was given has not been taken back."""
 
     def start(self) -> None:
-        """Get ready; called once before any work."""
+        """Get ready; called once before the first job."""
 
     def give(self, work: Work) -> None:
-        """Begin with it as soon as somebody can; only where there is room."""
+        """Queue a job; only where there is `room`."""
 
     def take(self) -> Done:
-        """The next piece of work that is done; waits for it.
+        """The next job that is done; waits for it.
 
         Raises:
-            RunFailed: the engine cannot go on.
+            RunFailed: the engine cannot continue.
         """
 
     def close(self) -> None:
-        """Stop at once, whatever is under way."""
+        """Stop at once."""
 
 
 def received(blobs: Sequence[memoryview]) -> Tensors:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from edge_agent.errors import RunFailed
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import UpdateManifest
 
-from ..duties import Shared, answer
+from ..client_tasks import Shared, answer
 from .base import Done, Work
 
 
 class Serial:
-    """The plainest engine: what others must not differ from."""
+    """The reference engine: the others must give the same bits."""
 
     name, workers = "serial", 1
 
@@ -23,45 +21,41 @@ class Serial:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """None."""
+        """No process of its own."""
         return ()
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Nothing more."""
+        """Nothing."""
         return {}
 
     @property
     def room(self) -> int:
-        """One where nothing is under way."""
+        """One job at a time."""
         return 0 if self.is_busy else 1
 
     @property
     def is_busy(self) -> bool:
-        """Whether something was given that has not been taken."""
+        """Whether a job was given that has not been taken."""
         return self._given is not None
 
     def start(self) -> None:
         """Nothing to do."""
 
     def give(self, work: Work) -> None:
-        """Note it; it is done when somebody asks for it."""
+        """Queue the job; `take` runs it."""
         self._given = work
 
     def take(self) -> Done:
-        """Do it.
+        """Run the job.
 
         Raises:
             RunFailed: nothing was given.
         """
         work, self._given = self._given, None
         if work is None:
-            raise RunFailed("the engine was asked for work that it was not given; this is a mistake of ours, report it")
-        found = answer(self._shared, work.client, work.job, work.received())
-        blob = None
-        if isinstance(found.said, UpdateManifest):
-            blob = Outgoing(found.said.blob, memoryview(b"".join(found.content)))
-        return Done(work, found.said, blob, found.seconds)
+            raise RunFailed("internal error: no job was queued; please report this")
+        return Done.of(work, answer(self._shared, work.client, work.job, work.received()))
 
     def close(self) -> None:
-        """Nothing is under way between two calls."""
+        """Nothing to do: nothing runs between two calls."""

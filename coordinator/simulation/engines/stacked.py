@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,29 +21,28 @@ import torch
 
 from edge_agent import methods
 from edge_agent.agent.runner import fault
-from edge_agent.client.stacked import Schedule, Stack, has_norm, obstacle, schedule
-from edge_agent.errors import HeadwaterError, RunFailed
-from edge_agent.methods import Method
+from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
+from edge_agent.errors import HeadwaterError, RunFailed, TrainingFailed
+from edge_agent.methods import Client, Method
 from edge_agent.methods.base import Plain
 from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.training.parts import Parts
 from edge_agent.wire.messages import Fault, UpdateManifest
 
-from ..duties import Answer, Begun, Shared, answer, attempt, is_out_of_memory
+from ..client_tasks import Answer, HalfRound, Shared, answer, attempt, is_out_of_memory
 from .base import Done, Work
-from .trial import Measure, Starter, Trial, Verdict, timed
 
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 256
 MOST_UPDATE_BYTES = 1 << 30
-"""Updates of one stack lie in the host's memory until the coordinator has taken them."""
+"""Updates of one stack are in the host's memory until the coordinator has taken them."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What clients do whose work can be done at once."""
+    """Training that several clients can do at once."""
 
     method: Method
     plain: Plain
@@ -55,7 +54,7 @@ class Stacked:
     name, workers = "stacked", 1
 
     def __init__(self, shared: Shared, *, always: bool = False, measure: Measure | None = None) -> None:
-        """``always``: also where one after another would be faster. ``measure`` says how long something takes."""
+        """``always``: also where one after another would be faster. ``measure`` times some work."""
         self._shared, self._always = shared, always
         self._model = shared.model.model
         self._device = next(self._model.parameters()).device
@@ -69,12 +68,12 @@ class Stacked:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """None."""
+        """No process of its own."""
         return ()
 
     @property
     def figures(self) -> dict[str, Any]:
-        """How many jobs of training were done at once since this process began, where, and why not others."""
+        """How many training jobs were done at once in this process, on which device, and why not others."""
         found = self._verdict or Verdict(None, "nobody has trained")
         stacked = {
             "jobs": self._stacked,
@@ -94,18 +93,18 @@ class Stacked:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything was given that has not been taken."""
+        """Whether any job was given that has not been taken."""
         return bool(self._given or self._done)
 
     def start(self) -> None:
-        """Nothing to do: the first clients to train show what suits."""
+        """Nothing to do: the first clients that train decide how."""
 
     def give(self, work: Work) -> None:
-        """Note it; it is done when somebody asks for it."""
+        """Queue the job; `take` runs it."""
         self._given.append(work)
 
     def take(self) -> Done:
-        """Do what can be done at once with the first that was given, or that alone.
+        """Run the first job, and at once with it all others that can be.
 
         Raises:
             RunFailed: nothing was given.
@@ -115,13 +114,13 @@ class Stacked:
         return self._done.popleft()
 
     def close(self) -> None:
-        """Nothing is under way between two calls."""
+        """Nothing to do: nothing runs between two calls."""
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         if not self._given:
-            raise RunFailed("the engine was asked for work that it was not given; this is a mistake of ours, report it")
+            raise RunFailed("internal error: no job was queued; please report this")
         first = self._given.pop(0)
         self._jobs += first.job.purpose == "train"
         kind = self._kind(first)
@@ -135,10 +134,10 @@ class Stacked:
 
     def _alone(self, work: Work) -> None:
         found = answer(self._shared, work.client, work.job, work.received())
-        self._done.append(_done(work, found))
+        self._done.append(Done.of(work, found))
 
     def _kind(self, work: Work) -> _Kind | None:
-        """What is known of training that can be done at once; None where it cannot."""
+        """How this job can be done at once with others; None where it cannot."""
         if work.job.purpose != "train" or not self._has_enough(work):
             return None
         method = methods.create(work.job.method, work.job.params)
@@ -151,7 +150,7 @@ class Stacked:
         return None if is_off or plain is None else _Kind(method, plain)
 
     def _has_enough(self, work: Work) -> bool:
-        """Batch norm makes nothing of a single sample; what it says then is said alone."""
+        """Whether batches have two samples for batch norm; a client with one trains alone, and reports the error."""
         samples = len(self._shared.division.clients[work.client].train)
         return min(samples, int(work.job.params.get("batch_size", samples))) > 1 or not has_norm(self._model)
 
@@ -166,7 +165,7 @@ class Stacked:
         log.warning("one_by_one device=%s because=%s", self._device, reason)
 
     def _together(self, kind: _Kind, works: Sequence[Work]) -> None:
-        """In order of their samples. Where memory is short, in two halves; where it cannot be done, one by one."""
+        """Train in order of samples; in two halves where memory is short, one by one where stacking fails."""
         works = sorted(works, key=lambda work: -len(self._shared.division.clients[work.client].train))
         is_short = False
         try:
@@ -185,7 +184,7 @@ class Stacked:
             self._alone(work)
 
     def _halve(self, kind: _Kind, works: Sequence[Work]) -> None:
-        """Nothing has been kept or told yet: everybody begins anew."""
+        """No state has been saved and no reply sent yet: all clients start again."""
         half = len(works) // 2
         self._most = max(1, half)
         log.warning("fewer_at_once device=%s clients=%d", self._device, self._most)
@@ -195,7 +194,7 @@ class Stacked:
         self._together(kind, works[half:])
 
     def _try(self, kind: _Kind, works: Sequence[Work]) -> Verdict:
-        """Once in a run: what the first clients to train show."""
+        """The verdict of the first clients that train, once in a run."""
         starters = [
             Starter(received, functools.partial(self._client, work, received)) for work, received in _fed(works)
         ]
@@ -207,15 +206,15 @@ class Stacked:
 
     def _client(self, work: Work, received: Tensors) -> methods.Client:
         job = work.job.model_copy(update={"evaluate": False})
-        return self._shared.duties(work.client).begin(job, received).client
+        return HalfRound.begin(self._shared, work.client, job, received).client
 
     def _train(self, kind: _Kind, works: Sequence[Work], verdict: Verdict) -> None:
         begin, params = time.perf_counter(), kind.method.params
-        stack, begun, gone = Stack(self._model, len(works)), list[Begun](), list[tuple[Work, Fault]]()
+        stack, begun, gone = Stack(self._model, len(works)), list[HalfRound](), list[tuple[Work, Fault]]()
         there = list[Work]()
         for work, received in _fed(works):
             try:
-                begun.append(self._shared.duties(work.client).begin(work.job, received))
+                begun.append(HalfRound.begin(self._shared, work.client, work.job, received))
             except HeadwaterError as error:
                 gone.append((work, fault(error, work.job.run, work.job.round)))
                 continue
@@ -230,26 +229,26 @@ class Stacked:
         for place, work in enumerate(there):
             stack.put(place)
             said = self._end(begun[place], schedules[place], losses[:, place], kind)
-            content = begun[place].duties.outbox.content if isinstance(said, UpdateManifest) else []
-            self._done.append(_done(work, Answer(said, content, seconds)))
-        self._done.extend(_done(work, Answer(said, [], seconds)) for work, said in gone)
+            content = begun[place].resources.outbox.content if isinstance(said, UpdateManifest) else []
+            self._done.append(Done.of(work, Answer(said, content, seconds)))
+        self._done.extend(Done.of(work, Answer(said, [], seconds)) for work, said in gone)
         self._stacked += len(there)
 
-    def _end(self, begun: Begun, own: Schedule, losses: np.ndarray, kind: _Kind) -> UpdateManifest | Fault:
+    def _end(self, begun: HalfRound, own: Schedule, losses: np.ndarray, kind: _Kind) -> UpdateManifest | Fault:
         def work() -> UpdateManifest:
             _tell_loss(begun, own, losses, kind.method)
-            return begun.duties.end(begun)
+            return begun.end()
 
         return attempt(begun.client.id, begun.job, work)
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is called by those who sell it."""
+    """The product name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _fed(works: Sequence[Work]) -> list[tuple[Work, Tensors]]:
-    """Works with what they start from; what all of them receive is read once."""
+    """Works with what they receive; what several receive is decoded once."""
     read: dict[tuple[str, ...], Tensors] = {}
     found = []
     for work in works:
@@ -260,7 +259,7 @@ def _fed(works: Sequence[Work]) -> list[tuple[Work, Tensors]]:
     return found
 
 
-def _tell_loss(begun: Begun, own: Schedule, losses: np.ndarray, method: Method) -> None:
+def _tell_loss(begun: HalfRound, own: Schedule, losses: np.ndarray, method: Method) -> None:
     """The last epoch's mean loss, as local training logs it.
 
     Raises:
@@ -277,8 +276,160 @@ def _tell_loss(begun: Begun, own: Schedule, losses: np.ndarray, method: Method) 
         begun.client.log["loss"] = mean
 
 
-def _done(work: Work, found: Answer) -> Done:
-    blob = None
-    if isinstance(found.said, UpdateManifest):
-        blob = Outgoing(found.said.blob, memoryview(b"".join(found.content)))
-    return Done(work, found.said, blob, found.seconds)
+Measure = Callable[[str, Callable[[], object]], float]
+"""Name and work -> seconds."""
+
+TIMED_STEPS, WARM_STEPS = 3, 1
+FEW = 4
+"""Clients that are timed one by one, and at once where there is no GPU, whose size would decide."""
+
+TOLERANCE, SHORT_TOLERANCE = 1e-4, 0.05
+"""Largest difference relative to the change by training, over all tensors, in 64 bits and where there are only 32:
+another loss is far above. In 32 bits, batch norm over a few numbers amplifies rounding too much for a tighter bound."""
+
+ONE_BY_ONE = "one by one"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A client at the beginning of a round, repeatable."""
+
+    received: Tensors
+    begin: Callable[[], Client]
+    """Loads the model, and gives the client with fresh generators."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How convolutions of a stack are computed; None: no stack, for this ``reason``."""
+
+    convolutions: Convolutions | None
+    reason: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of one client's step, by the way that was timed."""
+
+
+def timed(device: torch.device) -> Measure:
+    """Seconds on a clock, waiting for the device."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def measure(_: str, work: Callable[[], object]) -> float:
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        return time.perf_counter() - begin
+
+    return measure
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Clients, the one with the most samples first, of a method with standard training."""
+
+    method: Method
+    plain: Plain
+    model: Parts
+    starters: Sequence[Starter]
+
+    def verdict(self, measure: Measure, *, always: bool) -> Verdict:
+        """Whether and how to train them at once; ``always``: whenever it equals the method's own training."""
+        apart, device = self.difference(), next(self.model.parameters()).device
+        if not apart <= (TOLERANCE if _has_64_bits(device) else SHORT_TOLERANCE):
+            return Verdict(None, f"it would differ from method '{self.method.name}' by {apart:.2g} of a step")
+        if always:
+            return Verdict("grouped", "asked for")
+        seconds = self.seconds(measure)
+        best = min(seconds, key=lambda name: seconds[name])
+        told = ", ".join(f"{name} {1000 * value:.3g} ms" for name, value in seconds.items())
+        if best == ONE_BY_ONE:
+            return Verdict(None, f"a client's step takes {told}", seconds)
+        return Verdict("unfolded" if best == "unfolded" else "grouped", f"a client's step takes {told}", seconds)
+
+    def difference(self) -> float:
+        """Difference of one stacked epoch of two small clients from the method's own, relative to its change."""
+        method, pair = self._short(), self.starters[:2]
+        try:
+            clients = [self._in_64_bits(place, starter) for place, starter in enumerate(pair)]
+            before, alone, together = (Stack(self.model, len(pair)) for _ in range(3))
+            for place, starter in enumerate(pair):
+                clients[place] = self._in_64_bits(place, starter)
+                before.hold(place)
+                together.hold(place)
+                method.local_update(clients[place], starter.received)
+                alone.hold(place)
+            clients = [self._in_64_bits(place, starter) for place, starter in enumerate(pair)]
+            together.train(clients, [schedule(client, method.params) for client in clients], method.params, self.plain)
+        except TrainingFailed:
+            return 0.0  # the same will be said, whoever trains
+        finally:
+            self.model.float()
+        return _distance(alone, together) / (_distance(alone, before) or 1.0)
+
+    def _in_64_bits(self, place: int, starter: Starter) -> Client:
+        """A client with a few samples, one less than the one before, in 64 bits where the device has them."""
+        rows = max(2, self.method.params.batch_size * 3 // 2 + 2 - place)
+        self.model.float()
+        client = starter.begin()
+        few = replace(client, train_inputs=client.train_inputs[:rows], train_labels=client.train_labels[:rows])
+        if not _has_64_bits(client.device):
+            return few
+        self.model.double()
+        return replace(few, train_inputs=few.train_inputs.double())
+
+    def seconds(self, measure: Measure) -> dict[str, float]:
+        """Of one client's step: one by one by the method's own code, and at once in each way that there is."""
+        is_cpu = next(self.model.parameters()).device.type == "cpu"
+        found = {ONE_BY_ONE: self._one_by_one(measure, self.starters[:FEW])}
+        ways: tuple[Convolutions, ...] = ("grouped", "unfolded") if has_unfolding(self.model) else ("grouped",)
+        for way in ways:
+            found[way] = self._at_once(measure, self.starters[:FEW] if is_cpu else self.starters, way)
+        return found
+
+    def _short(self) -> Method:
+        """The method, with one epoch a round."""
+        return type(self.method)(self.method.params.model_copy(update={"local_epochs": 1}))
+
+    def _stack(self, starters: Sequence[Starter]) -> tuple[Stack, list[Client]]:
+        stack, clients = Stack(self.model, len(starters)), list[Client]()
+        for place, starter in enumerate(starters):
+            clients.append(starter.begin())
+            stack.hold(place)
+        return stack, clients
+
+    def _one_by_one(self, measure: Measure, starters: Sequence[Starter]) -> float:
+        method, total, steps = self._short(), 0.0, 0
+        for number, starter in enumerate(starters):
+            client, rows = starter.begin(), TIMED_STEPS * self.method.params.batch_size
+            client = replace(client, train_inputs=client.train_inputs[:rows], train_labels=client.train_labels[:rows])
+            if number == 0:
+                method.local_update(client, starter.received)
+            total += measure(ONE_BY_ONE, functools.partial(method.local_update, client, starter.received))
+            steps += len(schedule(client, method.params))
+        return total / steps
+
+    def _at_once(self, measure: Measure, starters: Sequence[Starter], way: Convolutions) -> float:
+        params = self.method.params.model_copy(update={"local_epochs": max(1, WARM_STEPS + TIMED_STEPS)})
+        stack, clients = self._stack(starters)
+        full = [schedule(client, params)[: WARM_STEPS + TIMED_STEPS] for client in clients]
+        warm, rest = _cut(full, 0, WARM_STEPS), _cut(full, WARM_STEPS, WARM_STEPS + TIMED_STEPS)
+        stack.train(clients, warm, params, self.plain, way)
+        taken = measure(way, lambda: stack.train(clients, rest, params, self.plain, way))
+        return taken / sum(map(len, rest))
+
+
+def _has_64_bits(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
+def _cut(schedules: Sequence[Schedule], begin: int, end: int) -> list[Schedule]:
+    return [one[begin:end] for one in schedules]
+
+
+def _distance(one: Stack, other: Stack) -> float:
+    """Between all their tensors, as if they were one vector."""
+    pairs = ((tensor.double(), other.tensors[name].double()) for name, tensor in one.tensors.items())
+    return math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs in pairs))

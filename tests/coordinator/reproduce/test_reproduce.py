@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from coordinator.research import reproduce
 from coordinator.research.reproduce import Reproduction, Table, outcome, read_table
 from coordinator.research.reproduce.pages import said
-from coordinator.simulation.clients import Crowd
+from coordinator.simulation.client_pool import SimulatedClients
 from edge_agent.errors import ConfigError, UsageError
 
 # --- the tables that come with the project ---------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
 def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
     """Ctrl-C in the second round of the second row; afterwards it is the table of an undisturbed run."""
     whole = json.loads(call("t.toml", "--column", "even", "--out", "whole", "--json")[1])
-    work, done = Crowd.work, []
+    work, done = SimulatedClients.work, []
 
     def interrupted(self):
         done.append(1)
@@ -95,7 +95,7 @@ def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
         return work(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Crowd, "work", interrupted)
+        patch.setattr(SimulatedClients, "work", interrupted)
         code, _, err = call("t.toml", "--column", "even", "--out", "cut")
     assert code == 130
     assert "the same command goes on" in err

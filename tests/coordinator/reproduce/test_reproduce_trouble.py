@@ -9,7 +9,7 @@ from reproduction_harness import TABLE
 
 from coordinator.research.reproduce import Reproduction, read_table
 from coordinator.runs.finish import end_run
-from coordinator.simulation.clients import Crowd
+from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.state.store import StateFolder
 from edge_agent.errors import ConfigError, RunFailed, StateError
 
@@ -22,7 +22,7 @@ def trouble(monkeypatch):
     """Lets a run fail once: when clients are to work for the time of that number."""
 
     def at(number, error):
-        work, done = Crowd.work, []
+        work, done = SimulatedClients.work, []
 
         def broken(self):
             done.append(1)
@@ -30,7 +30,7 @@ def trouble(monkeypatch):
                 raise error
             return work(self)
 
-        monkeypatch.setattr(Crowd, "work", broken)
+        monkeypatch.setattr(SimulatedClients, "work", broken)
 
     return at
 
@@ -147,7 +147,7 @@ def test_mistakes_of_all_rows_are_told_at_once_before_anything_is_run(place, cal
         "row 'Bad 1', columns 'even', 'odd': unknown method 'fedfoo'",
         "row 'Bad 2', columns 'even', 'odd': parameters of method 'fedavg': lr = -1",
         "row 'Bad 2', columns 'even', 'odd': unknown encoder 'small_cn': did you mean 'small_cnn'",
-        "row 'Bad 3', column 'odd': plan: size = 9 means nothing to partition dirichlet",
+        "row 'Bad 3', column 'odd': plan: size = 9 has no effect on partition dirichlet",
     ):
         assert f"  - {words}" in err
     assert not (place / "reproduce-t").exists()

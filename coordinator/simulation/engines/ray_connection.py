@@ -1,8 +1,7 @@
-"""A connection to Ray: to a cluster of somebody's, or to one of our own on this machine that goes when we go.
+"""A connection to Ray: to an existing cluster, or to one of our own on this machine that ends with this process.
 
-Ray is what people have on their clusters already, so we bring no scheduler of our own. Left to itself it reports how it
-is used, opens a web page, writes to the home folder and prints to standard output, which is ours for JSON: none of that
-happens here.
+Left to itself Ray reports its usage, opens a web page, writes to the home folder and prints to standard output, which
+is ours for JSON: all of that is switched off here.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from typing import Any
 from edge_agent.errors import MissingCapability, RunFailed
 
 NAMESPACE = "headwater"
-PATIENCE_S = 10.0
-"""How long a machine may take to open its door."""
-
+CONNECT_TIMEOUT_S = 10.0
 SMALLEST_STORE_BYTES = 80 * 1024**2
-"""Ray refuses less than 75 MiB."""
+"""Ray rejects less than 75 MiB."""
 
 
 @contextlib.contextmanager
@@ -37,13 +34,13 @@ def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[A
 
     Raises:
         MissingCapability: Ray is not installed.
-        RunFailed: nobody answers at the address, or no cluster could be started.
+        RunFailed: nothing answers at the address, or no cluster could be started.
     """
     ray = imported()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if not ray.is_initialized():
-            options = _own(stack, cpus, store_bytes) if address is None else _others(address)
+            options = _own(stack, cpus, store_bytes) if address is None else _existing(address)
             stack.enter_context(_same_signals())
             stack.callback(ray.shutdown)
             try:
@@ -51,17 +48,6 @@ def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[A
             except (OSError, RuntimeError, ValueError) as error:
                 raise RunFailed(_unreachable(address, error)) from error
         yield ray
-
-
-def _others(address: str) -> dict[str, Any]:
-    """Where to connect to; knocked at first, because Ray goes on for minutes before it says that nobody is there."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), PATIENCE_S).close()
-        except (OSError, OverflowError) as error:
-            raise RunFailed(_unreachable(address, error)) from error
-    return {"address": address}
 
 
 def imported() -> Any:
@@ -74,13 +60,24 @@ def imported() -> Any:
         import ray
     except ImportError as error:
         raise MissingCapability(
-            f"engine ray needs the package ray ({error}): pip install 'headwater[ray]', or take --engine pool"
+            f"engine ray needs the package ray ({error}): pip install 'headwater[ray]', or use --engine pool"
         ) from error
     return ray
 
 
+def _existing(address: str) -> dict[str, Any]:
+    """Options to connect; the port is tried first, because Ray itself tries for minutes before it fails."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise RunFailed(_unreachable(address, error)) from error
+    return {"address": address}
+
+
 def _own(stack: contextlib.ExitStack, cpus: int, store_bytes: int) -> dict[str, Any]:
-    """How to start a cluster that leaves nothing behind and lets nobody in: actors run whatever they are sent."""
+    """Options for a cluster that leaves nothing behind and admits nobody: actors run whatever they are sent."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-ray-", ignore_cleanup_errors=True))
     stack.enter_context(_quiet())
     stack.enter_context(_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}))
@@ -109,7 +106,7 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without advice on how to set up clusters that last."""
+    """Without Ray's advice on permanent clusters."""
     logger = logging.getLogger("ray")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -121,7 +118,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; afterwards it is as it was."""
+    """Restore the SIGTERM handler, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

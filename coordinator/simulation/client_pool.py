@@ -1,15 +1,20 @@
-"""All clients of a simulation behind one connection: they hear their jobs, have them done by an engine, and answer.
+"""All clients of a simulation behind one connection: they receive jobs, have an engine run them, and reply.
 
-They speak the protocol of devices over the transport in memory. What they receive is handed to them whole instead of in
-chunks; what they send goes the whole way, so nothing but bytes passes.
+They speak the protocol of devices over the transport in memory. What they receive is passed as whole blobs instead of
+chunks; what they send takes the same way as from devices.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from edge_agent import __version__
 from edge_agent.errors import RunFailed, StateError, TrainingFailed
@@ -22,21 +27,19 @@ from edge_agent.wire.transport import Message
 
 from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
-from .dropouts import Dropouts, Fate
-from .durations import Durations
-from .duties import NOT_KEPT
-from .engines import Done, Engine, Work
+from .client_tasks import NOT_KEPT
+from .engines.base import Done, Engine, Work
 
 log = logging.getLogger(__name__)
 
 BOOT = "simulated"
 
 GO_ON = "; --resume tries that again"
-"""How errors end after which the same run can be gone on with."""
+"""The end of error messages after which the run can be resumed."""
 
 
-class Crowd:
-    """All clients of one federation. `hear` what has come, then `work`, and so on."""
+class SimulatedClients:
+    """All clients of one federation. Call `hear` until it returns False, then `work`, and so on."""
 
     def __init__(
         self,
@@ -46,19 +49,19 @@ class Crowd:
         engine: Engine,
         samples: Mapping[str, int],
         *,
-        newcomers: Collection[str] = (),
+        new_clients: Collection[str] = (),
         dropouts: Dropouts | None = None,
         attempt: Callable[[int], int] = lambda _: 1,
         beside: Callable[[wire.Job], tuple[Outgoing, ...]] = lambda _: (),
     ) -> None:
         """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
 
-        ``beside``: what newcomers get beside the blobs of their job, as devices get it with a bundle.
+        ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
         """
         self._topics, self._distributor, self._engine = topics, distributor, engine
         self._transport = broker.transport()
-        self._samples, self._newcomers = samples, frozenset(newcomers)
-        self._absent = tuple(self._newcomers)
+        self._samples, self._new_clients = samples, frozenset(new_clients)
+        self._absent = tuple(self._new_clients)
         self._dropouts, self._attempt, self._beside = dropouts, attempt, beside
         self._jobs: list[tuple[float, int, str, wire.Job]] = []
         self._gone = deque[wire.Job]()
@@ -69,18 +72,18 @@ class Crowd:
         self._seq = self._heard = 0
 
     def start(self, roster: Roster, *, is_late: bool = False) -> None:
-        """Listen, and be there: all of them before the first round looks who is.
+        """Subscribe, and register the clients before the first round selects a cohort.
 
-        Newcomers wait for the last round; ``is_late`` says that it has begun.
+        New clients wait for the last round; ``is_late`` says that it has begun.
         """
         self._roster = roster
         self._transport.subscribe(self._topics.down("+"))
         self._transport.start()
-        self._absent = () if is_late else tuple(self._newcomers)
+        self._absent = () if is_late else tuple(self._new_clients)
         self._greet(client for client in self._samples if client not in self._absent)
 
     def hear(self) -> bool:
-        """Take one message that has come; False when there is none."""
+        """Handle one message; False when there is none."""
         event = self._transport.receive(0)
         if isinstance(event, Message):
             client = event.topic.split("/")[-2]
@@ -88,11 +91,11 @@ class Crowd:
         return event is not None
 
     def work(self) -> wire.Job | None:
-        """Have jobs done until one is, and say what came out of it; the job, or None where there is none.
+        """Run jobs until one is done, send its reply, and return the job; None where there is no job.
 
         Raises:
             TrainingFailed: a client's training has failed, and will again.
-            RunFailed: a client cannot do its job; nobody hears of that, so that it can be tried again.
+            RunFailed: a client cannot do its job; the run does not record that, so that it can be resumed.
             StateError: what a client keeps could not be written.
         """
         self._hand_out()
@@ -131,7 +134,7 @@ class Crowd:
             log.warning("not_expected client=%s message=%s", client, message)
 
     def _on_job(self, client: str, job: wire.Job) -> None:
-        """In the order in which they are to begin: the longest first, so that no worker is left with it at the end."""
+        """Queue a job: the longest first, so that no worker runs it alone at the end."""
         if job.purpose == "train" and job.round == job.rounds and self._absent:
             self._greet(self._absent)  # the last cohort has been chosen, so nobody asks them to train
             self._absent = ()
@@ -145,10 +148,10 @@ class Crowd:
             if self._fate(client, job) == "vanishes":
                 self._gone.append(job)
             elif (blobs := self._received(client, job)) is not None:
-                self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._newcomers else ())))
+                self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._new_clients else ())))
 
     def _fate(self, client: str, job: wire.Job) -> Fate:
-        if job.purpose == "train" and client in self._newcomers:  # a last round that all others dropped out of
+        if job.purpose == "train" and client in self._new_clients:  # a last round that all others dropped out of
             return "vanishes"
         if self._dropouts is None or job.purpose != "train":
             return "delivers"
@@ -202,16 +205,60 @@ class Crowd:
 
 
 def _costs_only_itself(work: Work, said: wire.Fault) -> bool:
-    """Whether the run ends without this answer as it would with devices: it is the last one, and will not change."""
+    """Whether the run ends without this reply, as it would with devices: it is the last one, and will not change."""
     return work.job.purpose == "finish" and said.error == TrainingFailed.__name__
 
 
 def _trouble(work: Work, said: wire.Fault) -> TrainingFailed | RunFailed | StateError:
-    """A client's fault as an error: a round of a simulation that goes on without somebody is not what was asked for."""
+    """A client's fault as an error: a simulated round does not continue without one of its clients."""
     where = f"round {work.job.round}" if work.job.purpose == "train" else "the end of the run"
     if said.error == NOT_KEPT:
         return StateError(f"{where}, client {work.client}: {said.message}")
     words = f"{where} has failed at {work.client}: {said.error}: {said.message}"
     if said.error == TrainingFailed.__name__:
-        return TrainingFailed(f"{words}; going on would end the same way: begin anew with other settings")
+        return TrainingFailed(f"{words}; retrying will fail again; start a new run with different settings")
     return RunFailed(f"{words}{GO_ON}")
+
+
+class Durations:
+    """Measured durations, by client and purpose of the job, which predict the next ones."""
+
+    def __init__(self, samples: Mapping[str, int]) -> None:
+        self._samples = samples
+        self._measured: dict[tuple[str, str], float] = {}
+        self._totals: dict[str, tuple[float, int]] = {}
+
+    def note(self, client: str, purpose: str, seconds: float) -> None:
+        """Record a duration in seconds; the last one of a client counts."""
+        self._measured[client, purpose] = seconds
+        total, samples = self._totals.get(purpose, (0.0, 0))
+        self._totals[purpose] = (total + seconds, samples + self._samples[client])
+
+    def expected(self, client: str, purpose: str) -> float:
+        """Expected seconds; before the first measurement a number proportional to them."""
+        known = self._measured.get((client, purpose))
+        if known is not None:
+            return known
+        total, samples = self._totals.get(purpose, (1.0, 1))
+        return total / max(samples, 1) * self._samples[client]
+
+
+Fate = Literal["delivers", "vanishes", "trains_in_vain"]
+
+_SALT = 0x0D0
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Each client of a round drops out with probability ``share``, half of them before and half after training."""
+
+    share: float
+    seed: int
+
+    def fate(self, client: str, number: int, attempt: int = 1) -> Fate:
+        """What happens to a client in a round; another attempt at the round is another draw."""
+        rng = np.random.default_rng([self.seed, _SALT, zlib.crc32(client.encode()), number, attempt])
+        drawn = float(rng.random())
+        if drawn >= self.share:
+            return "delivers"
+        return "vanishes" if drawn < self.share / 2 else "trains_in_vain"

@@ -1,4 +1,4 @@
-"""The data of a simulation: read once, held once, and the rows of each client taken out when its turn comes."""
+"""The data of a simulation: read once, held once; the rows of a client are copied when its turn comes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Pools(partition.Pools):
 
 
 def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Task]:
-    """The data, who gets what of them, and the task that they make. ``saved``: a partition made before.
+    """The data, their partition among clients, and the task. ``saved``: a partition made before.
 
     Raises:
         UnknownName: no such kind of source.
@@ -121,7 +121,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
 
 
 def _check_options(plan: Plan, pools: Pools) -> None:
-    """Options that would be taken no heed of are a misunderstanding that would pass unseen."""
+    """Options without effect are an error, because nobody would notice the misunderstanding."""
     if pools.test is not None and "test_fraction" in plan.model_fields_set:
         raise UsageError(
             f"test_fraction = {plan.test_fraction}: these data have a test part of their own; leave it out"
@@ -131,7 +131,7 @@ def _check_options(plan: Plan, pools: Pools) -> None:
 
 
 def _warn_of_shared_rows(shares: Shares) -> None:
-    """Where clients share samples, what one of them holds back may be what another one trains on."""
+    """Where clients share samples, held-out samples of one may be training samples of another."""
     trained = np.unique(np.concatenate([train for train, _ in shares.values()]))
     known = sum(int(np.isin(test, trained).sum()) for _, test in shares.values())
     if known:
@@ -170,7 +170,7 @@ def _by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.Genera
 def _test_rows(
     plan: Plan, pools: Pools, test: Samples, train: Mapping[str, np.ndarray], rng: np.random.Generator
 ) -> partition.Rows:
-    """Its own rows where the data say so; FedPAC's by the very same rule; else each client's own mixture of classes."""
+    """Rows that the data name; FedPAC's by the same rule; else with each client's own mixture of classes."""
     if pools.tested:
         return [pools.tested[name] for name in train]
     if plan.partition == "fedpac":
@@ -180,9 +180,9 @@ def _test_rows(
 
 
 def without_test(division: Division, train: Samples, plan: Plan) -> Division:
-    """The same clients scored on a part of what they would have trained on: settings can be tried out on that.
+    """The same clients, evaluated on a part of their training samples, to try out settings.
 
-    Whoever has a single sample keeps it for training.
+    A client with a single sample keeps it for training.
     """
     share = plan.validation or 0.0
     rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
@@ -239,7 +239,7 @@ def _subjects(plan: Plan) -> dict[str, str]:
 
 
 def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
-    """Names for sources that can be clients, each once, after the last part of the wish."""
+    """Distinct client names for sources, from the last part of each path."""
     named: dict[str, str] = {}
     for source, wish in wished.items():
         last = wish.partition("?")[0].rstrip("/").rpartition("/")[2].lower()

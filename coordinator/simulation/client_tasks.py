@@ -1,0 +1,275 @@
+"""The tasks of simulated clients: those of a device, with the samples, the model and the memory of a shared process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from edge_agent import heads
+from edge_agent.agent.local_state import ClientStateFiles
+from edge_agent.agent.runner import fault
+from edge_agent.agent.tasks import Resources, TaskRunner, kept_before
+from edge_agent.agent.uploads import Outbox
+from edge_agent.client.session import Built, ClientState, Session
+from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
+from edge_agent.data import Samples
+from edge_agent.data.partition import Division
+from edge_agent.errors import HeadwaterError
+from edge_agent.heads import FitData
+from edge_agent.methods import Client
+from edge_agent.storage import sha256_of
+from edge_agent.task import Task, Tensors
+from edge_agent.training.loops import accuracy, features_of
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import CHUNK_BYTES
+from edge_agent.wire.tensors import pieces
+from edge_agent.wire.text import metrics_of
+
+from ..fleet.uploads import reason_of
+from .datasets import Pools
+from .plan import Plan
+
+log = logging.getLogger(__name__)
+
+NOT_KEPT = OSError.__name__
+"""The `Fault` of a client whose files could not be read or written: a problem of the machine, not of the client."""
+
+NO_MEMORY = MemoryError.__name__
+"""The `Fault` of a client for which there was not enough memory: with more memory the job may succeed."""
+
+Said = TypeVar("Said")
+
+_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memory")
+"""Messages of torch's allocators; only the one of GPUs has its own error class."""
+
+
+class MemoryOutbox(Outbox):
+    """An outbox in memory: an update that a kill takes is computed again, bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull))
+        self.content: list[bytes | memoryview] = []
+
+    def put(
+        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: Mapping[str, float]
+    ) -> wire.UpdateManifest:
+        """Hold an update, in pieces, until it is taken."""
+        self.content = [*pieces(tensors)]
+        size = sum(memoryview(piece).nbytes for piece in self.content)
+        ref = wire.BlobRef(digest=sha256_of(*self.content), size_bytes=size, chunk_bytes=CHUNK_BYTES)
+        return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=metrics_of(metrics))
+
+
+class Sessions:
+    """Sessions of one run that stay in memory, as long as their samples fit into ``most_bytes``."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+        self._held: dict[str, Session] = {}
+
+    def of(self, client: str, make: Callable[[], Session]) -> Session:
+        """The client's session, made by ``make`` where there is none."""
+        if client in self._held:
+            return self._held[client]
+        made = make()
+        if made.nbytes <= self._left_bytes:
+            self._left_bytes -= made.nbytes
+            self._held[client] = made
+        return made
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all clients of a process share: the plan, pools, partition, one model object, and the folder of states."""
+
+    plan: Plan
+    pools: Pools
+    division: Division
+    model: Built
+    folder: Path
+    carried: ClientStateFiles | None = None
+    """The state of the client whose turn it is, where the files are on another machine."""
+
+    sessions: Sessions | None = None
+    """Sessions that stay for the next round; None: samples are in memory only until a job is done."""
+
+    @property
+    def new_clients(self) -> tuple[str, ...]:
+        """Clients that never train; after the last round they fit a head on the frozen encoder."""
+        return self.plan.new_clients_of(tuple(self.division.clients))
+
+    def resources(self, client: str) -> SimulatedResources:
+        """What the tasks of one client work with."""
+        plan = self.plan
+        config = AgentConfig(
+            id=client,
+            state=self.folder / client,
+            data=DataConfig(source="simulation:"),
+            training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads),
+        )
+        return SimulatedResources(config, self)
+
+
+def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
+    """The state files of one of the clients whose folders are in ``folder``."""
+    return ClientStateFiles(folder / client / "runs" / run, keep_every)
+
+
+class SimulatedResources(Resources):
+    """What the tasks of a client work with: rows of the common pools, the common model, and an outbox in memory."""
+
+    outbox: MemoryOutbox
+
+    def __init__(self, config: AgentConfig, shared: Shared) -> None:
+        super().__init__(config)
+        self._shared, self.outbox = shared, MemoryOutbox()
+        self.evaluate_after = shared.plan.evaluate_after
+
+    def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
+        """The client's rows of the pools, copied."""
+        return self._shared.pools.rows_of(self._shared.division.clients[self.config.id])
+
+    def model(self, job: wire.Job) -> Built:  # noqa: ARG002 - there is one run
+        """The model of the process."""
+        return self._shared.model
+
+    def state_files(self, run: str) -> ClientStateFiles:
+        """The client's state; of all rounds whose checkpoints the coordinator keeps."""
+        return self._shared.carried or kept_in(self._shared.folder, self.config.id, run, self._shared.plan.keep_every)
+
+    def session(self, job: wire.Job, make: Callable[[], Session]) -> Session:  # noqa: ARG002 - there is one run
+        """A new session, or one that stayed."""
+        sessions = self._shared.sessions
+        return make() if sessions is None else sessions.of(self.config.id, make)
+
+    def tasks(self) -> TaskRunner:
+        """The client's task runner."""
+        return TaskRunner(self.config, "train", resources=self)
+
+    def precision(self, run: str, session: Session) -> Precision:  # noqa: ARG002 - one decision for all workers
+        """That of the plan, which was chosen before the first client trained."""
+        return session.precision
+
+
+@dataclass(frozen=True)
+class HalfRound:
+    """A client between the two halves of a round of standard training, without its model, which others use as well."""
+
+    resources: SimulatedResources
+    tasks: TaskRunner
+    job: wire.Job
+    session: Session
+    client: Client
+    metrics: dict[str, float]
+
+    @classmethod
+    def begin(cls, shared: Shared, client: str, job: wire.Job, received: Tensors) -> HalfRound:
+        """A client that is ready to train, its state loaded into the model.
+
+        Raises:
+            TensorsError: what was received does not fit the model.
+            StateError: its state is damaged.
+        """
+        resources = shared.resources(client)
+        tasks = resources.tasks()
+        session = tasks.session(job)
+        state = ClientState(*resources.state_files(job.run).before(kept_before(job)))
+        ready = session.before_round(received, state, round_number=job.round, rounds=job.rounds)
+        return cls(resources, tasks, job, session, ready, session.scores(ready) if job.evaluate else {})
+
+    def end(self) -> wire.UpdateManifest:
+        """Save the client's state, and put what the model has learned into the outbox."""
+        job, session = self.job, self.session
+        outcome = session.after_round(self.client, session.sent(), self.metrics, evaluate=job.evaluate)
+        return self.tasks.deliver(job, outcome)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's reply to a job, the bytes of its update in pieces, and how long it took."""
+
+    said: wire.UpdateManifest | wire.Report | wire.Fault
+    content: list[bytes | memoryview]
+    seconds: float
+
+
+def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Answer:
+    """Run a client's job; any error becomes its `Fault`, as on a device."""
+    begin, content = time.perf_counter(), list[bytes | memoryview]()
+
+    def work() -> wire.UpdateManifest | wire.Report:
+        resources = shared.resources(client)
+        tasks = resources.tasks()
+        if job.purpose == "finish" and client in shared.new_clients:
+            return tasks.report(job, *fit_head(tasks.session(job), received, rounds=job.rounds))
+        said = tasks.do(job, received)
+        content.extend(resources.outbox.content)
+        return said
+
+    said = attempt(client, job, work)
+    return Answer(said, content, time.perf_counter() - begin)
+
+
+def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire.Fault:
+    """The result of a client's work, or its `Fault`; unexpected errors are logged."""
+    try:
+        return work()
+    except OSError as error:
+        return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return no_memory(client, job, str(error))
+        if not isinstance(error, HeadwaterError):
+            log.exception("work_broke client=%s", client)
+        return fault(error, job.run, job.round)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or on a GPU."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _ALLOCATION_FAILED)
+
+
+def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
+    """The `Fault` of a client for which memory ran out."""
+    size = job.params.get("batch_size")
+    batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
+    first = " ".join(reason.split())[:200] or "the system gave no reason"
+    words = (
+        f"client '{client}' ran out of memory in round {job.round} ({first}); "
+        f"try {batch}, fewer --workers, or a smaller encoder"
+    )
+    return wire.Fault(error=NO_MEMORY, message=words, run=job.run, round=job.round)
+
+
+def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, float | None]:
+    """(head, accuracy of the shared model, accuracy of the head), the latter on the client's own test samples.
+
+    ``received`` holds the pooled batch norm as well where that stays with clients. The head is the first of those that
+    the method's bundle offers, with the parameters that the bundle suggests. Where
+    a method shares no encoder, there is nothing to take: the model is the one that everybody starts from.
+    """
+    method = session.method
+    if "encoder" not in method.shared or not method.heads:
+        outcome = session.finish(received, ClientState(), rounds=rounds)
+        return method.head_name, outcome.metrics.get("acc.global"), outcome.metrics.get("acc.personal")
+    client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
+    name = method.heads[0]
+    head = heads.create(name, method.head_params(name))
+    params = method.params.model_dump()
+    features = features_of(client.model, client.train_inputs).cpu().numpy()
+    labels = client.train_labels.cpu().numpy()
+    head.fit(FitData(features, labels, client.task.num_classes, method.global_head(received), params), client.rng)
+    inputs, truth = session.test
+    if not len(truth):
+        return name, None, None
+    shared = method.predict_global(client, inputs)
+    found = head.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
+    overall = None if shared is None else accuracy(shared, truth)
+    return name, overall, float(np.mean(found == truth.cpu().numpy()))

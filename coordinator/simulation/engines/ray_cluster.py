@@ -1,0 +1,230 @@
+"""Engine ``ray``: workers on the machines of a Ray cluster, one torch thread and one model each.
+
+The cluster is an existing one, or one of our own on this machine that ends with this process. Samples go to each
+machine once. A client's state travels with its job and comes back with the reply, so no folder has to be shared: all
+files stay with this process. Every machine needs the same Headwater, and the same torch where bits are to be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent import __version__
+from edge_agent.agent.local_state import ClientStateFiles, merge, split
+from edge_agent.agent.tasks import kept_before
+from edge_agent.data.partition import Division
+from edge_agent.errors import RunFailed, UsageError
+from edge_agent.task import Tensors
+from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.messages import Job
+from edge_agent.wire.tensors import decode, pieces
+
+from ..client_tasks import answer, kept_in
+from ..setup import Prepared
+from .base import Work, received
+from .pool import Reply, reply_words, shared_from, worker_init
+from .ray_connection import connected
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 30.0
+"""Seconds without a reply after which the log says what is waited for."""
+
+SPARE_STORE_BYTES = 512 * 1024**2
+"""Store beside the samples, for models in transit; Ray itself moves what exceeds it to disk."""
+
+Bytes = np.ndarray
+"""Bytes (n,) uint8: Ray passes arrays on without copying them."""
+
+
+def as_bytes(content: Sequence[bytes | memoryview]) -> Bytes:
+    """The pieces, joined."""
+    return np.frombuffer(b"".join(content), np.uint8)
+
+
+# --- on a machine of the cluster -------------------------------------------------------------------------------------
+
+
+class CarriedState(ClientStateFiles):
+    """A client's state that arrives with its job and returns with the reply."""
+
+    def __init__(self, both: Bytes) -> None:
+        super().__init__(Path(os.devnull))
+        self._both = both
+        self.round: int | None = None
+        self.after: Bytes = as_bytes([])
+
+    def before(self, round_number: int) -> tuple[Tensors, Tensors]:  # noqa: ARG002 - chosen by who has the files
+        """The state that arrived."""
+        return split(decode(self._both.data))
+
+    def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
+        """Hold it until the reply."""
+        self.round, self.after = round_number, as_bytes(pieces(merge(personal, memory)))
+
+
+class Actor:
+    """A worker: the pools mapped from the store of its machine, and no file."""
+
+    def __init__(self, init: str, pools: Bytes) -> None:
+        words = json.loads(init)
+        division = Division.model_validate(words["division"])
+        self._shared = shared_from(words, pools.data, division, Path(os.devnull))
+
+    def ready(self) -> dict[str, Any]:
+        """Its process and versions."""
+        import torch
+
+        return {"pid": os.getpid(), "software": __version__, "torch": torch.__version__}
+
+    def work(self, client: str, job: str, state: Bytes, *blobs: Bytes) -> tuple[str, Bytes, Bytes]:
+        """(reply as JSON, update, client state after it)."""
+        carried = CarriedState(state)
+        shared = replace(self._shared, carried=carried)
+        found = answer(shared, client, Job.model_validate_json(job), received([blob.data for blob in blobs]))
+        words = {**reply_words(found), "state_round": carried.round}
+        return json.dumps(words), as_bytes(found.content), carried.after
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class RayWorker:
+    """One actor."""
+
+    number: int
+    actor: Any
+    pid: int = 0
+
+
+class RayWorkers:
+    """`pool.Workers` as actors of a Ray cluster."""
+
+    def __init__(self, prepared: Prepared, clients: Path, setup: Sequence[str]) -> None:
+        """``clients``: the folder of the clients' states."""
+        self._prepared, self._clients = prepared, clients
+        division = prepared.division.model_dump(mode="json")
+        self._init = json.dumps({**worker_init(prepared, setup), "division": division})
+        self._stack = contextlib.ExitStack()
+        self._ray: Any = None
+        self._workers: list[RayWorker] = []
+        self._pending: dict[Any, tuple[RayWorker, Work | None]] = {}
+        """Reference of a reply -> worker and work; None: it is starting."""
+
+    def start(self, count: int) -> int:
+        """Connect, and hand out the samples. ``count`` 0: as many as there are CPUs for, and no more than clients.
+
+        Raises:
+            MissingCapability: Ray is not installed.
+            RunFailed: there is no cluster.
+            UsageError: the cluster has fewer CPUs than requested.
+        """
+        plan, content = self._prepared.plan, self._prepared.pools.content()
+        self._cpus = max(1, plan.threads)
+        store = sum(memoryview(piece).nbytes for piece in content) + SPARE_STORE_BYTES
+        link = connected(plan.address, cpus=count * self._cpus, store_bytes=store)
+        self._ray = self._stack.enter_context(link)
+        self._stack.callback(self._kill_all)
+        available = int(self._ray.cluster_resources().get("CPU", 0)) // self._cpus
+        if count > available:
+            raise UsageError(f"{count} workers, but the cluster has CPUs for {available}; reduce --workers")
+        count = count or max(1, min(available, len(self._prepared.division.clients)))
+        self._gpus = 0.0  # an actor without a share does not see the GPUs
+        if plan.device.startswith("cuda"):
+            self._gpus = min(1.0, float(self._ray.cluster_resources().get("GPU", 0)) / count)
+        self._pools = self._ray.put(as_bytes(content))
+        return count
+
+    def spawn(self, number: int) -> RayWorker:
+        """Start an actor."""
+        options = {"num_cpus": self._cpus, "num_gpus": self._gpus or None, "max_restarts": 0}
+        actor = self._ray.remote(Actor).options(**options).remote(self._init, self._pools)
+        worker = RayWorker(number, actor)
+        self._workers.append(worker)
+        self._pending[actor.ready.remote()] = (worker, None)
+        return worker
+
+    def place(self, blob: Outgoing) -> Any:
+        """In Ray's store."""
+        return self._ray.put(as_bytes([blob.data]))
+
+    def submit(self, worker: RayWorker, work: Work, blobs: Sequence[Any]) -> None:
+        """Send a job with the client's state.
+
+        Raises:
+            StateError: the state cannot be read.
+        """
+        state = as_bytes(pieces(merge(*self._state_files(work).before(kept_before(work.job)))))
+        reply = worker.actor.work.remote(work.client, work.job.model_dump_json(), state, *blobs)
+        self._pending[reply] = (worker, work)
+
+    def wait(self) -> Iterable[tuple[RayWorker, Reply | str | None]]:
+        """Replies and exits.
+
+        Raises:
+            RunFailed: a worker has another version of Headwater.
+        """
+        pending = list(self._pending)
+        done, _ = self._ray.wait(pending, num_returns=1, timeout=SILENCE_S)
+        if not done:
+            free = self._ray.available_resources().get("CPU", 0)
+            starting = sum(work is None for _, work in self._pending.values())
+            log.warning("waiting_for actors=%d starting=%d free_cpus=%g", len(pending), starting, free)
+        return [self._report(reply, *self._pending.pop(reply)) for reply in done]
+
+    def close(self) -> None:
+        """Kill all actors, and end the cluster if it is ours."""
+        self._pending.clear()
+        self._stack.close()
+
+    def _report(self, reply: Any, worker: RayWorker, work: Work | None) -> tuple[RayWorker, Reply | str | None]:
+        try:
+            result = self._ray.get(reply)
+        except self._ray.exceptions.RayError as error:
+            self._workers.remove(worker)
+            self._ray.kill(worker.actor)
+            return worker, _reason(error)
+        if work is None:
+            self._check_versions(worker, result)
+            return worker, None
+        words, update, state = json.loads(result[0]), result[1], result[2]
+        if words["state_round"] is not None:  # on disk before anybody receives the update
+            self._state_files(work).write(words["state_round"], *split(decode(state.data)))
+        return worker, Reply.of(words, update.data)
+
+    def _check_versions(self, worker: RayWorker, found: Mapping[str, Any]) -> None:
+        import torch
+
+        worker.pid = found["pid"]
+        if found["software"] != __version__:
+            raise RunFailed(
+                f"worker {worker.number} has Headwater {found['software']}, this is {__version__}; "
+                "install the same on all machines of the cluster"
+            )
+        if found["torch"] != torch.__version__:
+            log.warning("torch_differs worker=%d has=%s here=%s", worker.number, found["torch"], torch.__version__)
+
+    def _state_files(self, work: Work) -> ClientStateFiles:
+        return kept_in(self._clients, work.client, work.job.run, self._prepared.plan.keep_every)
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker.actor)
+        self._workers.clear()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what Ray says, and the error that it ends with."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason was given"]
+    ends = lines[:1] if len(lines) == 1 else [lines[0], lines[-1]]
+    return f"{type(error).__name__}: {' / '.join(line[:200] for line in ends)}"
