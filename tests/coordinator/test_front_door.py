@@ -99,7 +99,8 @@ def test_a_class_a_module_and_arrays_of_the_program_are_simulated(tmp_path):
         coordinator.simulate(Still, data=clients, engine="pool")
 
 
-def test_parts_in_a_file_are_the_same_on_the_command_line_and_in_worker_processes(call, tmp_path):
+def test_parts_in_a_file_are_the_same_on_the_command_line_and_in_worker_processes(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text(OWN, encoding="utf-8")
     words = ["--method", "my.py:Plain", "--encoder", "my.py:Net", "--data", "my.py:load?n=40", "-n", "2", "-r", "1"]
     code, out, err = call("simulate", *words, "--engine", "pool", "--workers", "2", "--out", "a", "--json")
