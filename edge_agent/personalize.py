@@ -48,7 +48,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Result:
-    """A fitted personal head, how good it is, and what it is bound to. ``seconds`` covers features, fit and scores.
+    """A fitted personal head, its scores, and the encoder it belongs to. ``seconds`` covers features, fit and scores.
 
     ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
 
@@ -94,7 +94,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Features:
-    """Samples split in two, and their features: what every head of one bundle is fitted and scored on."""
+    """Training and test samples with their features, which every head of one bundle is fitted and scored on."""
 
     train: Samples
     test: Samples
@@ -151,7 +151,7 @@ def evaluate_heads(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[Result], dict[str, str]]:
-    """One result for each head that can be fitted here, best first, and why the others could not be.
+    """One result for each head that can be fitted here, best first, and the errors of the others.
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
     """
@@ -198,7 +198,7 @@ def features_of(
     """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
 
     They are found again by the fingerprint of the encoder's variant and the inputs themselves, so a changed picture is
-    never overlooked.
+    always noticed.
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
@@ -241,7 +241,7 @@ def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, 
 
 
 def score_global(bundle: Bundle, features: Features) -> float | None:
-    """What the bundle's shared classifier scores on the test features; None where the bundle has none."""
+    """Accuracy of the bundle's shared classifier on the test features; None where the bundle has none."""
     shared = bundle.global_head()
     if shared is None:
         return None
@@ -254,7 +254,7 @@ def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray)
 
 
 def score_local(features: Features, num_classes: int, seed: int = 0) -> float | None:
-    """What this device reaches alone: logistic regression on the raw inputs of the same training samples."""
+    """acc.local: logistic regression on the raw inputs of the same training samples."""
     return raw_accuracy(features.train, features.test, num_classes, seed)
 
 

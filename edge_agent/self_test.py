@@ -1,6 +1,6 @@
 """The self-test of an unpacked bundle: this device computes what the exporter computed, from raw input to class.
 
-The golden file holds drawn raw inputs, the features that each variant gives for them, an image to resize, the answers
+The golden file has synthetic raw inputs, the features of each variant for them, an image to resize, the outputs
 of the shared classifier and a digest of the class names in order. Preprocessing, encoder, shared classifier and label
 map are compared, each with a tolerance above what conforming devices differ by (see below) and far below what a damaged
 weight, another mean or a swapped label changes. A passed test is recorded beside the bundle, for this processor and
@@ -60,7 +60,7 @@ def raw_inputs(spec: InputSpec, seed: int = 0) -> np.ndarray:
 
 
 def prepared(raw: np.ndarray, spec: InputSpec) -> np.ndarray:
-    """``raw`` as the encoder takes it, (8, ...) float32, by the preprocessing of this device.
+    """Encoder inputs (8, ...) float32 of ``raw``, by the preprocessing of this device.
 
     Raises:
         DataError: raw inputs of another form than the spec's.
@@ -74,7 +74,7 @@ def prepared(raw: np.ndarray, spec: InputSpec) -> np.ndarray:
 def golden(
     spec: InputSpec, class_names: Sequence[str], features: Mapping[Precision, np.ndarray], head: Tensors | None
 ) -> Tensors:
-    """What the exporter puts into the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
+    """The tensors of the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
     found = {"raw": raw_inputs(spec), "class_names": _digest(class_names)}
     found |= {f"features_{precision}": rows for precision, rows in features.items()}
     if isinstance(spec, ImageInput):
@@ -93,13 +93,13 @@ def run(
     *,
     record: bool = True,
 ) -> None:
-    """Return when this device computes what the exporter did; at once where it has passed before.
+    """Check that this device computes what the exporter did, unless it has passed before.
 
-    ``features`` runs the variant of that precision. ``device`` is what a result is good for: processor, runtime. With
-    ``record``, what was passed is written beside the bundle.
+    ``features`` runs the variant of that precision. ``device``: processor and runtime, for which a result is valid.
+    With ``record``, a passed test is recorded beside the bundle.
 
     Raises:
-        BundleDamaged: a result differs by more than its tolerance; what, by how much, and what to do are named.
+        BundleDamaged: a result differs by more than its tolerance.
     """
     place = bundle.folder / _RECORD
     key = {"bundle_id": bundle.id, **device}
@@ -130,7 +130,7 @@ def check(bundle: Bundle, precision: Precision, features: Callable[[np.ndarray],
 
 
 def _check_form(bundle: Bundle, precision: Precision, found: Tensors) -> None:
-    """Return when all that is needed is there, in the form that the exporter writes."""
+    """Check that all golden tensors exist, in the form that the exporter writes."""
     task, size = bundle.manifest.task, bundle.manifest.feature_dim
     wanted: dict[str, tuple[tuple[int, ...], type]] = {
         "class_names": ((32,), np.uint8),
@@ -169,7 +169,7 @@ def _check_resizing(photo: np.ndarray, expected: np.ndarray, spec: ImageInput) -
     if difference > RESIZE_TOLERANCE:
         raise BundleDamaged(
             f"self-test: resized pixels differ by up to {difference} grey levels, {RESIZE_TOLERANCE} is accepted; "
-            f"this device resizes otherwise than the bundle's exporter; {_ADVICE}"
+            f"this device resizes differently from the bundle's exporter; {_ADVICE}"
         )
 
 
@@ -228,7 +228,7 @@ def _digest(class_names: Sequence[str]) -> np.ndarray:
 
 
 def _known(bundle: Bundle) -> dict[str, Any]:
-    """The record; empty where there is none or it is damaged, for the test can always run again."""
+    """The record; empty without one or where it is damaged, as the test can always run again."""
     try:
         return read_json(bundle.folder / _RECORD) or {}
     except StateError:

@@ -1,4 +1,4 @@
-"""ONNX Runtime as the exporter uses it: a graph from memory, one thread. Imported where the devices import it."""
+"""Checks of an exported graph: interface, operators, and equal features in ONNX Runtime and torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 """Largest difference to torch, relative to the largest feature (at least 1). Correct exports stay below 2e-5."""
 
 MAX_IR_VERSION = 10
-"""What ONNX Runtime 1.18 reads, the oldest that agents may have."""
+"""The newest version that ONNX Runtime 1.18 reads, the oldest that agents may have."""
 
 _PORTABLE = """
     Abs Add AveragePool BatchNormalization Cast Clip Concat Constant ConstantOfShape Conv ConvTranspose
@@ -146,6 +146,6 @@ def _outside_references(graph: Any) -> Iterator[str]:
         yield f"IR version {version}, devices read up to {MAX_IR_VERSION}"
     for tensor in inner.initializer:
         if tensor.data_location == 1 or tensor.external_data:
-            yield f"weights '{tensor.name}' lie in another file; one file is signed and sent"
+            yield f"weights '{tensor.name}' lie in another file; a bundle has one file for each variant"
     if graph.functions:
         yield f"{len(graph.functions)} local functions, expected none"

@@ -115,9 +115,9 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
             smallest, poorest = least, int(sizes.argmin())
         if least >= min_size:
             return _deal(labels, cuts, clients, rng)
-    best = "nobody could be given anything" if smallest < 0 else f"the best left client {poorest} with {smallest}"
+    best = "no client could be given samples" if smallest < 0 else f"the best left client {poorest} with {smallest}"
     raise DataError(
-        f"partition dirichlet: alpha {alpha:g} with {clients} clients gave somebody fewer than {min_size} samples in "
+        f"partition dirichlet: alpha {alpha:g} with {clients} clients left one with fewer than {min_size} samples in "
         f"each of {MAX_DRAWS} draws ({best}); raise --alpha, lower --min-size or use fewer clients"
     )
 
@@ -242,6 +242,6 @@ def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gene
         if sizes.min() >= min_size:
             return np.split(rng.permutation(len(labels)), cuts)
     raise DataError(
-        f"partition quantity: alpha {alpha:g} with {clients} clients left somebody with fewer than {min_size} samples "
+        f"partition quantity: alpha {alpha:g} with {clients} clients left one with fewer than {min_size} samples "
         f"in each of {MAX_DRAWS} draws (the best with {smallest}); raise --alpha, lower --min-size or use fewer clients"
     )

@@ -49,7 +49,7 @@ class Origin:
         """An error for a file of the set that is not what it should be."""
         return DataError(
             f"{self.kind}: '{path}' {found}, expected {expected}; it is damaged or was not fetched whole: "
-            f"get it anew from {self.page}"
+            f"download it again from {self.page}"
         )
 
 

@@ -49,7 +49,7 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(
             f"{where} is not a Python batch of CIFAR: {error} at byte {machine.at}; nothing of it was executed. "
-            "Get it anew, or the binary version of the set"
+            "Download it again, or the binary version of the set"
         ) from error
     return {str(name): value.values if isinstance(value, _Array) else value for name, value in found.items()}
 

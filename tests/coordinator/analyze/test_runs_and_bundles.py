@@ -90,7 +90,7 @@ def test_an_encoder_that_is_not_whole_is_left_out(images, folder, data):
     assert result["accuracy"] == {}
 
 
-def test_a_bundle_is_analyzed_where_there_is_no_torch(bundle, data, folder):
+def test_a_bundle_is_analyzed_where_there_is_no_torch(bundle, data, tmp_path):
     code = (
         "import sys\n"
         "class Blocker:\n"
@@ -103,7 +103,7 @@ def test_a_bundle_is_analyzed_where_there_is_no_torch(bundle, data, folder):
         f"place = Location({str(bundle)!r}, data={tuple(data)!r})\n"
         "print(analyze(find(place, settings), settings)['kind'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "bundle"
 
