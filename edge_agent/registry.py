@@ -13,9 +13,12 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from .errors import UnknownName, UsageError, nearest
+
+T = TypeVar("T")
 
 
 class Registry:
@@ -45,15 +48,28 @@ class Registry:
             return plugins[name].load()
         raise UnknownName(self.kind, name, self.names())
 
-    def check_is_whole(self, name: str, kind: type) -> None:
-        """Return quietly where a class, found under ``name``, has all that its base class asks for.
+    def load_class(self, name: str, base: type[T]) -> type[T]:
+        """The only subclass of ``base`` in the member's module, or the class registered or plugged in.
 
         Raises:
-            UsageError: it has not; what is missing is listed.
+            UnknownName: no such member; the nearest name is suggested.
+            UsageError: no subclass, more than one, or one without a method that ``base`` asks for.
         """
-        if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-            what, where = ", ".join(missing), f"{kind.__module__}.{kind.__qualname__}"
-            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {self.packages[0]}.base says what that is")
+        member = self.load(name)
+        if isinstance(member, ModuleType):
+            own = [found for key, found in vars(member).items() if not key.startswith("_")]
+            inside = [found for found in own if getattr(found, "__module__", "") == member.__name__]
+        else:
+            inside = [member]
+        classes = list(dict.fromkeys(found for found in inside if isinstance(found, type) and issubclass(found, base)))
+        contract = f"{base.__module__}.{base.__qualname__}"
+        if len(classes) != 1:
+            have = ", ".join(found.__qualname__ for found in classes) or "none"
+            raise UsageError(f"{self.kind} '{name}' ({member!r}): expected one subclass of {contract}, found {have}")
+        if missing := sorted(getattr(classes[0], "__abstractmethods__", ())):
+            what, where = ", ".join(missing), f"{classes[0].__module__}.{classes[0].__qualname__}"
+            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {contract} says what that is")
+        return classes[0]
 
     def add(self, name: str, member: Any) -> None:
         """Register an object or module of one's own for this process (examples and tests do)."""

@@ -18,8 +18,9 @@ from edge_agent import self_test
 from edge_agent.bundle import HeadCard, Manifest, Parity, Precision, pack
 from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
+from edge_agent.models.base import Parts
 from edge_agent.task import State, Task, Tensors
-from edge_agent.training.parts import Parts, feature_dim, load_arrays
+from edge_agent.training.parts import feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
 from .encoder import Exported, Exporter, to_onnx

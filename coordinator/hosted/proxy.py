@@ -20,10 +20,11 @@ from edge_agent.client.session import choose_device
 from edge_agent.errors import DataError
 from edge_agent.heads import FitData
 from edge_agent.methods import Method
+from edge_agent.models.base import Parts
 from edge_agent.storage import read_tensors
 from edge_agent.task import Task, Tensors
 from edge_agent.training.loops import features_of
-from edge_agent.training.parts import NORM_LAYERS, Parts, load_arrays, norm_names
+from edge_agent.training.parts import NORM_LAYERS, load_arrays, norm_names
 
 PROBE = "prototype"
 

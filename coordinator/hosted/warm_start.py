@@ -19,11 +19,13 @@ from edge_agent.client.session import choose_device
 from edge_agent.config import parse
 from edge_agent.errors import DataError
 from edge_agent.methods import Method
-from edge_agent.methods.base import Client, MethodParams
+from edge_agent.methods.values import Client, MethodParams
+from edge_agent.models.base import Parts
 from edge_agent.storage import write_tensors
 from edge_agent.task import Task
-from edge_agent.training.loops import accuracy, predict_probabilities, train_all_parts
-from edge_agent.training.parts import Parts, feature_dim, to_arrays
+from edge_agent.training.loops import accuracy, cross_entropy, predict_probabilities
+from edge_agent.training.loops import train as train_model
+from edge_agent.training.parts import feature_dim, to_arrays
 
 from ..config import WarmStartConfig
 from ..state.run_request import Weights
@@ -55,7 +57,7 @@ def train_warm(question: dict[str, Any]) -> dict[str, Any]:
     model = model.to(device)
     trained, is_own = _with_head(method, model, task)
     client = _client(trained.to(device), task, train, question["seed"], device)
-    loss = train_all_parts(client, _params(settings))
+    loss = train_model(client, cross_entropy(client.model), _params(settings))
     write_tensors(Path(question["into"]), method.start(to_arrays(model, method.shared_names(model))))
     return {
         "data": settings.data,

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config import mistakes_of
 from ..errors import BundleDamaged, BundleError, cause
-from ..methods.base import Grade
+from ..methods.values import Grade
 from ..task import Frozen, InputSpec, Task
 
 SCHEMA: Literal[2] = 2

@@ -14,11 +14,12 @@ import torch
 
 from ..config import Precision
 from ..errors import DataError
-from ..methods.base import Client, Method
+from ..methods.base import Method
+from ..methods.values import Client
+from ..models.base import Parts
 from ..task import Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
-    Parts,
     load_arrays,
     norm_names,
     own_layers,
@@ -49,7 +50,7 @@ class ClientState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a round: ``update`` travels, ``kept`` stays, ``metrics`` are told."""
+    """The result of a round: ``update`` travels, ``kept`` stays, ``metrics`` are reported."""
 
     update: Tensors
     kept: ClientState
@@ -168,7 +169,7 @@ class Session:
         return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
 
     def sent(self) -> Tensors:
-        """The shared tensors as they are in the model now: the update of a method whose training is plain."""
+        """The shared tensors as they are in the model now: the update of a method with the standard local update."""
         return to_arrays(self._model, self._shared)
 
     def _client(self, received: Tensors, kept: ClientState, round_number: int, rounds: int, salt: int = 0) -> Client:
@@ -201,13 +202,13 @@ class Session:
             return {}
         with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
             personal = self.method.predict(client, inputs)
-            found = {"acc.personal": accuracy(personal, labels)}
+            scores = {"acc.personal": accuracy(personal, labels)}
             # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
             is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
             shared = personal if is_same else self.method.predict_global(client, inputs)
             if shared is not None:
-                found["acc.global"] = accuracy(shared, labels)
-        return found
+                scores["acc.global"] = accuracy(shared, labels)
+        return scores
 
     def _keep(self, client: Client) -> ClientState:
         return ClientState(to_arrays(self._model, self._personal), client.memory)
@@ -241,18 +242,18 @@ def supported(precision: Precision, device: torch.device) -> Precision:
     return precision
 
 
-def choose_device(wish: str) -> torch.device:
+def choose_device(requested: str) -> torch.device:
     """The device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
 
     Raises:
         DataError: a device was named that is not there.
     """
-    if wish != "auto":
+    if requested != "auto":
         try:
-            return torch.empty(0, device=wish).device
+            return torch.empty(0, device=requested).device
         except (RuntimeError, AssertionError) as error:
             first = str(error).splitlines()[0]
-            raise DataError(f"training.device = '{wish}' cannot be used ({first}); use 'auto' or 'cpu'") from error
+            raise DataError(f"training.device = '{requested}' cannot be used ({first}); use 'auto' or 'cpu'") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

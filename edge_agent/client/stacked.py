@@ -1,9 +1,9 @@
 """Many clients trained at once: their weights in tensors with one more axis in front, and each step one pass for all.
 
-For methods whose local training is plain (`methods.base.plain`). Each client sees its samples in the order in which it
-would see them alone, so the numbers are those of one client after another up to rounding: sums are taken in another
-order, so bits are not equal. Clients that have fewer batches stop earlier; batches that are shorter are filled up with
-rows that count for nothing, in the loss and in batch norm.
+For methods whose local training is the standard one (`Method.has_standard_update`). Each client sees its samples in the
+order in which it would see them alone, so the numbers are those of one client after another up to rounding: sums are
+taken in another order, so bits are not equal. Clients that have fewer batches stop earlier; batches that are shorter
+are filled up with rows that count for nothing, in the loss and in batch norm.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from ..methods.base import Client, MethodParams, Plain
+from ..methods.values import Client, MethodParams
+from ..models.base import Parts
 from ..training.loops import batches, local_optimizer, training_mode
-from ..training.parts import NORM_LAYERS, Parts
+from ..training.parts import NORM_LAYERS
 
 Convolutions = Literal["grouped", "unfolded"]
 """How convolutions of many clients are computed: as one of many groups, or as products of matrices."""
@@ -88,7 +89,7 @@ class Stack:
         clients: Sequence[Client],
         schedules: Sequence[Schedule],
         params: MethodParams,
-        plain: Plain,
+        frozen: Sequence[str],
         convolutions: Convolutions = "grouped",
     ) -> np.ndarray:
         """Train all of them; returns the loss of each step, (steps, clients), NaN where a client had no such step.
@@ -100,7 +101,7 @@ class Stack:
             raise ValueError(f"clients with {steps} batches: expected those with the most first")
         if not any(steps):
             return np.empty((0, len(clients)))
-        with training_mode(self._model, plain.frozen, "eval"), _in_place(self._model, convolutions) as layers:
+        with training_mode(self._model, frozen, "eval"), _in_place(self._model, convolutions) as layers:
             return _Training(self, layers, _Rows(clients, schedules), params).run()
 
     def learning(self) -> list[str]:
@@ -171,8 +172,8 @@ class _Training:
             if k < self._count:
                 self._go_on_with(k)
             losses[step, :k] = self._step(*self._rows.batch(step))
-        found: np.ndarray = losses.cpu().numpy()
-        return found
+        result: np.ndarray = losses.cpu().numpy()
+        return result
 
     def _step(self, inputs: Tensor, labels: Tensor, counts: Tensor | None) -> Tensor:
         for name in self._layers.counters:
@@ -186,8 +187,8 @@ class _Training:
         with torch.no_grad():
             for name, tensor in statistics.items():
                 self._rest[name].copy_(tensor)
-        found: Tensor = losses.detach()
-        return found
+        result: Tensor = losses.detach()
+        return result
 
     def _loss(
         self,
@@ -228,7 +229,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class _Layers:
-    """What batch norm layers need to know of a batch, and what they have to tell."""
+    """What batch norm layers need to know of a batch, and the statistics that they report."""
 
     def __init__(self) -> None:
         self.counters: list[str] = []
@@ -252,8 +253,8 @@ class _Layers:
         apart = inputs - mean.view(shape)
         variance, _ = self._mean(apart.square(), across)
         self._note(place, layer, mean.detach(), (variance * size / (size - 1)).detach())
-        found = apart * torch.rsqrt(variance + layer.eps).view(shape)
-        return found if not layer.affine else found * layer.weight.view(shape) + layer.bias.view(shape)
+        result = apart * torch.rsqrt(variance + layer.eps).view(shape)
+        return result if not layer.affine else result * layer.weight.view(shape) + layer.bias.view(shape)
 
     def _mean(self, values: Tensor, across: list[int]) -> tuple[Tensor, Tensor | int]:
         """Means (C,) over the rows that count, and of how many numbers each."""
@@ -274,7 +275,7 @@ class _Layers:
 
 @contextlib.contextmanager
 def _in_place(model: Parts, convolutions: Convolutions) -> Iterator[_Layers]:
-    """Inside, batch norm in train mode tells its statistics instead of changing them, and convolutions are as asked."""
+    """Inside, batch norm in train mode reports its statistics and leaves them, and convolutions are as asked."""
     layers, changed = _Layers(), list[nn.Module]()
     for place, module in model.named_modules():
         forward: Callable[[Tensor], Tensor] | None = None
@@ -306,10 +307,10 @@ def _unfolds(layer: nn.Conv2d) -> bool:
 def _unfolded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     """A convolution as the product of its kernels with all patches of the inputs."""
     patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
-    found = layer.weight.flatten(1) @ patches
+    result = layer.weight.flatten(1) @ patches
     if layer.bias is not None:
-        found = found + layer.bias[:, None]
-    return found.reshape(*found.shape[:-1], _side(layer, inputs, 0), _side(layer, inputs, 1))
+        result = result + layer.bias[:, None]
+    return result.reshape(*result.shape[:-1], _side(layer, inputs, 0), _side(layer, inputs, 1))
 
 
 def _side(layer: nn.Conv2d, inputs: Tensor, axis: int) -> int:

@@ -6,26 +6,19 @@ imported inside ``fit`` of those heads that use it, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
-from ..task import Tensors
-from .base import FitData, Head, HeadParams
+from .base import Contribute, FitData, Head, HeadParams
 
 __all__ = ["Contribute", "FitData", "Head", "HeadParams", "contribution", "create", "get", "names", "registry"]
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("saved",))
-
-
-Contribute = Callable[[FitData, Tensors, np.random.Generator], Tensors]
-"""Features and what was received -> what a device without torch sends in a round of training."""
 
 
 def names() -> tuple[str, ...]:
@@ -38,10 +31,9 @@ def get(name: str) -> type[Head]:
 
     Raises:
         UnknownName: no such head; the nearest name is suggested.
+        UsageError: what another package offers under this name is no whole head.
     """
-    member = registry.load(name)
-    kind: type[Head] = member.Head if isinstance(member, ModuleType) else member
-    return kind
+    return registry.load_class(name, Head)  # type: ignore[type-abstract]
 
 
 def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
@@ -50,10 +42,9 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
     Raises:
         UnknownName: no such head.
         ConfigError: unknown or impossible parameters, all of them listed.
-        UsageError: a head of another package lacks what every head must have.
+        UsageError: as `get`.
     """
     kind = get(name)
-    registry.check_is_whole(name, kind)
     try:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:
@@ -61,11 +52,5 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
 
 
 def contribution(method: str) -> Contribute | None:
-    """How a device without torch takes part in rounds of a method; None where the method has nothing for it.
-
-    It is the function ``contribute`` in the file of the head that is called as the method.
-    """
-    if method not in names():
-        return None
-    found: Contribute | None = getattr(registry.load(method), "contribute", None)
-    return found
+    """How a device without torch takes part in rounds of a method: by the head of the same name; None: it cannot."""
+    return get(method).contribute if method in names() else None

@@ -52,7 +52,7 @@ _USUAL = (0.02, 0.98)
 
 
 def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """How well each feature tells classes apart, (d,) float64, larger is better, for ``features`` (n, d).
+    """How well each feature separates classes, (d,) float64, larger is better, for ``features`` (n, d).
 
     FedPick Eqs. 5-7: sum_k n_k (mean_k - mean)^2 / sum_k n_k var_k. A feature that never varies scores 0, one that
     varies between classes only scores infinity.

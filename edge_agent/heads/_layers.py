@@ -32,7 +32,7 @@ class Linear:
         self._back = np.empty((rows, weight.shape[1]), weight.dtype)
         self._inputs = self._back[:0]
 
-    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:  # noqa: ARG002 - as batch norm's
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
         """Outputs (n, outputs)."""
         self._inputs = inputs
         out = np.matmul(inputs, self.weight.T, out=self._out[: len(inputs)])
@@ -56,12 +56,12 @@ class Rectify:
     def __init__(self) -> None:
         self._out = np.empty((0, 0), np.float32)  # until the first batch
 
-    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:  # noqa: ARG002 - as batch norm's
+    def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
         """The same array, without its negative values."""
         self._out = np.maximum(inputs, 0, out=inputs)
         return self._out
 
-    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:  # noqa: ARG002 - costs nothing
+    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
         """The same array, 0 where the output was."""
         error *= self._out > 0
         return error
@@ -98,7 +98,7 @@ class BatchNorm:
         out += self.bias
         return np.asarray(out)
 
-    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:  # noqa: ARG002 - a layer lies below
+    def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
         """The error of the inputs of the last batch, in the place of ``error``."""
         normal = self._normal[: len(error)]
         slopes, sums = self._gradients
@@ -138,8 +138,8 @@ class Chain:
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = False) -> np.ndarray:
         """The error of the chain's inputs, where asked for; all gradients are there afterwards."""
-        for place in reversed(range(len(self.layers))):
-            error = self.layers[place].backward(error, to_inputs=to_inputs or place > 0)
+        for index in reversed(range(len(self.layers))):
+            error = self.layers[index].backward(error, to_inputs=to_inputs or index > 0)
         return error
 
     def pairs(self) -> Pairs:
@@ -155,10 +155,10 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
     """
     layers: list[Layer] = []
     before = -1
-    for place in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
-        layers += [Rectify()] if place - before > 1 else []
-        layers.append(_layer(tensors, f"{part}.{place}.", rows))
-        before = place
+    for index in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
+        layers += [Rectify()] if index - before > 1 else []
+        layers.append(_layer(tensors, f"{part}.{index}.", rows))
+        before = index
     return Chain(layers)
 
 
@@ -248,10 +248,10 @@ def minimise(
         if np.abs(gradient).max() <= tolerance:
             break
         direction = _direction(gradient, pairs)
-        found = _line_search(objective, point, value, gradient, direction)
-        if found is None:
+        accepted = _line_search(objective, point, value, gradient, direction)
+        if accepted is None:
             break
-        step, value, new_gradient = found
+        step, value, new_gradient = accepted
         change = new_gradient - gradient
         curvature = float(change @ step)
         if curvature > 1e-12 * float(change @ change):

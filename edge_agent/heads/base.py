@@ -1,9 +1,9 @@
-"""The contract of a head, and what all heads share: constant answers, absent classes, standardised features."""
+"""The contract of a head, and what all heads share: constant predictions, absent classes, standardised features."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -47,8 +47,12 @@ class FitData:
         return np.flatnonzero(np.bincount(self.labels)).astype(np.int64)  # np.unique would bring 2 MB of numpy.ma
 
 
+Contribute = Callable[[FitData, Tensors, np.random.Generator], Tensors]
+"""Features and what was received -> what a device without torch sends in a round of training."""
+
+
 class Head(ABC):
-    """One personal head. Subclasses (called ``Head`` in their file) state ``Params`` and three verbs.
+    """One personal head: the one subclass in its file states ``Params`` and how to fit and predict.
 
     A fitted head is named arrays plus plain JSON values, so that saving and loading never runs code. Classes that the
     device has never seen get probability 0; a device that knows one class only answers with that class.
@@ -56,6 +60,8 @@ class Head(ABC):
 
     Params: ClassVar[type[HeadParams]] = HeadParams
     source: ClassVar[str] = ""
+    contribute: ClassVar[Contribute | None] = None
+    """How a device without torch takes part in rounds of the method of the same name, where it can."""
 
     def __init__(self, params: HeadParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()

@@ -1,4 +1,4 @@
-"""DualFed at home: projector and personal classifier trained on cached features, answering with the shared classifier.
+"""DualFed on a device: projector and personal classifier, trained on cached features, beside the shared classifier.
 
 Stage one of the method with the encoder frozen: cross entropy plus lambda times the supervised contrastive loss, SGD
 with momentum. Without a shared classifier in the bundle the personal one answers alone.
@@ -16,14 +16,36 @@ from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
 from ._features import shared_logits, shared_rows, together
-from .base import FitData, HeadParams
-from .base import Head as BaseHead
+from .base import FitData, Head, HeadParams
 
 _ROWS = 512
 """Rows that are predicted at once."""
 
 
-class Params(HeadParams):
+class DualFedCommonParams(HeadParams):
+    """What the method and its device head have in common."""
+
+    smallest_batch: int = Field(
+        8,
+        ge=2,
+        description="a last batch of fewer joins the one before it: behind batch norm, two differ by sign; ours",
+    )
+    contrastive_weight: float = Field(
+        1.0,
+        ge=0,
+        description="lambda in Eq. 8; ours; official scripts: PACS 40, Office-Home 2",
+        json_schema_extra={"paper": 40.0},
+    )
+    temperature: float = Field(0.2, gt=0, description="tau in Eq. 7; official scripts: PACS 0.2, Office-Home 0.05")
+    ensemble: Literal["probs", "logits"] = Field(
+        "probs", description="Eq. 5 adds probabilities; the official code adds logits"
+    )
+    projector_depth: int = Field(2, ge=1, le=8, description="D in Table 5: linear layers; 1 = d to d, without hidden")
+    projector_width: int = Field(256, ge=1, le=8192, description="H in Table 5: units of the hidden layers")
+    projector_norm: bool = Field(True, description="BN in Table 5: batch norm behind each layer of the projector")
+
+
+class DualFedHeadParams(DualFedCommonParams):
     """As the method's; ``epochs`` is ours."""
 
     epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features")
@@ -31,19 +53,12 @@ class Params(HeadParams):
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(256, ge=2, description="batch norm needs two")
-    smallest_batch: int = Field(8, ge=2, description="a last batch of fewer joins the one before it")
-    contrastive_weight: float = Field(1.0, ge=0, description="lambda in DualFed's Eq. 8; ours; its PACS script: 40")
-    temperature: float = Field(0.2, gt=0, description="tau in DualFed's Eq. 7")
-    ensemble: Literal["probs", "logits"] = Field("probs", description="what is added: probabilities (Eq. 5) or logits")
-    projector_depth: int = Field(2, ge=1, le=8, description="linear layers of the projector")
-    projector_width: int = Field(256, ge=1, le=8192, description="units of its hidden layers")
-    projector_norm: bool = Field(True, description="batch norm behind each layer of the projector")
 
 
-class Head(BaseHead):
+class DualFedHead(Head):
     """Linear, ReLU, batch norm, linear, batch norm; then one linear layer."""
 
-    Params = Params
+    Params = DualFedHeadParams
     source = "Zhu et al., DualFed, ACM Multimedia 2024, Eqs. 5-8"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
@@ -75,7 +90,7 @@ def answers(arrays: Tensors, rows: np.ndarray) -> np.ndarray:
 class Trainer:
     """Trains the arrays ``projector.*`` and ``personal_head.*`` in place; ``rows``: the largest batch."""
 
-    def __init__(self, tensors: Tensors, params: Params, rows: int) -> None:
+    def __init__(self, tensors: Tensors, params: DualFedHeadParams, rows: int) -> None:
         self._params = params
         self._projector = layers.chain_of(tensors, "projector", rows)
         self._head = layers.Linear(tensors["personal_head.weight"], tensors["personal_head.bias"], rows)
@@ -106,16 +121,16 @@ class Trainer:
         return loss
 
 
-def start(size: int, classes: int, params: Params, rng: np.random.Generator) -> Tensors:
+def start(size: int, classes: int, params: DualFedHeadParams, rng: np.random.Generator) -> Tensors:
     """Fresh arrays of the projector (``size`` in and out) and the personal classifier, with the method's names."""
     sizes = [size, *[params.projector_width] * (params.projector_depth - 1), size]
     tensors: Tensors = {}
     for number, (before, outputs) in enumerate(pairwise(sizes)):
-        place = number * (3 if params.projector_norm else 2)
-        tensors |= layers.fresh_linear(f"projector.{place}", before, outputs, rng)
+        index = number * (3 if params.projector_norm else 2)
+        tensors |= layers.fresh_linear(f"projector.{index}", before, outputs, rng)
         if params.projector_norm:  # behind the rectified layer, which the last linear one lacks
             last = number == params.projector_depth - 1
-            tensors |= layers.fresh_norm(f"projector.{place + (1 if last else 2)}", outputs)
+            tensors |= layers.fresh_norm(f"projector.{index + (1 if last else 2)}", outputs)
     return {**tensors, **layers.fresh_linear("personal_head", size, classes, rng)}
 
 
@@ -152,7 +167,7 @@ def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) ->
     return loss, pull
 
 
-def _check(loss: float, epoch: int, params: Params) -> None:
+def _check(loss: float, epoch: int, params: DualFedHeadParams) -> None:
     if not np.isfinite(loss):
         raise TrainingFailed(
             f"head 'dualfed': loss or weights became {loss} in epoch {epoch} of {params.epochs} at "

@@ -1,7 +1,8 @@
 """FedPAC's steps on cached features: the statistics, the epoch of the linear classifier, the class means; no torch.
 
 As a personal head: the classifier that came with the bundle, trained on for one epoch. In a round of FedPAC,
-`contribute` gives what an update carries beside the encoder, so that a device which cannot train an encoder takes part
+`FedPACHead.contribute` gives what an update carries beside the encoder, so that a device which cannot train an encoder
+takes part
 in the combination of classifiers all the same.
 """
 
@@ -16,8 +17,7 @@ from pydantic import Field
 from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
-from .base import FitData, HeadParams, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, HeadParams, softmax
 
 SETTINGS = {
     "head_epochs": "epochs",
@@ -29,7 +29,7 @@ SETTINGS = {
 """Parameters of the method -> those of the head that mean the same."""
 
 
-class Params(HeadParams):
+class FedPACHeadParams(HeadParams):
     """Those of the paper's code for the classifier's own epoch."""
 
     epochs: int = Field(1, ge=0, le=10_000, description="passes over the local features")
@@ -39,47 +39,45 @@ class Params(HeadParams):
     batch_size: int = Field(50, ge=1)
 
 
-class Head(BaseHead):
+class FedPACHead(Head):
     """One linear layer, trained on from the shared one; from zeros where the bundle has none."""
 
-    Params = Params
+    Params = FedPACHeadParams
     source = "Xu, Tong, Huang, FedPAC, ICLR 2023: step 1 of local training (Eq. 6)"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - all rows
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         return train(_start(data, {}), data.features, data.labels, self.params, rng)
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         logits = features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"]
         return softmax(logits[:, self.arrays["classes"]])
 
+    @staticmethod
+    def contribute(  # type: ignore[override]  # a function, not bound to a head
+        data: FitData, received: Tensors, rng: np.random.Generator
+    ) -> Tensors:
+        """The ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
 
-def contribute(data: FitData, received: Tensors, rng: np.random.Generator) -> Tensors:
-    """The ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
+        ``data.method_params`` holds the method's parameters. The classifier starts from ``head.weight`` and
+        ``head.bias`` in ``received``, else from ``data.global_head``, else from zeros. The encoder stays as it is, so
+        class means are those of ``data.features``.
 
-    ``data.method_params`` holds the method's parameters. The classifier starts from ``head.weight`` and ``head.bias``
-    in ``received``, else from ``data.global_head``, else from zeros. The encoder stays as it is, so class means are
-    those of ``data.features``.
-
-    Raises:
-        TrainingFailed: the classifier diverged.
-    """
-    given = data.method_params
-    head = train(_start(data, received), data.features, data.labels, settings(given), rng)
-    return told(
-        {f"head.{name}": array for name, array in head.items()},
-        (data.features, data.features),
-        data.labels,
-        with_statistics=given.get("weights", "qp") == "qp",
-        least=int(given.get("min_class_count", 2)),
-    )
+        Raises:
+            TrainingFailed: the classifier diverged.
+        """
+        params = data.method_params
+        head = train(_start(data, received), data.features, data.labels, settings(params), rng)
+        heads = {f"head.{name}": array for name, array in head.items()}
+        is_qp, least = params.get("weights", "qp") == "qp", int(params.get("min_class_count", 2))
+        return extras(heads, (data.features, data.features), data.labels, with_statistics=is_qp, least=least)
 
 
-def settings(method_params: Mapping[str, Any]) -> Params:
+def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
     """This head's parameters out of the method's."""
-    return Params.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
+    return FedPACHeadParams.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
 
 
-def told(
+def extras(
     head: Tensors,
     features: tuple[np.ndarray, np.ndarray],
     labels: np.ndarray,
@@ -129,7 +127,9 @@ def class_means(
     return means, counts
 
 
-def train(head: Tensors, features: np.ndarray, labels: np.ndarray, params: Params, rng: np.random.Generator) -> Tensors:
+def train(
+    head: Tensors, features: np.ndarray, labels: np.ndarray, params: FedPACHeadParams, rng: np.random.Generator
+) -> Tensors:
     """``weight`` (K, d) and ``bias`` (K,) float32 after SGD on the cross entropy; the arrays given stay as they are.
 
     Raises:

@@ -1,4 +1,4 @@
-"""FedPick at home: which cached features matter here is learned together with two local classifiers.
+"""FedPick on a device: which cached features matter here is learned together with two local classifiers.
 
 The method's losses with encoder and global classifier frozen; the global classifier, where the bundle has one, is the
 other side of the distillation and of the answer. ``selector = "fisher"`` trains no mask: it keeps the features of
@@ -28,9 +28,8 @@ from ._features import (
     shared_rows,
     together,
 )
-from .base import FitData, HeadParams
-from .base import Head as BaseHead
-from .lr import Params as LogisticParams
+from .base import FitData, Head, HeadParams
+from .lr import LogisticRegressionParams as LogisticParams
 from .lr import fit_logistic
 
 _log = logging.getLogger(__name__)
@@ -38,7 +37,29 @@ _ROWS = 512
 """Rows that are predicted at once."""
 
 
-class Params(HeadParams):
+class FedPickCommonParams(HeadParams):
+    """What the method and its device head have in common."""
+
+    mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones (Eq. 10), or weights 0..1 (Eq. 21)")
+    selector: Literal["learned", "fisher"] = Field(
+        "learned", description="mask network (Eq. 9), or the features of highest Fisher score (Eq. 5), anew each round"
+    )
+    keep_ratio: float = Field(0.5, gt=0, le=1, description="share of features that selector fisher keeps")
+    ensemble: Literal["probs", "logits", "none"] = Field(
+        "probs", description="Eq. 14; none: the global classifier alone ('w/o Ensemble' in Table IV)"
+    )
+    relevant_weight: float = Field(1.0, ge=0, description="weight r in Eq. 15, of L_r; Digits-Five 10")
+    irrelevant_weight: float = Field(
+        0.001, ge=0, description="weight u in Eq. 15, of L_u; above 0.01 training exploded"
+    )
+    distillation_weight: float = Field(1.0, ge=0, description="weight d in Eq. 15, of L_d; Digits-Five 10")
+    detach_targets: bool = Field(False, description="each Kullback-Leibler term of Eq. 13 trains its second side only")
+    temperature: float = Field(1.0, gt=0, description="T in Eq. 9, of the mask; lost in the paper")
+    threshold: float = Field(0.5, gt=0, lt=1, description="eta, above which a feature is picked")
+    mask_width: int = Field(0, ge=0, le=8192, description="r, hidden units of the mask network; 0: d / 2, at least 16")
+
+
+class FedPickHeadParams(FedPickCommonParams):
     """As the method's; ``epochs`` and ``c`` are ours."""
 
     epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features; selector learned")
@@ -46,20 +67,7 @@ class Params(HeadParams):
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(32, ge=1)
-    mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones, or weights 0..1")
-    selector: Literal["learned", "fisher"] = Field("learned", description="mask network, or the highest Fisher scores")
-    keep_ratio: float = Field(0.5, gt=0, le=1, description="share of features that selector fisher keeps")
     c: float = Field(1.0, gt=0, le=1e6, description="inverse strength of the L2 penalty; selector fisher")
-    ensemble: Literal["probs", "logits", "none"] = Field(
-        "probs", description="what is added; none: the global classifier alone"
-    )
-    relevant_weight: float = Field(1.0, ge=0, description="weight r in FedPick's Eq. 15")
-    irrelevant_weight: float = Field(0.001, ge=0, description="weight u in FedPick's Eq. 15")
-    distillation_weight: float = Field(1.0, ge=0, description="weight d in FedPick's Eq. 15")
-    detach_targets: bool = Field(False, description="each Kullback-Leibler term trains its second side only")
-    temperature: float = Field(1.0, gt=0, description="T in FedPick's Eq. 9")
-    threshold: float = Field(0.5, gt=0, lt=1, description="above it a feature is picked")
-    mask_width: int = Field(0, ge=0, le=8192, description="hidden units of the mask network; 0: d / 2, at least 16")
 
     @property
     def cut(self) -> float:
@@ -67,10 +75,10 @@ class Params(HeadParams):
         return self.temperature * math.log(self.threshold / (1.0 - self.threshold))
 
 
-class Head(BaseHead):
+class FedPickHead(Head):
     """Mask, classifier of what it picks, and the global classifier of everything."""
 
-    Params = Params
+    Params = FedPickHeadParams
     source = "Zhu et al., Take Your Pick (FedPick), arXiv 2307.13995, Eqs. 5-15"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
@@ -84,7 +92,7 @@ class Head(BaseHead):
         return together(logits, shared_logits(self.arrays, rows), self.params.ensemble)
 
 
-def answers(arrays: Tensors, rows: np.ndarray, params: Params) -> tuple[np.ndarray, float]:
+def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
     """Logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
     logits, share = [], 0.0
     for begin in range(0, len(rows), _ROWS):
@@ -95,7 +103,7 @@ def answers(arrays: Tensors, rows: np.ndarray, params: Params) -> tuple[np.ndarr
     return np.concatenate(logits), share / rows.size
 
 
-def picked(arrays: Tensors, features: np.ndarray, params: Params) -> np.ndarray:
+def picked(arrays: Tensors, features: np.ndarray, params: FedPickHeadParams) -> np.ndarray:
     """The mask without noise, like ``features`` (n, d) float32: zeros and ones, or weights 0..1 where it is soft."""
     if "mask.kept" in arrays:
         return np.broadcast_to(arrays["mask.kept"], features.shape)
@@ -109,7 +117,7 @@ def _fit_fisher(
     data: FitData,
     classes: np.ndarray,
     shared: Tensors,  # noqa: ARG001 - nothing is distilled
-    params: Params,
+    params: FedPickHeadParams,
     rng: np.random.Generator,  # noqa: ARG001 - convex
 ) -> Tensors:
     kept = keep_top(fisher_score(data.features, data.labels), params.keep_ratio)
@@ -131,7 +139,7 @@ def _fit_fisher(
 
 
 def _fit_learned(
-    data: FitData, classes: np.ndarray, shared: Tensors, params: Params, rng: np.random.Generator
+    data: FitData, classes: np.ndarray, shared: Tensors, params: FedPickHeadParams, rng: np.random.Generator
 ) -> Tensors:
     tensors = start(data.features.shape[1], len(classes), params, rng)
     inputs = np.ascontiguousarray(data.features, np.float32)
@@ -152,7 +160,7 @@ def _fit_learned(
 class Trainer:
     """Trains the arrays ``mask.*``, ``relevant_head.*`` and ``irrelevant_head.*`` in place; ``rows``: largest batch."""
 
-    def __init__(self, tensors: Tensors, params: Params, rows: int) -> None:
+    def __init__(self, tensors: Tensors, params: FedPickHeadParams, rows: int) -> None:
         self._params = params
         self._mask = layers.chain_of(tensors, "mask", rows)
         self._relevant, self._irrelevant = (
@@ -221,7 +229,7 @@ class Trainer:
         return loss, error
 
 
-def start(size: int, classes: int, params: Params, rng: np.random.Generator) -> Tensors:
+def start(size: int, classes: int, params: FedPickHeadParams, rng: np.random.Generator) -> Tensors:
     """Fresh arrays of mask network and local classifiers, with the method's names."""
     width = params.mask_width or max(16, size // 2)
     return {
@@ -275,7 +283,7 @@ def _sigmoid(logits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     return np.asarray(half)
 
 
-def _check(loss: float, epoch: int, params: Params) -> None:
+def _check(loss: float, epoch: int, params: FedPickHeadParams) -> None:
     if not np.isfinite(loss):
         raise TrainingFailed(
             f"head 'fedpick': loss or weights became {loss} in epoch {epoch} of {params.epochs} at lr {params.lr:g} "

@@ -12,14 +12,13 @@ from pydantic import Field
 from ..errors import TrainingFailed
 from ..task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 _DECAY1, _DECAY2, _EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as everywhere."""
 
 
-class Params(NormedParams):
+class FedRIRGlobalParams(NormedParams):
     """Adam on the mean cross entropy of a batch."""
 
     feature_norm: FeatureNorm = Field("none", description="none: g as FedRIR's head sees it; l2; standard")
@@ -28,10 +27,10 @@ class Params(NormedParams):
     batch_size: int = Field(100, ge=1, description="FedRIR, 4.2; the last batch of an epoch may be smaller")
 
 
-class Head(BaseHead):
+class FedRIRGlobalHead(Head):
     """One linear layer on frozen shared features; the generator decides start and order."""
 
-    Params = Params
+    Params = FedRIRGlobalParams
     source = "FedRIR, WWW 2025: ablation w/o MCSL, encoder frozen"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
@@ -53,7 +52,9 @@ class Head(BaseHead):
         return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
 
 
-def train(layer: Tensors, inputs: np.ndarray, targets: np.ndarray, params: Params, rng: np.random.Generator) -> None:
+def train(
+    layer: Tensors, inputs: np.ndarray, targets: np.ndarray, params: FedRIRGlobalParams, rng: np.random.Generator
+) -> None:
     """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot."""
     moments = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in layer.items()}
     steps = 0

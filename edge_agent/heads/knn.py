@@ -11,8 +11,7 @@ from pydantic import Field
 
 from ..task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise, shared_logits, shared_rows
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 _CELLS = 2_000_000
 """Distances that are held at once, 16 MB."""
@@ -21,7 +20,7 @@ MIXES: tuple[float, ...] = tuple(np.linspace(0.0, 1.0, 11).tolist())
 """Values of lambda that are tried."""
 
 
-class Params(NormedParams):
+class KNNParams(NormedParams):
     """Defaults of the authors' code; the paper picks lambda (and sometimes scale) on held-back data."""
 
     feature_norm: FeatureNorm = Field("none", description="none (the paper), l2 or standard, for the distances only")
@@ -36,10 +35,10 @@ class Params(NormedParams):
     held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples on which lambda is picked")
 
 
-class Head(BaseHead):
+class KNNHead(Head):
     """All training features, and a choice of lambda; nothing is iterated."""
 
-    Params = Params
+    Params = KNNParams
     source = "Marfoq, Neglia, Kameni, Vidal, kNN-Per, ICML 2022"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
@@ -102,15 +101,15 @@ def votes(
 
     ``queries`` (n, d) float64, ``stored`` (s, d) float32 with s >= 1, ``members`` (s,) class positions.
     """
-    found = np.zeros((len(queries), count))
+    shares = np.zeros((len(queries), count))
     step = max(1, _CELLS // len(stored))
     for begin in range(0, len(queries), step):
         block = queries[begin : begin + step]
         nearest, squares = _nearest(block, stored, min(neighbours, len(stored)))
         # The smallest distance is taken off first: the shares stay, and at least one weight does not underflow.
         weights = np.exp(-(squares - squares.min(axis=1, keepdims=True)) / (stored.shape[1] * scale))
-        np.add.at(found, (np.arange(begin, begin + len(block))[:, None], members[nearest]), weights)
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+        np.add.at(shares, (np.arange(begin, begin + len(block))[:, None], members[nearest]), weights)
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
 def _nearest(queries: np.ndarray, stored: np.ndarray, neighbours: int) -> tuple[np.ndarray, np.ndarray]:

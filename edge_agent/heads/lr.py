@@ -12,11 +12,10 @@ from pydantic import Field
 from ..task import Tensors
 from ._features import NormedParams, fit_norm, normalise, one_hot
 from ._layers import minimise
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 
-class Params(NormedParams):
+class LogisticRegressionParams(NormedParams):
     """C as in scikit-learn: the inverse of the penalty's weight."""
 
     c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
@@ -26,13 +25,13 @@ class Params(NormedParams):
     tolerance: float = Field(1e-4, gt=0, description="largest entry of the mean loss's gradient at which to stop")
 
 
-class Head(BaseHead):
+class LogisticRegressionHead(Head):
     """Logistic regression: convex, so the result does not depend on the generator."""
 
-    Params = Params
+    Params = LogisticRegressionParams
     source = "RepPer (PCL stage): LR head; L2, C = 1"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - convex
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         norm = fit_norm(data.features, self.params.feature_norm)
         inputs = normalise(data.features, self.params.feature_norm, norm)
         weight, bias = fit_logistic(inputs, one_hot(data.labels, classes), self.params)
@@ -43,7 +42,9 @@ class Head(BaseHead):
         return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
 
 
-def fit_logistic(inputs: np.ndarray, targets: np.ndarray, params: Params) -> tuple[np.ndarray, np.ndarray]:
+def fit_logistic(
+    inputs: np.ndarray, targets: np.ndarray, params: LogisticRegressionParams
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k)."""
     (count, size), classes = inputs.shape, targets.shape[1]
     # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
@@ -64,5 +65,5 @@ def fit_logistic(inputs: np.ndarray, targets: np.ndarray, params: Params) -> tup
         return loss, np.concatenate([(logits.T @ inputs + strength * weight).ravel(), logits.sum(axis=0)])
 
     start = np.zeros(classes * size + classes)
-    found = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
-    return found[: classes * size].reshape(classes, size), found[classes * size :]
+    solution = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
+    return solution[: classes * size].reshape(classes, size), solution[classes * size :]

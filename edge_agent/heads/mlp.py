@@ -13,11 +13,10 @@ from pydantic import Field
 from ..errors import TrainingFailed
 from ..task import Tensors
 from ._features import NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 
-class Params(NormedParams):
+class PerceptronParams(NormedParams):
     """SGD with momentum on the mean cross-entropy of a batch."""
 
     hidden: int = Field(0, ge=0, le=4096, description="rectified units; 0 = one linear layer; RepPer's option is 128")
@@ -28,10 +27,10 @@ class Params(NormedParams):
     batch_size: int = Field(16, ge=1)
 
 
-class Head(BaseHead):
+class PerceptronHead(Head):
     """One linear layer, or two with rectified units between; the generator decides start and order."""
 
-    Params = Params
+    Params = PerceptronParams
     source = "RepPer (PCL stage): MLP head, one linear layer, 10 local epochs of SGD"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
@@ -69,7 +68,9 @@ def _forward(layers: Tensors, inputs: np.ndarray) -> list[np.ndarray]:
     return activations
 
 
-def _train(layers: Tensors, inputs: np.ndarray, targets: np.ndarray, params: Params, rng: np.random.Generator) -> None:
+def _train(
+    layers: Tensors, inputs: np.ndarray, targets: np.ndarray, params: PerceptronParams, rng: np.random.Generator
+) -> None:
     speed = {name: np.zeros_like(layer) for name, layer in layers.items()}
     with np.errstate(over="ignore", invalid="ignore"):
         for _ in range(params.epochs):
@@ -91,7 +92,7 @@ def _gradients(layers: Tensors, inputs: np.ndarray, targets: np.ndarray) -> Tens
     return gradients
 
 
-def _step(layers: Tensors, speed: Tensors, gradients: Tensors, params: Params) -> None:
+def _step(layers: Tensors, speed: Tensors, gradients: Tensors, params: PerceptronParams) -> None:
     for name, layer in list(layers.items()):
         speed[name] *= params.momentum
         speed[name] += gradients[name] + params.weight_decay * layer

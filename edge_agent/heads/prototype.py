@@ -11,23 +11,22 @@ from pydantic import Field
 
 from ..task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 
-class Params(NormedParams):
+class PrototypeParams(NormedParams):
     """Plain Euclidean distance unless features are normalised."""
 
     feature_norm: FeatureNorm = Field("none", description="none, l2 (cosine distance) or standard")
 
 
-class Head(BaseHead):
+class PrototypeHead(Head):
     """Class means of the features; nothing is iterated."""
 
-    Params = Params
+    Params = PrototypeParams
     source = "Snell et al., Prototypical Networks, NeurIPS 2017; FedProto, AAAI 2022 (nearest prototype)"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - exact
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         norm = fit_norm(data.features, self.params.feature_norm)
         inputs = normalise(data.features, self.params.feature_norm, norm)
         members = one_hot(data.labels, classes)

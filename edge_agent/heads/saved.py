@@ -146,9 +146,9 @@ def _check_binding(card: SavedCard, fingerprints: Mapping[Precision, str]) -> No
 def _read_arrays(folder: Path, card: SavedCard) -> Tensors:
     path = folder / card.arrays_file
     data = _read(path, MAX_ARRAYS_BYTES)
-    found = hashlib.sha256(data).hexdigest()
-    if found != card.arrays_sha256:
-        raise StateError(f"{path}: SHA-256 {found[:16]}…, expected {card.arrays_sha256[:16]}…; fit the head again")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != card.arrays_sha256:
+        raise StateError(f"{path}: SHA-256 {digest[:16]}…, expected {card.arrays_sha256[:16]}…; fit the head again")
     arrays = decode(data)
     if (name := first_non_finite(arrays)) is not None:
         raise StateError(f"{path}: array '{name}' holds NaN or infinity; fit the head again")

@@ -25,14 +25,13 @@ from ..storage import read_tensors, write_tensors
 from ..task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise
 from ._layers import minimise
-from .base import FitData, softmax
-from .base import Head as BaseHead
+from .base import FitData, Head, softmax
 
 _ROWS = 1024
 """Rows for which the kernel is held at once: 1024 x 2000 support vectors are 16 MB."""
 
 
-class Params(NormedParams):
+class SVMParams(NormedParams):
     """Parameters of the machine. The defaults are the most accurate over eleven sets of features of real encoders.
 
     There the linear machine is as accurate as the one with a kernel, without scikit-learn.
@@ -47,13 +46,13 @@ class Params(NormedParams):
     timeout_s: float = Field(600.0, gt=0, description="rbf: longest fit before it is given up")
 
 
-class Head(BaseHead):
+class SVMHead(Head):
     """Linear or RBF support vector machine."""
 
-    Params = Params
+    Params = SVMParams
     source = "RepPer (PCL stage): SVM head; kernel and C are not stated there"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:  # noqa: ARG002 - convex
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         if self.params.kernel == "rbf" and importlib.util.find_spec("sklearn") is None:
             raise MissingCapability.package("sklearn", "heads", "fitting head 'svm' with kernel rbf")
         norm = fit_norm(data.features, self.params.feature_norm)
@@ -83,7 +82,7 @@ class Head(BaseHead):
         return np.asarray(np.exp(-self.arrays["gamma"] * np.maximum(squares, 0)))
 
 
-def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: Params) -> tuple[np.ndarray, np.ndarray]:
+def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tuple[np.ndarray, np.ndarray]:
     """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
 
     Each class minimises ``|w|^2 / 2 + C sum max(0, 1 - y (w x + b))^2``, the bias free. The ``x`` are the inputs over
@@ -107,8 +106,8 @@ def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: Params) -> tuple[n
         return loss, np.concatenate([(short.T @ inputs + strength * weight).ravel(), short.sum(axis=0)])
 
     start = np.zeros(classes * size + classes)
-    found = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
-    return found[: classes * size].reshape(classes, size) / length, found[classes * size :]
+    solution = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
+    return solution[: classes * size].reshape(classes, size) / length, solution[classes * size :]
 
 
 def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) -> Tensors:

@@ -6,7 +6,6 @@ Others' packages add methods through the entry-point group ``headwater.methods``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,7 +13,8 @@ from pydantic import ValidationError
 from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
-from .base import Client, Method, MethodParams, Update, paper_values, weighted_mean
+from .base import Method, weighted_mean
+from .values import Client, MethodParams, Update, grades, ours, paper_values
 
 __all__ = [
     "Client",
@@ -23,13 +23,15 @@ __all__ = [
     "Update",
     "create",
     "get",
+    "grades",
     "names",
+    "ours",
     "paper_values",
     "registry",
     "weighted_mean",
 ]
 
-registry = Registry("method", __name__, entry_points="headwater.methods", besides=("families",))
+registry = Registry("method", __name__, entry_points="headwater.methods", besides=("families", "values"))
 
 
 def names() -> tuple[str, ...]:
@@ -42,10 +44,9 @@ def get(name: str) -> type[Method]:
 
     Raises:
         UnknownName: no such method; the nearest name is suggested.
+        UsageError: what another package offers under this name is no whole method.
     """
-    member = registry.load(name)
-    found: type[Method] = member.Method if isinstance(member, ModuleType) else member
-    return found
+    return registry.load_class(name, Method)
 
 
 def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:
@@ -54,10 +55,9 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
     Raises:
         UnknownName: no such method.
         ConfigError: unknown or impossible parameters, all of them listed.
-        UsageError: a method of another package lacks what every method must have.
+        UsageError: as `get`.
     """
     kind = get(name)
-    registry.check_is_whole(name, kind)
     try:
         return kind(kind.Params.model_validate({**(paper_values(kind.Params) if paper else {}), **(params or {})}))
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""Who combines whose head: for every client one quadratic programme over the simplex, in numpy alone.
+"""Weights of combined classifiers: for every client one quadratic programme over the simplex, in numpy alone.
 
-Client i, who knows of each client j a vector h_j and a variance V_j, looks for the weights ``a`` (a_j >= 0, sum 1) with
+With a vector h_j and a variance V_j of each client j, client i needs the weights ``a`` (a_j >= 0, sum 1) with
 
     min a' P_i a,   P_i = diag(V) + D_i D_i',   D_i has the rows h_i - h_j.
 
@@ -12,8 +12,7 @@ Park, 2011), and one index at a time where blocks do not help. Each solve takes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -28,32 +27,34 @@ _TOLERANCE = 1e-7
 _TINY = 1e-150
 """Stands for a variance where all that is known of a client is 0."""
 
-_FIRST_SUPPORT = 32
-_PATIENCE = 3
-_MAX_EXCHANGES = 300
-"""Measured on 100 and 1,000 clients, in groups, with Dirichlet labels or alike: 4 to 8 on average, at most 39."""
+_FIRST_SUPPORT, _PATIENCE, _MAX_EXCHANGES = 32, 3, 300
+"""Exchanges on 100 and 1,000 clients, in groups, with Dirichlet labels or alike: 4 to 8 on average, 39 at most."""
 
 _BLOCK = 4096
 
 
 def gram(vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Inner products (m, m) float64 of m arrays of one shape, summed in float64 without a float64 copy of them all."""
-    rows = [vector.reshape(-1) for vector in vectors]
-    products = np.zeros((len(rows), len(rows)))
-    for begin in range(0, rows[0].size if rows else 0, _BLOCK):
-        block = np.stack([row[begin : begin + _BLOCK] for row in rows]).astype(np.float64)
+    """Inner products (m, m) float64 of m arrays of one shape."""
+    products = np.zeros((len(vectors), len(vectors)))
+    for _, block in _blocks(vectors):
         products += block @ block.T
     return products
 
 
 def combined(weights: np.ndarray, vectors: Sequence[np.ndarray]) -> np.ndarray:
     """Each row of ``weights`` (m, m) applied to m arrays of one shape: (m, ...) float32, summed in float64."""
+    sums = np.empty((len(weights), vectors[0].size), np.float32)
+    for part, block in _blocks(vectors):
+        sums[:, part] = weights @ block
+    return sums.reshape(len(weights), *vectors[0].shape)
+
+
+def _blocks(vectors: Sequence[np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]:
+    """The arrays as rows of a matrix, some columns at a time: no float64 copy of all of them."""
     rows = [vector.reshape(-1) for vector in vectors]
-    found = np.empty((len(weights), rows[0].size), np.float32)
-    for begin in range(0, rows[0].size, _BLOCK):
-        block = np.stack([row[begin : begin + _BLOCK] for row in rows]).astype(np.float64)
-        found[:, begin : begin + _BLOCK] = weights @ block
-    return found.reshape(len(weights), *vectors[0].shape)
+    for begin in range(0, rows[0].size if rows else 0, _BLOCK):
+        part = slice(begin, begin + _BLOCK)
+        yield part, np.stack([row[part] for row in rows]).astype(np.float64)
 
 
 def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,21 +63,13 @@ def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarra
     ``variances`` (m,) are V >= 0, ``products`` (m, m) is the `gram` of the h. Where V is 0 for several clients that are
     alike, they share equally. A row that could not be solved keeps its own head: weight 1 for itself.
     """
-    problem = _Problem.of(variances, products)
-    weights = _all_at_once(problem)
+    problem = Problem(variances, products)
+    weights = problem.all_at_once()
     for row in np.flatnonzero(~(problem.violations(weights, forgive=False) < _TOLERANCE)):
-        weights[row] = _solve(problem, int(row))
+        weights[row] = problem.solve(int(row))
     solved = problem.violations(weights) < _TOLERANCE
     weights[~solved] = np.eye(len(weights))[~solved]
     return weights, solved
-
-
-def violation(variances: np.ndarray, products: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """How far each row (m,) is from the conditions of optimality, in units of its objective a' P a; 0 is optimal.
-
-    (P a)_j must be a' P a where a_j > 0, and no less elsewhere; what rounding can do is forgiven.
-    """
-    return _Problem.of(variances, products).violations(weights)
 
 
 def pruned(weights: np.ndarray, least: float) -> np.ndarray:
@@ -100,142 +93,89 @@ def soft_smallest(losses: np.ndarray, temperature: float) -> np.ndarray:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """All rows' problems: V, S, and the lengths of the h, sqrt(diag S)."""
+class Problem:
+    """All clients' programmes. ``raised`` (m, m): row i is V with what keeps P_i definite, above 0."""
 
-    variances: np.ndarray
-    products: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, variances: np.ndarray, products: np.ndarray) -> _Problem:
-        lengths = np.sqrt(np.maximum(np.diag(products), 0.0))
-        return cls(np.asarray(variances, np.float64), np.asarray(products, np.float64), lengths)
-
-    def raised(self, row: int) -> np.ndarray:
-        """V of all clients (m,) with what keeps P_row definite, above 0."""
-        return np.asarray(self.variances + _RIDGE * (self.lengths + self.lengths[row]) ** 2 + _TINY)
-
-    def distances(self, row: int) -> np.ndarray:
-        """|h_row - h_j|^2 (m,)."""
-        squares = np.diag(self.products)
-        return np.asarray(np.maximum(squares + squares[row] - 2 * self.products[row], 0.0))
-
-    def block(self, row: int, chosen: np.ndarray) -> np.ndarray:
-        """Rows and columns ``chosen`` of D D'."""
-        s = self.products
-        return np.asarray(s[np.ix_(chosen, chosen)] - s[chosen, row][:, None] - s[row, chosen] + s[row, row])
-
-    def outside(self, row: int, support: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """P_row b (m,) where b is 0, for b that holds ``values`` on its support."""
-        s, total = self.products, values.sum()
-        return np.asarray(values @ s[support] - s[row] * total - s[row, support] @ values + s[row, row] * total)
-
-    def noise(self, row: int, support: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """What rounding can do to `outside` (m,)."""
-        reach = self.lengths + self.lengths[row]
-        return np.asarray(_ROUNDING * reach * reach[support].max(initial=0.0) * np.abs(values).sum())
+    def __init__(self, variances: np.ndarray, products: np.ndarray) -> None:
+        self.products = np.asarray(products, np.float64)
+        lengths = np.sqrt(np.maximum(np.diag(self.products), 0.0))
+        self.reach = lengths[:, None] + lengths
+        self.raised = np.asarray(variances, np.float64) + _RIDGE * self.reach**2 + _TINY
 
     def violations(self, weights: np.ndarray, *, forgive: bool = True) -> np.ndarray:
-        """Of all rows (m,), see `violation`; infinite where a row is no point of the simplex."""
-        s, reach = self.products, self.lengths[:, None] + self.lengths
-        squares, used = np.diag(s)[:, None], weights > 0
+        """How far each row (m,) is from the conditions of optimality, in units of its objective a' P a; 0 is optimal.
+
+        (P a)_j must be a' P a where a_j > 0, and no less elsewhere; what rounding can do is forgiven. Infinite where a
+        row is no point of the simplex.
+        """
+        s, used = self.products, weights > 0
         with np.errstate(all="ignore"):
-            slopes = weights @ s - s - np.einsum("ij,ij->i", weights, s)[:, None] + squares
-            slopes += (self.variances + _RIDGE * reach**2 + _TINY) * weights
+            slopes = weights @ s - s - np.einsum("ij,ij->i", weights, s)[:, None] + np.diag(s)[:, None]
+            slopes += self.raised * weights
             objective = np.einsum("ij,ij->i", weights, slopes)[:, None]
             off = np.where(used, np.abs(slopes - objective), objective - slopes)
-            off -= _ROUNDING * reach * np.where(used, reach, 0.0).max(axis=1, keepdims=True) if forgive else 0.0
+            longest = np.where(used, self.reach, 0.0).max(axis=1, keepdims=True)
+            off -= _ROUNDING * self.reach * longest if forgive else 0.0
             worst = np.maximum(off.max(axis=1), 0.0) / np.maximum(objective[:, 0], _TINY)
         on_simplex = (weights.min(axis=1) >= 0) & (np.abs(weights.sum(axis=1) - 1) < 1e-9)
         return np.where(on_simplex & np.isfinite(worst), worst, np.inf)
 
+    def all_at_once(self) -> np.ndarray:
+        """Weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
 
-def _all_at_once(problem: _Problem) -> np.ndarray:
-    """Weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
+        With sum(a) = 1, a' P_i a = a' (S + diag V) a - 2 s_i' a + s_ii: one factorisation serves all rows.
+        """
+        matrix = self.products + np.diag(np.diag(self.raised))
+        scale = 1 / np.sqrt(np.diag(matrix))
+        matrix *= scale[:, None] * scale
+        targets = np.column_stack([self.products, np.ones(len(matrix))])
+        try:
+            answers = scale[:, None] * np.linalg.solve(matrix, scale[:, None] * targets)
+        except np.linalg.LinAlgError:
+            return np.eye(len(matrix))
+        free, towards_one = answers[:, :-1], answers[:, -1]
+        with np.errstate(all="ignore"):
+            weights = free + towards_one[:, None] * ((1 - free.sum(axis=0)) / towards_one.sum())
+        return np.ascontiguousarray(weights.T)
 
-    With sum(a) = 1, a' P_i a = a' (S + diag V) a - 2 s_i' a + s_ii: one factorisation serves all rows.
-    """
-    matrix = problem.products + np.diag(problem.variances + _RIDGE * (2 * problem.lengths) ** 2 + _TINY)
-    scale = 1 / np.sqrt(np.diag(matrix))
-    matrix *= scale[:, None] * scale
-    targets = np.column_stack([problem.products, np.ones(len(matrix))])
-    try:
-        answers = scale[:, None] * np.linalg.solve(matrix, scale[:, None] * targets)
-    except np.linalg.LinAlgError:
-        return np.eye(len(matrix))
-    free, towards_one = answers[:, :-1], answers[:, -1]
-    with np.errstate(all="ignore"):
-        weights = free + towards_one[:, None] * ((1 - free.sum(axis=0)) / towards_one.sum())
-    return np.ascontiguousarray(weights.T)
-
-
-def _solve(problem: _Problem, row: int) -> np.ndarray:
-    """The weights (m,) of one client; NaN when exchanges do not come to an end."""
-    raised = problem.raised(row)
-    diagonal = raised + problem.distances(row)
-    inside = np.zeros(len(diagonal), dtype=bool)
-    inside[np.argsort(diagonal, kind="stable")[:_FIRST_SUPPORT]] = True
-    inside[row] = True
-    fewest, patience = len(diagonal) + 1, _PATIENCE
-    for _ in range(_MAX_EXCHANGES):
-        support = np.flatnonzero(inside)
-        values = _on_support(problem, row, support, diagonal)
-        wrong, gap = _wrong(problem, row, support, values)
-        count = int(wrong.sum())
-        if not count:
-            return _spread(support, values, len(diagonal))
-        patience = _PATIENCE if count < fewest else patience - 1
-        fewest = min(fewest, count)
-        inside ^= _few(wrong, inside, gap / np.sqrt(diagonal)) if patience >= 0 else _last(wrong)
-    return np.full(len(diagonal), np.nan)
-
-
-def _spread(support: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """The simplex point (count,) that b on its support stands for."""
-    weights = np.zeros(count)
-    weights[support] = values / values.sum()
-    return weights
-
-
-def _on_support(problem: _Problem, row: int, support: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
-    """b on its support: P b = 1 there. The row's own head stands alone in P (its bias is 0), so its b is 1 / V."""
-    values = 1 / diagonal[support]
-    others = support != row
-    chosen = support[others]
-    scale = 1 / np.sqrt(diagonal[chosen])
-    matrix = problem.block(row, chosen) * (scale[:, None] * scale)
-    np.fill_diagonal(matrix, 1.0)
-    values[others] = scale * np.linalg.solve(matrix, scale)
-    return np.asarray(values)
-
-
-def _wrong(problem: _Problem, row: int, support: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (m,) bool that break a condition: b below 0 inside the support, P b below 1 outside; and P b - 1."""
-    gap = problem.outside(row, support, values) - 1.0
-    wrong = gap < -(1e-10 + problem.noise(row, support, values))
-    wrong[support] = values < 0
-    wrong[row] = False
-    return wrong, gap
-
-
-def _few(wrong: np.ndarray, inside: np.ndarray, urgency: np.ndarray) -> np.ndarray:
-    """Of what is wrong, all that must leave the support, and of what should enter only the most urgent half as many.
-
-    Letting all of them in makes the support twenty times as large as it ends up to be.
-    """
-    entering = np.flatnonzero(wrong & ~inside)
-    limit = max(8, int(inside.sum()) // 2)
-    if len(entering) <= limit:
-        return wrong
-    chosen = wrong & inside
-    chosen[entering[np.argsort(urgency[entering], kind="stable")[:limit]]] = True
-    return np.asarray(chosen)
-
-
-def _last(wrong: np.ndarray) -> np.ndarray:
-    """The last wrong index alone: with this rule exchanges come to an end (Murty, 1974)."""
-    chosen = np.zeros(len(wrong), dtype=bool)
-    chosen[np.flatnonzero(wrong)[-1]] = True
-    return chosen
+    def solve(self, row: int) -> np.ndarray:
+        """The weights (m,) of one client; NaN when exchanges do not come to an end."""
+        s, squares = self.products, np.diag(self.products)
+        diagonal = self.raised[row] + np.maximum(squares + squares[row] - 2 * s[row], 0.0)
+        inside = np.zeros(len(s), dtype=bool)
+        inside[np.argsort(diagonal, kind="stable")[:_FIRST_SUPPORT]] = True
+        inside[row] = True
+        fewest, patience = len(s) + 1, _PATIENCE
+        for _ in range(_MAX_EXCHANGES):
+            support = np.flatnonzero(inside)
+            # P b = 1 on the support. The row's own head stands alone in P (its D is 0), so its b is 1 / V.
+            b, others = 1 / diagonal[support], support != row
+            chosen = support[others]
+            scale = 1 / np.sqrt(diagonal[chosen])
+            matrix = s[np.ix_(chosen, chosen)] - s[chosen, row][:, None] - s[row, chosen] + s[row, row]
+            matrix *= scale[:, None] * scale
+            np.fill_diagonal(matrix, 1.0)
+            b[others] = scale * np.linalg.solve(matrix, scale)
+            # P b - 1, and what rounding can do to it; b must not be below 0 inside the support, this not outside.
+            gap = b @ s[support] - s[row] * b.sum() - s[row, support] @ b + s[row, row] * b.sum() - 1.0
+            noise = _ROUNDING * self.reach[row] * self.reach[row, support].max(initial=0.0) * np.abs(b).sum()
+            wrong = gap < -(1e-10 + noise)
+            wrong[support] = b < 0
+            wrong[row] = False
+            if not wrong.any():
+                weights = np.zeros(len(s))
+                weights[support] = b / b.sum()
+                return weights
+            patience = _PATIENCE if wrong.sum() < fewest else patience - 1
+            fewest = min(fewest, int(wrong.sum()))
+            if patience >= 0:
+                # All that is wrong leaves the support, but only the most urgent half as many enter it: letting all of
+                # them in makes the support twenty times as large as it ends up to be.
+                entering, limit = np.flatnonzero(wrong & ~inside), max(8, int(inside.sum()) // 2)
+                urgent = np.argsort((gap / np.sqrt(diagonal))[entering], kind="stable")[:limit]
+                wrong &= inside
+                wrong[entering[urgent]] = True
+            else:  # one index at a time, always the last wrong one, comes to an end (Murty, 1974)
+                wrong = np.arange(len(s)) == np.flatnonzero(wrong)[-1]
+            inside ^= wrong
+        return np.full(len(s), np.nan)

@@ -12,7 +12,7 @@ then overwrites it by the mixture, which is another method.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -23,15 +23,14 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
 from ..training.loops import local_optimizer, predict_probabilities, train_by_steps
-from ..training.parts import to_arrays
-from .base import Client, Exactness, MethodParams
 from .families import TwoNetworks
+from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 
-class Params(MethodParams):
+class APFLParams(MethodParams):
     """The paper's defaults."""
 
     optimizer: Literal["sgd"] = Field("sgd", description="alpha scales steps, which Adam would undo")
@@ -40,14 +39,14 @@ class Params(MethodParams):
     alpha_lr: float = Field(0.01, ge=0, description="step size of alpha in Eq. 10; the paper: that of the networks")
 
 
-class Method(TwoNetworks):
+class APFL(TwoNetworks):
     """FedAvg of w, while v learns in a mixture with it."""
 
-    Params = Params
+    Params = APFLParams
     source = "Deng, Kamani, Mahdavi, arXiv 2003.13461"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on the shared encoder; the paper mixes two whole networks"),
-    }
+    exactness = grades(
+        mlp=("approximate", "one linear layer on the shared encoder; the paper mixes two whole networks"),
+    )
 
     def build(self, task: Task) -> Parts:
         """Two networks of the same start, and alpha."""
@@ -55,7 +54,7 @@ class Method(TwoNetworks):
         model.add_module("mixing", Share(self.params.alpha))
         return model
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Per batch one step of w, one of v and one of alpha, all from where the batch began."""
         model, params = client.model, self.params
         alpha, optimizer = share(model), self._optimizer(model)
@@ -69,11 +68,9 @@ class Method(TwoNetworks):
                 alpha.clamp_(0.0, 1.0)
             return value
 
-        train_by_steps(
-            client, step, epochs=params.local_epochs, batch_size=params.batch_size, suspects={"lr": params.lr}
-        )
+        train_by_steps(client, step, params, suspects={"lr": params.lr})
         client.log["alpha"] = float(alpha.detach())
-        return to_arrays(model, self.shared_names(model))
+        return self.sent(client)
 
     def _optimizer(self, model: Parts) -> torch.optim.Optimizer:
         weights = [weight for pair in pairs(model) for weight in pair]

@@ -1,167 +1,46 @@
 """The contract of a method: both halves of a federated algorithm in one file.
 
-A method is a subclass of `Method` called ``Method`` in ``edge_agent/methods/<name>.py``. The coordinator calls
-``start``, ``broadcast``, ``downlink`` and ``aggregate``; an agent calls ``local_update``, ``predict`` and
-``personalize``. A method never learns how its tensors travel. This module imports no torch: a head-tier device may
-read a method's name and parameters.
+A method is the one subclass of `Method` in ``edge_agent/methods/<name>.py``. The coordinator calls ``start``,
+``broadcast``, ``downlink`` and ``aggregate``; an agent calls ``local_update``, ``predict`` and ``personalize``. A
+method never learns how its tensors travel. This module imports no torch: a head-tier device may read a method's name
+and parameters.
 
 Tensor names are those of ``build(task).state_dict()``: the first word is the part (``encoder.conv1.weight`` belongs to
-part ``encoder``). Extra arrays that are not weights (prototypes, statistics) start with ``extra.``.
+part ``encoder``). Extra arrays that are not weights (prototypes, statistics) start with ``extra.``; arrays of the state
+that start with ``server.`` stay at the coordinator.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..errors import TrainingFailed
-from ..task import Frozen, State, Task, Tensors
+from ..task import State, Task, Tensors
+from .values import Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import Precision
-    from ..training.parts import Parts
+    from ..models.base import Parts
+    from ..training.loops import Loss
 
-Norm = Literal["global", "local_stats", "local_all"]
-"""What travels of a batch norm layer: all of it; gamma and beta only; nothing."""
-
-Grade = Literal["exact", "same form", "approximate"]
-"""How close a head fitted on frozen features is to the personal part that the method trains itself.
-
-exact: equal to it on the same features and random numbers. same form: the same layers and loss, but another start,
-other steps, or features of a frozen encoder where the method trains the encoder along. approximate: anything else.
-"""
-
-GRADES: tuple[Grade, ...] = get_args(Grade)
-
-Exactness = Mapping[str, tuple[Grade, str]]
-"""Device head -> its grade where the exported encoder is the one that the client has, and why."""
-
-POOLED_NORM = (
-    "the exported encoder has batch norm pooled over the clients (norm = {norm}), where a client of the run has its own"
-)
+SERVER_ONLY = "server."
+"""Arrays of the state with names like this are never sent."""
 
 
-REFRESH = (
-    "before a client answers, batch norm statistics that stay with it are taken anew from its own training samples "
-    "under the received weights; false: those of its last training, which belong to other weights"
-)
-
-
-def refreshed_stats() -> Any:
-    """``refresh_stats`` of a method that leaves batch norm statistics at clients: on by default, which is ours."""
-    return ours(True, paper=False, description=f"{REFRESH} (the paper); ours")
-
-
-def paper_values(params: type[MethodParams]) -> dict[str, Any]:
-    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
-    return {
-        name: field.json_schema_extra["paper"]
-        for name, field in params.model_fields.items()
-        if isinstance(field.json_schema_extra, dict) and "paper" in field.json_schema_extra
-    }
-
-
-LocalUpdate = TypeVar("LocalUpdate", bound=Callable[..., Tensors])
-
-
-@dataclass(frozen=True)
-class Plain:
-    """What a plain local update does not do: parts that are ``frozen`` get no gradient and run in eval mode."""
-
-    frozen: tuple[str, ...] = ()
-
-
-_PLAIN: dict[Callable[..., Tensors], Plain] = {}
-
-
-def plain(*, frozen: tuple[str, ...] = ()) -> Callable[[LocalUpdate], LocalUpdate]:
-    """A mark for a ``local_update`` that does nothing but what this says.
-
-    It is E epochs of the batch mean of cross entropy of ``client.model`` by one optimizer, all as ``params`` say, with
-    no random numbers but the order of samples; it looks neither at what was received nor at memory, and sends the
-    shared tensors. Whoever trains many clients at once may then do so without calling it. A subclass with a
-    ``local_update`` of its own is not plain, unless that is marked as well.
-    """
-
-    def marked(update: LocalUpdate) -> LocalUpdate:
-        _PLAIN[update] = Plain(frozen)
-        return update
-
-    return marked
-
-
-def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
-    """A parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
-    return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
-
-
-class MethodParams(Frozen):
-    """Fields that every method has; methods add theirs, each with its symbol and source."""
-
-    lr: float = Field(0.01, gt=0, description="learning rate of local training")
-    optimizer: Literal["sgd", "adam"] = Field("sgd", description="of local training; adam takes no heed of momentum")
-    momentum: float = Field(0.5, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    batch_size: int = Field(50, ge=1)
-    local_epochs: int = Field(1, ge=0, description="E, passes over local data in one round")
-    norm: Norm | None = Field(
-        None,
-        description="what travels of batch norm: global = all, local_stats = gamma and beta, local_all = nothing; "
-        "none: what the method's source says",
-    )
-    refresh_stats: bool = Field(False, description=REFRESH)
-
-
-@dataclass
-class Client:
-    """What a method's client half works with. Everything random comes from ``rng`` and ``generator``.
-
-    ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
-    survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
-    ``device``. Steps are done in ``precision``: bfloat16 is mixed, weights stay float32. ``log`` takes numbers that
-    travel with the update as metrics (``client.log["loss"] = 0.3``); names are letters, digits, dots, - and _.
-    """
-
-    id: str
-    model: Parts
-    train_inputs: torch.Tensor
-    train_labels: torch.Tensor
-    task: Task
-    device: torch.device
-    rng: np.random.Generator
-    generator: torch.Generator
-    round: int = 1
-    rounds: int = 1
-    precision: Precision = "float32"
-    memory: Tensors = field(default_factory=dict)
-    log: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def samples(self) -> int:
-        """Number of training samples, n_i."""
-        return len(self.train_labels)
-
-
-@dataclass(frozen=True)
-class Update:
-    """One client's accepted update; ``weight`` is its training sample count."""
-
-    client: str
-    weight: float
-    tensors: Tensors
-
-
-class Method(ABC):
-    """One federated algorithm. Subclasses state what travels and override the verbs in which they differ."""
+class Method:
+    """One federated algorithm. Subclasses state what travels and override the steps in which they differ."""
 
     Params: ClassVar[type[MethodParams]] = MethodParams
+    shared: Any = ("encoder", "head")
+    """Parts that travel; everything else never leaves the device. A property where it depends on ``params``."""
+
+    frozen: ClassVar[tuple[str, ...]] = ()
+    """Parts that local training leaves as they are: no gradient, in eval mode."""
+
     norm: Norm = "global"
     evaluate_after: ClassVar[bool] = False
     """Whether a round's evaluation is repeated after local training (as ``acc.after``): some papers quote that one."""
@@ -194,12 +73,7 @@ class Method(ABC):
         """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
         return False
 
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Parts that travel; everything else never leaves the device."""
-        return ("encoder", "head")
-
-    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+    def sends(self, model: Parts, task: Task) -> Tensors:
         """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
 
         Their names start with ``extra.``. Each update carries all of them: what a client does not have (a class, say)
@@ -207,11 +81,11 @@ class Method(ABC):
         """
         return {}
 
-    def objection(self, tensors: Tensors) -> str:  # noqa: ARG002 - part of the contract
+    def objection(self, tensors: Tensors) -> str:
         """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
         return ""
 
-    def check(self, task: Task) -> None:  # noqa: B027 - most methods can do every task
+    def check(self, task: Task) -> None:
         """Nothing, where the method can do this task; asked before a run is taken.
 
         Raises:
@@ -237,36 +111,60 @@ class Method(ABC):
         return dict(tensors)
 
     def broadcast(self, state: State) -> Tensors:
-        """What every client of the round receives, identical for all."""
-        return state
+        """What every client of the round receives, identical for all; default: all but what stays at the server."""
+        return {name: array for name, array in state.items() if not name.startswith(SERVER_ONLY)}
 
-    def downlink(self, state: State, client: str) -> Tensors:  # noqa: ARG002 - part of the contract
+    def downlink(self, state: State, client: str) -> Tensors:
         """What this client alone receives in addition; default: nothing."""
         return {}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
-        mean = weighted_mean(self._weighted(updates))
-        return {**state, **mean}
+        return {**state, **self.mean(updates)}
 
-    def _weighted(self, updates: Iterable[Update]) -> Iterator[tuple[float, Tensors]]:
+    def mean(self, updates: Iterable[Update]) -> Tensors:
+        """The mean of the updates, weighted as ``weighting`` says."""
+        return weighted_mean(self.weighted(updates))
+
+    def weighted(self, updates: Iterable[Update]) -> Iterator[tuple[float, Tensors]]:
+        """The weight and the tensors of each update."""
         for update in updates:
             yield (update.weight if self.weighting == "samples" else 1.0), update.tensors
 
     # --- client ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def plain_update(cls) -> Plain | None:
-        """What is known of this method's ``local_update`` where it is marked as `plain`; else None."""
-        return _PLAIN.get(cls.local_update)
+    def has_standard_update(cls) -> bool:
+        """Whether local training is nothing but E epochs of cross entropy on all parts that are not ``frozen``.
 
-    @abstractmethod
+        Such training may be done for many clients at once without calling ``local_update``.
+        """
+        return (cls.local_update, cls.loss, cls.sent) == (Method.local_update, Method.loss, Method.sent)
+
+    def loss(self, client: Client, received: Tensors) -> Loss:
+        """The loss of a batch in local training; default: cross entropy of the model's logits."""
+        from ..training.loops import cross_entropy
+
+        return cross_entropy(client.model)
+
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Train on local data from ``received`` (already loaded into ``client.model``); returns what is sent.
+
+        Default: ``local_epochs`` of `loss` on all parts that are not ``frozen``, then `sent`.
 
         Raises:
             TrainingFailed: the loss is not finite, or the data do not allow a step.
         """
+        from ..training.loops import train
+
+        train(client, self.loss(client, received), self.params, frozen=self.frozen)
+        return self.sent(client)
+
+    def sent(self, client: Client) -> Tensors:
+        """The shared tensors as they are in the client's model now."""
+        from ..training.parts import to_arrays
+
+        return to_arrays(client.model, self.shared_names(client.model))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities (n, K) float32 of this client's personal model."""
@@ -289,12 +187,12 @@ class Method(ABC):
 
         return {"encoder": features_of(client.model, inputs)}
 
-    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: B027 - many have nothing to fit
+    def personalize(self, client: Client, received: Tensors) -> None:
         """After the last round: fit what is personal to the final shared parts; default: nothing."""
 
     # --- export ----------------------------------------------------------------------------------------------------
 
-    def head_params(self, head: str) -> dict[str, Any]:  # noqa: ARG002 - part of the contract
+    def head_params(self, head: str) -> dict[str, Any]:
         """Parameters that this method gives a device head by default; default: the head's own."""
         return {}
 
@@ -307,7 +205,8 @@ class Method(ABC):
         grade, why = self.exactness.get(head, ("approximate", other))
         if self.norm == "global":
             return grade, why
-        return "same form" if grade == "exact" else grade, f"{why}; {POOLED_NORM.format(norm=self.norm)}"
+        pooled = f"the exported encoder has batch norm pooled over the clients (norm = {self.norm})"
+        return "same form" if grade == "exact" else grade, f"{why}; {pooled}, where a client of the run has its own"
 
     def global_head(self, state: State) -> Tensors | None:
         """Shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
@@ -316,14 +215,14 @@ class Method(ABC):
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
 
 
-def weighted_mean(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
+def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
     """Weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
 
     Sums are float64 and in the given order, so the same updates in the same order give the same bits. Integer arrays
     (counters) take the largest value: a mean of counters means nothing.
 
     Raises:
-        TrainingFailed: no updates, or weights that sum to zero.
+        TrainingFailed: weights that sum to zero, or no updates where ``may_be_empty`` does not allow it.
     """
     total, sums, dtypes = 0.0, dict[str, np.ndarray](), dict[str, np.dtype[Any]]()
     for weight, tensors in weighted:
@@ -336,7 +235,7 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
                 _add_scaled(sums[name], array, weight)
             else:
                 sums[name] = array.astype(np.float64) * weight
-    if not total > 0:
+    if not total > 0 and (sums or not may_be_empty):
         raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
     # Each sum goes as its mean comes: a 45 MB model would else lie here three times over.
     return {name: _mean(sums.pop(name), total, dtypes[name]) for name in tuple(sums)}

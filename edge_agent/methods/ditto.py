@@ -18,29 +18,28 @@ from torch.nn import functional as F
 from ..task import Tensors
 from ..training.finetune import pairs, second, shared_weights
 from ..training.loops import local_optimizer, train_by_steps
-from ..training.losses import pulled_to
-from ..training.parts import to_arrays
-from .base import Client, MethodParams
+from ..training.losses import proximal_gradient
 from .families import TwoNetworks
+from .values import Client, MethodParams
 
 
-class Params(MethodParams):
+class DittoParams(MethodParams):
     """The paper's defaults."""
 
     proximal_weight: float = Field(1.0, ge=0, description="lambda in Eq. 1; the paper tries 0.1, 1 and 2; 0: Local")
 
 
-class Method(TwoNetworks):
+class Ditto(TwoNetworks):
     """FedAvg, and beside it local training with a pull to what was received."""
 
-    Params = Params
+    Params = DittoParams
     source = "Li, Hu, Beirami, Smith, ICML 2021"
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Per batch one step of the shared network and one of the personal one."""
         model, params = client.model, self.params
         personal, anchors = zip(*pairs(model), strict=True)
-        pull = pulled_to(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
+        pull = proximal_gradient(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
         shared_optimizer = local_optimizer(shared_weights(model), params)
         own_optimizer = local_optimizer(personal, params)
 
@@ -56,11 +55,6 @@ class Method(TwoNetworks):
             own_optimizer.step()
             return value
 
-        train_by_steps(
-            client,
-            step,
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-            suspects={"lr": params.lr, "proximal_weight (lambda)": params.proximal_weight},
-        )
-        return to_arrays(model, self.shared_names(model))
+        suspects = {"lr": params.lr, "proximal_weight (lambda)": params.proximal_weight}
+        train_by_steps(client, step, params, suspects=suspects)
+        return self.sent(client)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..task import State, Task, Tensors
-from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, wearing_copy
-from ..training.loops import cross_entropy, features_of, local_optimizer, predict_probabilities, train_epochs
-from .base import Client, Exactness, Update, weighted_mean
-from .base import Method as Base
-from .fedavg import Method as FedAvg
+from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
+from ..training.loops import cross_entropy, features_of, predict_probabilities, train
+from .base import SERVER_ONLY, Method
+from .values import Client, Update, grades
 
 if TYPE_CHECKING:
     import torch
 
-    from ..training.parts import Parts
-if TYPE_CHECKING:
-    import torch
+    from ..models.base import Parts
+
+_STATISTICS = (".running_mean", ".running_var")
 
 
 def packed(names: Sequence[str]) -> np.ndarray:
-    """Names as the rows of a uint8 array, filled up with zeros: tensors hold no text, and their names are limited."""
+    """Names as the rows of a uint8 array, padded with zeros: tensors hold no text, and their names are limited."""
     text = np.array([name.encode() for name in names])
     return text.view(np.uint8).reshape(len(names), -1)
 
@@ -36,15 +35,45 @@ def names_in(state: State, which: str) -> tuple[str, ...]:
     return () if rows is None else tuple(row.tobytes().rstrip(b"\0").decode() for row in rows)
 
 
-def numbers_for(client: str, *salt: int) -> np.random.Generator:
+def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors:
+    """Arrays with one row for each client, sorted by id, and the `packed` ids as ``names``.
+
+    ``fresh`` holds the rows of some clients, by client and array; the rows of all others are those of the state.
+    """
+    before = {client: row for row, client in enumerate(names_in(state, names))}
+    clients = sorted({*before, *fresh})
+    arrays = {
+        name: np.stack([fresh[c][name] if c in fresh else state[name][before[c]] for c in clients])
+        for name in next(iter(fresh.values()))
+    }
+    return {names: packed(clients), **arrays}
+
+
+def split_extras(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Tensors of the model, and the ``extra.`` arrays beside them."""
+    extras = {name: array for name, array in tensors.items() if name.startswith("extra.")}
+    return {name: array for name, array in tensors.items() if name not in extras}, extras
+
+
+MOST_SAMPLES, LARGEST = 1_000_000_000, 1e6
+"""No honest statistic comes near: features of unnormalised encoders reach some thousands."""
+
+
+def objection_to(counts: np.ndarray, means: Tensors) -> str:
+    """Why class counts (K,) and arrays (K, ...) of these classes cannot be honest; empty where they can."""
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > MOST_SAMPLES:
+        return f"class counts from {counts.min()} to {counts.max()}, expected 0 to {MOST_SAMPLES}"
+    for name, array in means.items():
+        if array[counts == 0].any():
+            return f"'{name}' has values for a class whose count is 0"
+        if np.abs(array).max(initial=0.0) > LARGEST:
+            return f"'{name}' reaches {np.abs(array).max():g}, expected at most {LARGEST:g}"
+    return ""
+
+
+def rng_of(client: str, *salt: int) -> np.random.Generator:
     """Random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
     return np.random.default_rng([zlib.crc32(client.encode()), *salt])
-
-
-AT_HOME = "server."
-"""Arrays of the state with names like this are the coordinator's own."""
-
-_STATISTICS = (".running_mean", ".running_var")
 
 
 def is_learned(name: str, array: np.ndarray) -> bool:
@@ -52,7 +81,7 @@ def is_learned(name: str, array: np.ndarray) -> bool:
 
     Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
     """
-    return array.dtype.kind == "f" and not name.startswith(("extra.", AT_HOME)) and not name.endswith(_STATISTICS)
+    return array.dtype.kind == "f" and not name.startswith(("extra.", SERVER_ONLY)) and not name.endswith(_STATISTICS)
 
 
 def changes(state: State, mean: Tensors) -> Iterator[tuple[str, np.ndarray]]:
@@ -70,22 +99,18 @@ def towards(state: State, mean: Tensors, rate: float) -> Tensors:
     return {**mean, **moved}
 
 
-class ServerSteps(FedAvg):
+class ServerSteps(Method, ABC):
     """FedAvg whose server makes a step of its own from the mean change of a round."""
-
-    def broadcast(self, state: State) -> Tensors:
-        """Encoder and head."""
-        return {name: array for name, array in state.items() if not name.startswith(AT_HOME)}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The state after one step; running statistics of batch norm are the mean."""
-        mean = weighted_mean(self._weighted(updates))
-        found = {**state, **mean}
+        mean = self.mean(updates)
+        new = {**state, **mean}
         for name, change in changes(state, mean):
             step, moments = self.step(state, name, change)
-            found[name] = (state[name] + step).astype(mean[name].dtype)
-            found |= {f"{AT_HOME}{key}.{name}": array.astype(np.float32) for key, array in moments.items()}
-        return found
+            new[name] = (state[name] + step).astype(mean[name].dtype)
+            new |= {f"{SERVER_ONLY}{kind}.{name}": array.astype(np.float32) for kind, array in moments.items()}
+        return new
 
     @abstractmethod
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
@@ -94,15 +119,13 @@ class ServerSteps(FedAvg):
     @staticmethod
     def moment(state: State, kind: str, name: str, start: float = 0.0) -> np.ndarray | float:
         """The kept moment of an array, or ``start`` in the first round."""
-        return state.get(f"{AT_HOME}{kind}.{name}", start)
+        return state.get(f"{SERVER_ONLY}{kind}.{name}", start)
 
 
-class TwoNetworks(Base):
+class TwoNetworks(Method):
     """The personal network answers; the shared one is what travels."""
 
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on the shared encoder; the paper's personal network is whole"),
-    }
+    exactness = grades(mlp=("approximate", "one linear layer on the shared encoder; the personal network is whole"))
 
     def build(self, task: Task) -> Parts:
         """Two networks of the same start."""
@@ -121,13 +144,11 @@ class TwoNetworks(Base):
         return {**super().views(client, inputs), PERSONAL: features_of(second(client.model), inputs)}
 
 
-class Tuned(Base):
+class Tuned(Method, ABC):
     """A method whose clients fine-tune a copy before each test; subclasses say how, and which parts change."""
 
-    @property
-    def tuned_parts(self) -> tuple[str, ...]:
-        """Parts that fine-tuning changes."""
-        return ("head",)
+    tuned_parts: Any = ("encoder", "head")
+    """Parts that fine-tuning changes."""
 
     @abstractmethod
     def tune(self, client: Client) -> None:
@@ -137,7 +158,7 @@ class Tuned(Base):
             TrainingFailed: the loss is not finite, or the data do not allow a step.
         """
 
-    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+    def personalize(self, client: Client, received: Tensors) -> None:
         """Make the tuned copy and keep it in memory."""
         make_copy(client, self.tune, self.tuned_parts)
 
@@ -145,22 +166,24 @@ class Tuned(Base):
         """Class probabilities of the tuned copy, which is made first if the shared model has changed since."""
         if not has_copy(client):
             self.personalize(client, {})
-        with wearing_copy(client):
+        with with_copy_loaded(client):
             return super().predict(client, inputs)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the shared model as it was received."""
         return super().predict(client, inputs)
 
-    def _tune_head(self, client: Client, epochs: int, lr: float | None) -> None:
-        """SGD on the linear classifier alone; the encoder is frozen in eval mode. ``lr`` None: that of training."""
-        above = on_features(client)
-        optimizer = local_optimizer(above.model.head.parameters(), self.params, lr=lr)
-        loss = cross_entropy(above.model.head)
-        train_epochs(above, loss, optimizer, epochs=epochs, batch_size=self.params.batch_size)
 
-    def _tune_all(self, client: Client, epochs: int, lr: float | None) -> None:
-        """SGD on every part, batch norm in train mode."""
-        optimizer = local_optimizer(client.model.parameters(), self.params, lr=lr)
-        loss = cross_entropy(client.model)
-        train_epochs(client, loss, optimizer, epochs=epochs, batch_size=self.params.batch_size)
+class FineTuned(Tuned):
+    """`Tuned` by ``tune_epochs`` of the optimizer of training with step size ``tune_lr``."""
+
+    @property
+    def tuned_parts(self) -> tuple[str, ...]:
+        """All, or the head, as ``tune`` says."""
+        return ("encoder", "head") if self.params.tune == "all" else ("head",)
+
+    def tune(self, client: Client) -> None:
+        """SGD on all parts; or on the head alone, with features that are computed once by the encoder in eval mode."""
+        params, tuned = self.params, client if self.params.tune == "all" else on_features(client)
+        model = tuned.model if params.tune == "all" else tuned.model.head
+        train(tuned, cross_entropy(model), params, epochs=params.tune_epochs, lr=params.tune_lr)

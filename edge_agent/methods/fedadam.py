@@ -12,17 +12,15 @@ by sample counts, as in its experiments; Algorithm 2 prints an even mean.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic import Field
 
 from ..task import State, Tensors
-from .base import Exactness, MethodParams
 from .families import ServerSteps
+from .values import MethodParams, grades
 
 
-class Params(MethodParams):
+class FedAdamParams(MethodParams):
     """The paper's server over plain local SGD."""
 
     momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none")
@@ -32,14 +30,14 @@ class Params(MethodParams):
     adaptivity: float = Field(1e-3, gt=0, description="tau: smaller adapts more; Sec. 5 finds 0.001 good for all tasks")
 
 
-class Method(ServerSteps):
+class FedAdam(ServerSteps):
     """FedAvg with Adam at the server."""
 
-    Params = Params
+    Params = FedAdamParams
     source = "Reddi et al., ICLR 2021"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
-    }
+    exactness = grades(
+        mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
+    )
 
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
         """lr times the mean over the root of the mean square."""

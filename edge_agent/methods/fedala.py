@@ -13,7 +13,7 @@ round's training, and is made once for each model received.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ from torch.nn import functional as F
 
 from ..task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
-from ..training.loops import predict_probabilities, train_all_parts
+from ..training.loops import cross_entropy, predict_probabilities, train
 from ..training.parts import load_arrays, to_arrays
-from .base import Client, Exactness, MethodParams
-from .fedavg import Method as FedAvg
+from .base import Method
+from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
 
 
-class Params(MethodParams):
+class FedALAParams(MethodParams):
     """The paper's defaults."""
 
     upper_tensors: int = Field(2, ge=1, description="p: so many tensors, from the top, are mixed; 2 = the classifier")
@@ -45,27 +45,27 @@ class Params(MethodParams):
     ala_most_epochs: int = Field(50, ge=1, description="and at most so many passes; ours")
 
 
-class Method(FedAvg):
+class FedALA(Method):
     """FedAvg with adaptive local aggregation on each client."""
 
-    Params = Params
+    Params = FedALAParams
     source = "Zhang et al., AAAI 2023"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer fitted on the shared encoder; the paper mixes two classifiers"),
-    }
+    exactness = grades(
+        mlp=("approximate", "one linear layer fitted on the shared encoder; the paper mixes two classifiers"),
+    )
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix, then E epochs of cross entropy on all parts."""
         mixed = self._mixed(client)
         load_arrays(client.model, mixed)
-        train_all_parts(client, self.params)
+        train(client, cross_entropy(client.model), self.params)
         kept = to_arrays(client.model, mixed)
         learned = {name: client.memory[_NEXT + name] for name in mixed if _NEXT + name in client.memory}
         client.memory.update({_OWN + name: array for name, array in kept.items()})
         client.memory.update({_SHARES + name: share for name, share in learned.items()})
-        return to_arrays(client.model, self.shared_names(client.model))
+        return self.sent(client)
 
-    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+    def personalize(self, client: Client, received: Tensors) -> None:
         """Mix."""
         self._mixed(client)
 
@@ -132,7 +132,7 @@ def mix(own: np.ndarray, received: np.ndarray, shares: np.ndarray) -> np.ndarray
     return np.asarray(received + (shares - 1) * (received - own))
 
 
-def _pass(model: Parts, sides: list[dict[str, torch.Tensor]], data: list[torch.Tensor], params: Params) -> float:
+def _pass(model: Parts, sides: list[dict[str, torch.Tensor]], data: list[torch.Tensor], params: FedALAParams) -> float:
     """One step of the shares for each batch; returns the loss of the last, as the official code does."""
     pieces = [torch.split(part, params.batch_size) for part in data]
     return [learn(model, sides, batch, params.ala_lr) for batch in zip(*pieces, strict=True)][-1]

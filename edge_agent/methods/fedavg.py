@@ -10,28 +10,14 @@ Differs from the paper: a last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from ..task import Tensors
-from ..training.loops import train_all_parts
-from ..training.parts import to_arrays
-from .base import Client, Exactness, plain
-from .base import Method as Base
+from .base import Method
+from .values import grades
 
 
-class Method(Base):
-    """E epochs of SGD on everything, then the mean weighted by sample counts."""
+class FedAvg(Method):
+    """E epochs of SGD on everything, then the mean weighted by sample counts: all defaults of `Method`."""
 
     source = "McMahan et al., AISTATS 2017"
-    exactness: ClassVar[Exactness] = {
-        "mlp": (
-            "approximate",
-            "FedAvg has no personal part; one linear layer of the device's own on its frozen encoder",
-        ),
-    }
-
-    @plain()
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of cross entropy on all parts; returns those that travel."""
-        train_all_parts(client, self.params)
-        return to_arrays(client.model, self.shared_names(client.model))
+    exactness = grades(
+        mlp=("approximate", "FedAvg has no personal part; one linear layer of the device's own on its frozen encoder")
+    )

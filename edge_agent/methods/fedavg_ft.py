@@ -12,16 +12,15 @@ mode. A last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from .base import Client, Exactness, MethodParams
-from .families import Tuned
-from .fedavg import Method as FedAvg
+from .families import FineTuned
+from .values import MethodParams, grades
 
 
-class Params(MethodParams):
+class FedAvgFTParams(MethodParams):
     """FedAvg's, and those of fine-tuning."""
 
     tune_epochs: int = Field(10, ge=0, description="passes of fine-tuning over local data; RepPer: 10")
@@ -29,28 +28,14 @@ class Params(MethodParams):
     tune: Literal["head", "all"] = Field("head", description="what is fine-tuned; RepPer and FedPAC's code: the head")
 
 
-class Method(Tuned, FedAvg):
+class FedAvgFT(FineTuned):
     """FedAvg whose devices test a fine-tuned copy."""
 
-    Params = Params
+    Params = FedAvgFTParams
     source = "FedAvg (McMahan et al., AISTATS 2017) with local fine-tuning"
-    exactness: ClassVar[Exactness] = {
-        "mlp": (
+    exactness = grades(
+        mlp=(
             "same form",
-            (
-                "one linear layer on the frozen encoder, as fine-tuning trains it (tune = head); but from random "
-                "weights on standardised features, not from the shared classifier on raw ones, and with step sizes "
-                "of its own"
-            ),
+            "as fine-tuning trains it (tune = head), but from random weights, on standardised features, with own steps",
         ),
-    }
-
-    @property
-    def tuned_parts(self) -> tuple[str, ...]:
-        """The head, or all."""
-        return ("encoder", "head") if self.params.tune == "all" else ("head",)
-
-    def tune(self, client: Client) -> None:
-        """``tune_epochs`` of SGD."""
-        train = self._tune_all if self.params.tune == "all" else self._tune_head
-        train(client, self.params.tune_epochs, self.params.tune_lr)
+    )

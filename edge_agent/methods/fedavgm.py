@@ -11,17 +11,15 @@ is fixed at 1 there.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic import Field
 
 from ..task import State, Tensors
-from .base import Exactness, MethodParams
 from .families import ServerSteps
+from .values import MethodParams, grades
 
 
-class Params(MethodParams):
+class FedAvgMParams(MethodParams):
     """The paper's server over plain local SGD."""
 
     momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none")
@@ -29,14 +27,14 @@ class Params(MethodParams):
     server_lr: float = Field(1.0, gt=0, description="factor of the server's step; the paper: 1")
 
 
-class Method(ServerSteps):
+class FedAvgM(ServerSteps):
     """FedAvg with momentum at the server."""
 
-    Params = Params
+    Params = FedAvgMParams
     source = "Hsu, Qi, Brown, arXiv 1909.06335"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
-    }
+    exactness = grades(
+        mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
+    )
 
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
         """lr times the new velocity."""

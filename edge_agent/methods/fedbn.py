@@ -11,25 +11,22 @@ share ``downsample.1`` of a ResNet. An exported encoder has the pooled statistic
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
-from .base import Exactness, MethodParams
-from .fedavg import Method as FedAvg
+from .base import Method
+from .values import MethodParams
 
 
-class Params(MethodParams):
+class FedBNParams(MethodParams):
     """The authors' code."""
 
     batch_size: int = Field(32, ge=1, description="B; the authors' code: 32")
 
 
-class Method(FedAvg):
-    """FedAvg with batch norm at home."""
+class FedBN(Method):
+    """FedAvg whose batch norm layers never travel."""
 
-    Params = Params
+    Params = FedBNParams
     norm = "local_all"
     weighting = "uniform"
     source = "Li et al., FedBN, ICLR 2021"
-    exactness: ClassVar[Exactness] = {}

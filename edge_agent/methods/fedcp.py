@@ -14,7 +14,7 @@ difference of knowledge. The personal head starts as the shared one does.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -22,20 +22,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, local_optimizer, predict_probabilities, train_epochs
+from ..training.loops import Loss, evaluate, predict_probabilities, train
 from ..training.networks import gumbel
 from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams
-from .base import Method as Base
+from .base import Method
+from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 """Of the kernels in the alignment, as in the official code."""
 
 
-class Params(MethodParams):
+class FedCPParams(MethodParams):
     """Those of the official run script."""
 
     lr: float = Field(0.005, gt=0, description="eta; official script: 0.005")
@@ -50,19 +50,16 @@ class Params(MethodParams):
     test_noise: bool = Field(False, description="draw the gate's noise at the test, too; official code: true")
 
 
-class Method(Base):
+class FedCP(Method):
     """Two heads on gated features."""
 
-    Params = Params
+    Params = FedCPParams
+    shared = ("encoder", "gate", "head")
+    frozen = ("head",)
     source = "Zhang et al., KDD 2023"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on all features of the shared encoder, without the gate"),
-    }
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Encoder, gate and head."""
-        return ("encoder", "gate", "head")
+    exactness = grades(
+        mlp=("approximate", "one linear layer on all features of the shared encoder, without the gate"),
+    )
 
     def build(self, task: Task) -> Parts:
         """Encoder, gate, and two linear heads of the same start."""
@@ -71,24 +68,8 @@ class Method(Base):
         model.add_module("personal_head", copy.deepcopy(model.head))
         return model
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
-        params, model = self.params, client.model
-        trained = [weight for part in ("encoder", "gate", "personal_head") for weight in model.part(part).parameters()]
-        train_epochs(
-            client,
-            self._loss(client),
-            local_optimizer(trained, params),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-            frozen=("head",),
-            weights={"alignment_weight (lambda)": params.alignment_weight},
-        )
-        own = to_arrays(model, [f"personal_head.{name}" for name in model.head.state_dict()])
-        sent = to_arrays(model, self.shared_names(model))
-        return {**sent, **{f"head.{n}": (own[f"personal_head.{n}"] + sent[f"head.{n}"]) / 2 for n in _names(model)}}
-
-    def _loss(self, client: Client) -> Loss:
+    def loss(self, client: Client, received: Tensors) -> Loss:
+        """Eq. 8: cross entropy of both heads, and the alignment with the features of the received encoder."""
         model, params = client.model, self.params
         before = copy.deepcopy(model.encoder).train().requires_grad_(requires_grad=False)
         direction = context(model)
@@ -102,6 +83,14 @@ class Method(Base):
             return value
 
         return loss
+
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
+        weights = {"alignment_weight (lambda)": self.params.alignment_weight}
+        train(client, self.loss(client, received), self.params, frozen=self.frozen, weights=weights)
+        sent, heads = self.sent(client), list(client.model.head.state_dict())
+        own = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
+        return {**sent, **{f"head.{name}": (own[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2 for name in heads}}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of both heads together."""
@@ -121,10 +110,10 @@ class Method(Base):
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and the personal head's share of each of them."""
-        model, found = client.model, super().views(client, inputs)
+        model, views = client.model, super().views(client, inputs)
         direction, gate = context(model), model.part("gate")
-        mask = evaluate(lambda z: gate(z * direction, self.params.temperature, None)[0], model, found["encoder"])
-        return {**found, "mask": mask}
+        mask = evaluate(lambda z: gate(z * direction, self.params.temperature, None)[0], model, views["encoder"])
+        return {**views, "mask": mask}
 
 
 class Gate(nn.Module):
@@ -173,7 +162,3 @@ def discrepancy(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     kernel = torch.stack([torch.exp(-0.5 * apart / width) for width in BANDWIDTHS]).sum(dim=0)
     n = len(first)
     return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
-
-
-def _names(model: Parts) -> list[str]:
-    return list(model.head.state_dict())

@@ -13,7 +13,7 @@ joins the batch before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,18 +24,18 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..task import State, Task, Tensors
 from ..training.finetune import on_features
-from ..training.loops import Loss, cross_entropy, local_optimizer, train_epochs
+from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax
 from ..training.networks import simplex
-from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams
+from ..training.parts import encoder_and_head, feature_dim
 from .families import Tuned
+from .values import Client, MethodParams
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 
-class Params(MethodParams):
+class FedETFParams(MethodParams):
     """The authors' code."""
 
     lr: float = Field(0.04, gt=0, description="step size; the authors' code: 0.04")
@@ -67,18 +67,12 @@ class EtfHead(nn.Module):
         return self.scale * F.linear(F.normalize(self.projection(features), dim=1), self.etf)
 
 
-class Method(Tuned):
+class FedETF(Tuned):
     """Balanced softmax towards a simplex; classifier and projection are tuned in turns."""
 
-    Params = Params
+    Params = FedETFParams
     source = "Li et al., FedETF, ICCV 2023"
     heads = ("lr", "svm", "mlp", "prototype", "knn")
-    exactness: ClassVar[Exactness] = {}
-
-    @property
-    def tuned_parts(self) -> tuple[str, ...]:
-        """All."""
-        return ("encoder", "head")
 
     def build(self, task: Task) -> Parts:
         """Encoder, and projection, temperature and fixed classifier as its head.
@@ -95,49 +89,25 @@ class Method(Tuned):
         model.head = EtfHead(size, simplex(classes, width, params.classifier_seed), params.scale)
         return model
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of the balanced loss on everything but the classifier."""
-        self._train_balanced(client)
-        return to_arrays(client.model, self.shared_names(client.model))
-
-    def tune(self, client: Client) -> None:
-        """E epochs as in training, then classifier and projection in turns by plain cross entropy."""
-        self._train_balanced(client)
-        params, above = self.params, on_features(client)
-        head = above.model.head
-        projection = list(head.get_submodule("projection").parameters())
-        etf = [head.get_parameter("etf")]
-        # Steps of SGD whatever trains the model, and those of the classifier bare, as in the authors' code.
-        sgd = params.model_copy(update={"optimizer": "sgd"})
-        bare = sgd.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
-        halves = ((etf, bare, params.tune_classifier_lr), (projection, sgd, params.tune_projection_lr))
-        for _ in range(params.tune_rounds):
-            for half in halves:
-                self._tune_only(above, *half)
-
-    def _train_balanced(self, client: Client) -> None:
-        params = self.params
-        weights = [weight for weight in client.model.parameters() if weight.requires_grad]
-        epochs, size = params.local_epochs, params.batch_size
-        train_epochs(client, self._balanced(client), local_optimizer(weights, params), epochs=epochs, batch_size=size)
-
-    def _balanced(self, client: Client) -> Loss:
+    def loss(self, client: Client, received: Tensors) -> Loss:
+        """The balanced loss; the classifier itself learns nothing."""
         model, gamma = client.model, self.params.gamma
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
 
-    def _tune_only(self, above: Client, weights: list[nn.Parameter], steps: MethodParams, lr: float) -> None:
-        """Train these weights of the head alone, by such ``steps``; which of them learn is put back."""
-        head, params = above.model.head, self.params
-        learns = {weight: weight.requires_grad for weight in head.parameters()}
-        for weight in learns:
-            weight.requires_grad_(any(weight is one for one in weights))
-        try:
-            optimizer, epochs = local_optimizer(weights, steps, lr=lr), params.tune_epochs
-            train_epochs(above, cross_entropy(head), optimizer, epochs=epochs, batch_size=params.batch_size)
-        finally:
-            for weight, before in learns.items():
-                weight.requires_grad_(before)
+    def tune(self, client: Client) -> None:
+        """E epochs as in training, then classifier and projection in turns by plain cross entropy."""
+        params = self.params
+        train(client, self.loss(client, {}), params)
+        cached = on_features(client)
+        head = cached.model.head
+        projection, etf = list(head.get_submodule("projection").parameters()), [head.get_parameter("etf")]
+        # Steps of SGD whatever trains the model, and those of the classifier bare, as in the authors' code.
+        sgd = params.model_copy(update={"optimizer": "sgd", "local_epochs": params.tune_epochs})
+        bare = sgd.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
+        for _ in range(params.tune_rounds):
+            tune_only(cached, etf, bare, params.tune_classifier_lr)
+            tune_only(cached, projection, sgd, params.tune_projection_lr)
 
     def global_head(self, state: State) -> Tensors | None:
         """Projection and classifier in one: names the same class, its probabilities are not those of the method."""
@@ -146,3 +116,16 @@ class Method(Tuned):
             "weight": directions @ state["head.projection.weight"],
             "bias": directions @ state["head.projection.bias"],
         }
+
+
+def tune_only(client: Client, weights: list[nn.Parameter], params: MethodParams, lr: float) -> None:
+    """Train these weights of ``client.model.head`` alone; which of its weights learn is as before afterwards."""
+    head = client.model.head
+    learned = {weight: weight.requires_grad for weight in head.parameters()}
+    for weight in learned:
+        weight.requires_grad_(any(weight is one for one in weights))
+    try:
+        train(client, cross_entropy(head), params, lr=lr)
+    finally:
+        for weight, before in learned.items():
+            weight.requires_grad_(before)

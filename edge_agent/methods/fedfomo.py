@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,21 +26,22 @@ from torch.nn import functional as F
 
 from ..errors import TrainingFailed
 from ..task import State, Task, Tensors
-from ..training.finetune import copy_tensors, second, shared_weights
-from ..training.loops import cross_entropy, evaluate, local_optimizer, train_epochs
+from ..training.finetune import copy_tensors, second
+from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import load_arrays, to_arrays
-from .base import Client, Exactness, MethodParams, Update, weighted_mean
-from .families import TwoNetworks, is_learned, names_in, numbers_for, packed
+from .base import weighted_mean
+from .families import TwoNetworks, is_learned, names_in, rng_of, split_extras, with_rows
+from .values import Client, MethodParams, Update, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
 _PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."
 _VALIDATION, _EXPLORING = 0, 1
 
 
-class Params(MethodParams):
+class FedFomoParams(MethodParams):
     """Those of the official code."""
 
     lr: float = Field(0.1, gt=0, description="step size in the first round; official code: 0.1")
@@ -52,16 +53,16 @@ class Params(MethodParams):
     explore_decay: float = Field(0.05, ge=0, le=1, description="what epsilon falls by each round; official code: 0.05")
 
 
-class Method(TwoNetworks):
-    """Models of one's own, moved towards those that lower the validation loss."""
+class FedFomo(TwoNetworks):
+    """A model for each client, moved towards those that lower its validation loss."""
 
-    Params = Params
+    Params = FedFomoParams
     source = "Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
-    }
+    exactness = grades(
+        mlp=("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
+    )
 
-    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+    def sends(self, model: Parts, task: Task) -> Tensors:
         """How much each of the offered models helped, in the order of the offer."""
         return {_HELPED: np.zeros(self.params.peers)}
 
@@ -72,7 +73,7 @@ class Method(TwoNetworks):
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: State) -> Tensors:  # noqa: ARG002 - part of the contract
+    def broadcast(self, state: State) -> Tensors:
         """Nothing: no two clients get the same."""
         return {}
 
@@ -90,9 +91,9 @@ class Method(TwoNetworks):
         if not others:
             return []
         number = int(state[_ROUND][0])
-        rng = numbers_for(client, _EXPLORING, number)
+        rng = rng_of(client, _EXPLORING, number)
         chance = self.params.explore - self.params.explore_decay * (number - 1)
-        others = [others[place] for place in rng.permutation(len(others))]  # equal affinities stand in random order
+        others = [others[index] for index in rng.permutation(len(others))]  # equal affinities stand in random order
         if client in names:
             row = state[_AFFINITY][names.index(client)]
             others.sort(key=lambda name: -row[names.index(name)])
@@ -102,34 +103,32 @@ class Method(TwoNetworks):
         return chosen
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The latest model of each client, the affinities with what was told of the offers, and the mean model."""
+        """The latest model of each client, the affinities with the reported help of the offers, and the mean model."""
         news: dict[str, tuple[Tensors, np.ndarray]] = {}
         mean = weighted_mean(_taken(updates, news))
-        before = names_in(state, _NAMES)
-        everybody = sorted({*before, *news})
-        found = {**state, **mean, _NAMES: packed(everybody), _ROUND: state.get(_ROUND, np.zeros(1, np.int64)) + 1}
-        for name in mean:
-            rows = [news[who][0][name] if who in news else _row(state, _MODEL + name, before, who) for who in everybody]
-            found[_MODEL + name] = np.stack(rows)
-        return {**found, _AFFINITY: self._affinities(state, everybody, news)}
+        models = {who: {_MODEL + name: array for name, array in model.items()} for who, (model, _) in news.items()}
+        rows = with_rows(state, _NAMES, models)
+        number = state.get(_ROUND, np.zeros(1, np.int64)) + 1
+        affinities = self._affinities(state, names_in(rows, _NAMES), news)
+        return {**state, **mean, **rows, _ROUND: number, _AFFINITY: affinities}
 
     def _affinities(
-        self, state: State, everybody: Sequence[str], news: dict[str, tuple[Tensors, np.ndarray]]
+        self, state: State, clients: Sequence[str], news: dict[str, tuple[Tensors, np.ndarray]]
     ) -> np.ndarray:
         """P (m, m) float64: how much client j's models have helped client i so far."""
-        table, before = np.zeros((len(everybody), len(everybody))), names_in(state, _NAMES)
+        table, before = np.zeros((len(clients), len(clients))), names_in(state, _NAMES)
         if before:
-            old = [everybody.index(name) for name in before]
+            old = [clients.index(name) for name in before]
             table[np.ix_(old, old)] = state[_AFFINITY]
         for client, (_, helped) in news.items():
             for peer, amount in zip(self.offered(state, client), helped, strict=False):
-                table[everybody.index(client), everybody.index(peer)] += amount
+                table[clients.index(client), clients.index(peer)] += amount
         return table
 
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Mix the received models into one's own, then E epochs on what is not held back."""
+        """Mix the received models into the client's own, then E epochs on the training part."""
         if not client.samples:
             raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
         helped = self._federate(client, received)
@@ -142,18 +141,19 @@ class Method(TwoNetworks):
         return {**to_arrays(client.model, names), _HELPED: padded}
 
     def _train(self, client: Client) -> None:
-        train, _ = held_back(client)
+        train_rows, _ = held_back(client)
         params, rate = self.params, self.params.lr * self.params.lr_decay ** (client.round - 1)
-        part = replace(client, train_inputs=client.train_inputs[train], train_labels=client.train_labels[train])
-        optimizer, loss = local_optimizer(shared_weights(client.model), params, lr=rate), cross_entropy(client.model)
-        train_epochs(part, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
+        part = replace(
+            client, train_inputs=client.train_inputs[train_rows], train_labels=client.train_labels[train_rows]
+        )
+        train(part, cross_entropy(client.model), params, lr=rate)
 
     def personalize(self, client: Client, received: Tensors) -> None:
-        """Mix the last models into one's own, without training."""
+        """Mix the last models into the client's own, without training."""
         self._federate(client, received)
         copy_tensors(client.model, second(client.model))
 
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - contract
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
         """None: there is no shared model."""
         return None
 
@@ -184,11 +184,11 @@ def helpfulness(drops: np.ndarray, distances: np.ndarray) -> np.ndarray:
 
 def moved(old: Tensors, candidates: Sequence[Tensors], weights: np.ndarray) -> Tensors:
     """Eq. 3: old + sum_j w_j (candidate_j - old)."""
-    found: Tensors = {}
+    result: Tensors = {}
     for name, start in old.items():
         change = sum(w * (c[name].astype(np.float64) - start) for w, c in zip(weights, candidates, strict=True))
-        found[name] = (start + change).astype(start.dtype)
-    return found
+        result[name] = (start + change).astype(start.dtype)
+    return result
 
 
 def distance(one: Tensors, other: Tensors) -> float:
@@ -199,7 +199,7 @@ def distance(one: Tensors, other: Tensors) -> float:
 
 def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of training and of validation samples, 80 to 20, the same in every round; all for both below four."""
-    order = torch.from_numpy(numbers_for(client.id, _VALIDATION).permutation(client.samples)).to(client.device)
+    order = torch.from_numpy(rng_of(client.id, _VALIDATION).permutation(client.samples)).to(client.device)
     if client.samples < 4:
         return order, order
     cut = max(1, round(0.2 * client.samples))
@@ -226,11 +226,6 @@ def _taken(updates: Iterable[Update], news: dict[str, tuple[Tensors, np.ndarray]
     Copied, because a view keeps its whole update open.
     """
     for update in updates:
-        model = {name: np.array(array) for name, array in update.tensors.items() if not name.startswith("extra.")}
+        model = {name: np.array(array) for name, array in split_extras(update.tensors)[0].items()}
         news[update.client] = (model, np.array(update.tensors[_HELPED]))
         yield update.weight, model
-
-
-def _row(state: State, name: str, names: Sequence[str], client: str) -> np.ndarray:
-    row: np.ndarray = state[name][names.index(client)]
-    return row

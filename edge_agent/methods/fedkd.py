@@ -1,4 +1,4 @@
-"""FedKD: a large network at home and a small one that travels teach each other; what travels is of low rank.
+"""FedKD: a large personal network and a small shared one distil each other; the shared one travels in low rank.
 
 Source: Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowledge distillation", Nature
 Communications 13 (2022).
@@ -7,8 +7,8 @@ smallest rank that keeps a share of its energy; with the update the energy it wa
 Stays: the teacher, and the projection between the features of both.
 Server: even mean of the updates, cut down again before it is sent.
 Differs from the paper: matrices travel multiplied out, for all updates of a run have one shape: no bytes are saved on
-the wire. What their factors would take is told instead, as the metrics ``svd.up_bytes`` and ``svd.down_bytes``. What
-is cut down is the change of a round (the paper) or the weights themselves (PFLlib), as ``decomposed`` says;
+the wire. What their factors would take is reported instead, as the metrics ``svd.up_bytes`` and ``svd.down_bytes``.
+What is cut down is the change of a round (the paper) or the weights themselves (PFLlib), as ``decomposed`` says;
 convolutions are matrices of filters, where PFLlib cuts each small window. Each network learns from its own loss only,
 the other's answers and the sum of both cross entropies being constants to it. PFLlib's search for a rank never tries
 the full one, and its divergence is a mean over classes, too: neither is done here.
@@ -17,7 +17,7 @@ the full one, and its divergence is a mean over classes, too: neither is done he
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,14 +27,14 @@ from torch.nn import functional as F
 
 from ..task import State, Task, Tensors
 from ..training.finetune import second
-from ..training.loops import Loss, local_optimizer, predict_probabilities, train_epochs
-from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams, Update, weighted_mean
-from .base import Method as Base
-from .families import AT_HOME, is_learned
+from ..training.loops import Loss, predict_probabilities, train
+from ..training.parts import encoder_and_head, feature_dim
+from .base import SERVER_ONLY, Method
+from .families import is_learned
+from .values import Client, MethodParams, Update, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:
@@ -66,19 +66,19 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
 
 def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
     """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
-    found, total = dict[str, np.ndarray](), 0
+    compressed_tensors, total = dict[str, np.ndarray](), 0
     for name, array in tensors.items():
         start = base.get(name)
         low, taken = truncated(array if start is None else array - start, energy)
-        found[name] = low if start is None else (start + low).astype(array.dtype)
+        compressed_tensors[name] = low if start is None else (start + low).astype(array.dtype)
         total += taken
-    return found, total
+    return compressed_tensors, total
 
 
-_ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", AT_HOME + "base."
+_ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", SERVER_ONLY + "base."
 
 
-class Params(MethodParams):
+class FedKDParams(MethodParams):
     """The paper's defaults."""
 
     teacher_encoder: str = Field("", description="encoder of the teacher, a file name in edge_agent/models; '': task's")
@@ -91,17 +91,17 @@ class Params(MethodParams):
     clip: float = Field(10.0, gt=0, description="largest norm of each network's gradient; PFLlib: 10")
 
 
-class Method(Base):
+class FedKD(Method):
     """Mutual distillation; the student travels, the teacher answers."""
 
-    Params = Params
+    Params = FedKDParams
     weighting = "uniform"
     source = "Wu et al., Nature Communications 13 (2022)"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on the student's encoder; the paper answers with a whole teacher"),
-    }
+    exactness = grades(
+        mlp=("approximate", "one linear layer on the student's encoder; the paper answers with a whole teacher"),
+    )
 
-    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+    def sends(self, model: Parts, task: Task) -> Tensors:
         """The share of energy that was kept."""
         return {_ENERGY: np.zeros(1)}
 
@@ -124,15 +124,15 @@ class Method(Base):
 
     def broadcast(self, state: State) -> Tensors:
         """The student as it is cut down, and the bytes of its factors; before the first round as it is."""
-        student = {name: array for name, array in state.items() if not name.startswith(("extra.", AT_HOME))}
+        student = {name: array for name, array in state.items() if not name.startswith(("extra.", SERVER_ONLY))}
         if _ENERGY not in state:
             return {**student, _DOWN: np.array([float(sum(array.nbytes for array in student.values()))])}
-        found, taken = self._cut(student, _base(state), float(state[_ENERGY][0]))
-        return {**found, _DOWN: np.array([float(taken)])}
+        compressed_tensors, taken = self._cut(student, _base(state), float(state[_ENERGY][0]))
+        return {**compressed_tensors, _DOWN: np.array([float(taken)])}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The even mean, the energy to cut it at, and what it is a change from: what everybody has had so far."""
-        mean = weighted_mean(self._weighted(updates))
+        """The even mean, the energy to truncate it at, and what it is a change from: what clients received last."""
+        mean = self.mean(updates)
         if self.params.decomposed == "weights":
             return {**state, **mean}
         had = {name: array for name, array in self.broadcast(state).items() if is_learned(name, array)}
@@ -153,16 +153,9 @@ class Method(Base):
             for weights in networks:
                 nn.utils.clip_grad_norm_(weights, params.clip)
 
-        train_epochs(
-            client,
-            mutual_loss(model),
-            local_optimizer(model.parameters(), params),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-            before_step=clip,
-        )
+        train(client, mutual_loss(model), params, before_step=clip)
         energy = self._energy(client)
-        student = to_arrays(model, self.shared_names(model))
+        student = self.sent(client)
         sent, taken = self._cut(student, {n: a for n, a in received.items() if is_learned(n, a)}, energy)
         client.log |= {"svd.up_bytes": float(taken), "svd.down_bytes": float(received[_DOWN][0])}
         return {**sent, _ENERGY: np.array([energy])}

@@ -10,27 +10,13 @@ Differs from the paper: one linear layer is personal (the paper also tries more 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from .base import Exactness
-from .fedavg import Method as FedAvg
+from .base import Method
+from .values import grades
 
 
-class Method(FedAvg):
+class FedPer(Method):
     """FedAvg of the encoder alone."""
 
+    shared = ("encoder",)
     source = "Arivazhagan et al., arXiv 1912.00818"
-    exactness: ClassVar[Exactness] = {
-        "mlp": (
-            "same form",
-            (
-                "one linear layer, trained on the frozen encoder from random weights; FedPer trains it with the "
-                "encoder in every round"
-            ),
-        )
-    }
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The encoder."""
-        return ("encoder",)
+    exactness = grades(mlp=("same form", "one linear layer from random weights; FedPer trains it with the encoder"))

@@ -17,80 +17,57 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
 from ..heads._features import fisher_score, keep_top, mistake_of_share
+from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, features_of, local_optimizer, train_epochs
+from ..training.loops import Loss, evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import drawn_mask, ensemble, mask_noise, steady_mask
-from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams, ours, refreshed_stats
-from .base import Method as Base
+from ..training.parts import encoder_and_head, feature_dim
+from .base import Method
+from .values import Client, MethodParams, grades, ours, refreshed_stats
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _log = logging.getLogger(__name__)
 
 
-class Params(MethodParams):
+class FedPickParams(FedPickCommonParams, MethodParams):
     """The paper's values where they are known: Table III for Office-Caltech-10 and DomainNet, threshold 0.5."""
 
     batch_size: int = ours(
         16, paper=32, ge=1, description="ours; lost in the paper, FedBN's code for the same data: 32"
     )
     refresh_stats: bool = refreshed_stats()
-    mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones (Eq. 10), or weights 0..1 (Eq. 21)")
-    selector: Literal["learned", "fisher"] = Field(
-        "learned", description="mask network (Eq. 9), or the features of highest Fisher score (Eq. 5), anew each round"
-    )
-    keep_ratio: float = Field(0.5, gt=0, le=1, description="share of features that selector fisher keeps")
+    global_weight: float = Field(1.0, ge=0, description="weight g in Eq. 15, of L_g; Digits-Five 10")
     share_mask: bool = Field(False, description="the mask network travels ('Share PFSM' in Table IV)")
     share_local_heads: bool = Field(False, description="h_r and h_u travel: 'PFSM' may mean them, too")
     share_norm: bool = Field(False, description="batch norm travels ('Share BN' in Table IV)")
-    ensemble: Literal["probs", "logits", "none"] = Field(
-        "probs", description="Eq. 14; none: the global classifier alone ('w/o Ensemble' in Table IV)"
-    )
-    global_weight: float = Field(1.0, ge=0, description="weight g in Eq. 15, of L_g; Digits-Five 10")
-    relevant_weight: float = Field(1.0, ge=0, description="weight r in Eq. 15, of L_r; Digits-Five 10")
-    irrelevant_weight: float = Field(
-        0.001, ge=0, description="weight u in Eq. 15, of L_u; above 0.01 training exploded"
-    )
-    distillation_weight: float = Field(1.0, ge=0, description="weight d in Eq. 15, of L_d; Digits-Five 10")
-    detach_targets: bool = Field(False, description="each Kullback-Leibler term of Eq. 13 trains its second side only")
-    temperature: float = Field(1.0, gt=0, description="T in Eq. 9, of the mask; lost in the paper")
-    threshold: float = Field(0.5, gt=0, lt=1, description="eta, above which a feature is picked")
-    mask_width: int = Field(0, ge=0, le=8192, description="r, hidden units of the mask network; 0: d / 2, at least 16")
 
     @model_validator(mode="after")
-    def _mask_can_travel(self) -> Params:
+    def _mask_can_travel(self) -> FedPickParams:
         if self.share_mask and self.selector == "fisher":
             raise ValueError("share_mask with selector 'fisher': that mask has no weights to share; choose one of them")
         return self
 
 
-class Method(Base):
+class FedPick(Method):
     """Global, relevant and irrelevant features trained together, in every batch."""
 
-    Params = Params
+    Params = FedPickParams
     source = "Zhu et al., Take Your Pick (FedPick), arXiv 2307.13995"
     heads = ("fedpick", "lr", "svm", "mlp", "prototype", "knn")
-    exactness: ClassVar[Exactness] = {
-        "fedpick": (
-            "same form",
-            (
-                "mask, local classifiers and losses from fresh weights on a frozen encoder and a frozen global "
-                "classifier, which the paper trains along"
-            ),
-        )
-    }
+    exactness = grades(
+        fedpick=("same form", "mask, local classifiers and losses on a frozen encoder, which the paper trains along")
+    )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -113,38 +90,34 @@ class Method(Base):
         model.add_module("irrelevant_head", nn.Linear(size, task.num_classes))
         return model
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of Eq. 15 on all parts together."""
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
         params = self.params
         if params.selector == "fisher" and client.samples:
-            self._choose_by_score(client)
-        steps = -(-client.samples // params.batch_size)  # what is told is the share in the last epoch
+            scores = fisher_score(
+                features_of(client.model, client.train_inputs).cpu().numpy(), client.train_labels.cpu().numpy()
+            )
+            kept = torch.from_numpy(keep_top(scores, params.keep_ratio))
+            client.model.part("mask").get_buffer("kept").copy_(kept)
+        steps = -(-client.samples // params.batch_size)  # the share of picked features is that of the last epoch
         shares: deque[torch.Tensor] = deque(maxlen=max(1, steps))
-        train_epochs(
-            client,
-            self._loss(client, shares.append),
-            local_optimizer(client.model.parameters(), params),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-            weights={"irrelevant_weight": params.irrelevant_weight},
-        )
+        weights = {"irrelevant_weight": params.irrelevant_weight}
+        train(client, self._eq15(client, shares.append), params, weights=weights)
         if shares:
             share = client.log["mask.selected"] = float(torch.stack(list(shares)).mean())
             if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
                 _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
-        return to_arrays(client.model, self.shared_names(client.model))
+        return self.sent(client)
 
-    def _choose_by_score(self, client: Client) -> None:
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
-        kept = keep_top(fisher_score(features, client.train_labels.cpu().numpy()), self.params.keep_ratio)
-        client.model.part("mask").get_buffer("kept").copy_(torch.from_numpy(kept.astype(np.float32)))
-
-    def _loss(self, client: Client, tell_share: Callable[[torch.Tensor], object]) -> Loss:
+    def _eq15(self, client: Client, note_share: Callable[[torch.Tensor], object]) -> Loss:
         params, model = self.params, client.model
+        cut = {"temperature": params.temperature, "threshold": params.threshold}
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
-            picked = self._drawn(client, features, tell_share)
+            scores = model.part("mask")(features)
+            picked = self._mask(scores, client.generator)
+            note_share(picked.mean() if params.selector == "fisher" else steady_mask(scores.detach(), **cut).mean())
             whole = model.head(features)
             relevant = model.part("relevant_head")(features * picked)
             irrelevant = model.part("irrelevant_head")(features * (1 - picked))
@@ -158,25 +131,15 @@ class Method(Base):
 
         return loss
 
-    def _drawn(
-        self, client: Client, features: torch.Tensor, tell_share: Callable[[torch.Tensor], object]
-    ) -> torch.Tensor:
-        """The mask of a training step, with noise; tells the share of features that it picks without."""
-        scores, params = client.model.part("mask")(features), self.params
+    def _mask(self, scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Eqs. 9 and 10: with noise from ``generator`` in training, without at inference; a Fisher mask as it is."""
+        params = self.params
         if params.selector == "fisher":
-            tell_share(scores.mean())
-            return torch.as_tensor(scores)
-        how: dict[str, Any] = {"temperature": params.temperature, "threshold": params.threshold}
-        tell_share(steady_mask(scores.detach(), **how).mean())
-        return drawn_mask(scores, mask_noise(scores, client.generator), hard=params.mask == "hard", **how)
-
-    def _steady(self, model: Parts, features: torch.Tensor) -> torch.Tensor:
-        """The mask at inference: no noise."""
-        scores, params = model.part("mask")(features), self.params
-        if params.selector == "fisher":
-            return torch.as_tensor(scores)
-        hard = params.mask == "hard"
-        return steady_mask(scores, temperature=params.temperature, threshold=params.threshold, hard=hard)
+            return scores
+        how = {"temperature": params.temperature, "threshold": params.threshold, "hard": params.mask == "hard"}
+        if generator is None:
+            return steady_mask(scores, **how)
+        return drawn_mask(scores, mask_noise(scores, generator), **how)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
@@ -187,7 +150,7 @@ class Method(Base):
             whole = model.head(features)
             if kind == "none":
                 return torch.softmax(whole, dim=1)
-            relevant = model.part("relevant_head")(features * self._steady(model, features))
+            relevant = model.part("relevant_head")(features * self._mask(model.part("mask")(features)))
             return ensemble(whole, relevant, kind)
 
         return evaluate(both, model, inputs)
@@ -198,22 +161,19 @@ class Method(Base):
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """All features, and the mask that picks among them without noise."""
-        found, model = super().views(client, inputs), client.model
-        return {**found, "mask": evaluate(lambda piece: self._steady(model, piece), model, found["encoder"])}
+        views, model = super().views(client, inputs), client.model
+        return {**views, "mask": evaluate(lambda z: self._mask(model.part("mask")(z)), model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """What this method has in common with its own device head."""
-        return self.params.model_dump(include=set(_HEAD_PARAMS)) if head == "fedpick" else {}
+        """What this method has in common with its own device head; not the batch size.
+
+        Small batches help while the encoder is trained; on frozen features they only take longer.
+        """
+        common = FedPickHeadParams.model_fields.keys() - {"batch_size"}
+        return self.params.model_dump(include=common) if head == "fedpick" else {}
 
 
-# Not the batch size: small batches help while the encoder is trained, on frozen features they only take longer.
-_HEAD_PARAMS = (
-    *("lr", "momentum", "weight_decay", "mask", "selector", "keep_ratio", "ensemble", "relevant_weight"),
-    *("irrelevant_weight", "distillation_weight", "detach_targets", "temperature", "threshold", "mask_width"),
-)
-
-
-def mask_network(size: int, params: Params) -> nn.Module:
+def mask_network(size: int, params: FedPickCommonParams) -> nn.Module:
     """s: ``size`` features in, one logit for each out; with selector fisher, a mask that is set from outside."""
     if params.selector == "fisher":
         return FixedMask(size)

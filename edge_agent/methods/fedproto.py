@@ -4,10 +4,10 @@ Source: Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype L
 AAAI 2022, Algorithm 1, and the authors' code.
 Travels: prototypes (K, d) and counts (K), both ways; no weights.
 Stays: the whole model; so there is nothing to export for devices without torch.
-Server: for each class the uniform mean over the clients that have told one, as in the authors' code and PFLlib; the
+Server: for each class the uniform mean over the clients that have sent one, as in the authors' code and PFLlib; the
 paper weighs by samples.
 Differs from the paper: prototypes of fewer than ``min_class_count`` samples are withheld (one sample's mean is that
-sample). A class that nobody has told in a round keeps its prototype. Counts come back as the largest of one client.
+sample). A class without prototypes in a round keeps the last one. Counts come back as the largest of one client.
 Models start equal, not each at random. Before there is any prototype the client's own head answers.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -26,20 +26,20 @@ from torch.nn import functional as F
 from ..errors import TrainingFailed
 from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, evaluate, features_of, local_optimizer, train_epochs
+from ..training.loops import Loss, evaluate, features_of, train
+from ..training.optimizers import optimizer_of
 from ..training.parts import encoder_and_head, feature_dim
-from .base import Client, Exactness, MethodParams, Update
-from .base import Method as Base
+from .base import Method
+from .families import objection_to
+from .values import Client, MethodParams, Update
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
-_LARGEST, _MOST_SAMPLES = 1e6, 1_000_000_000
-"""Nothing honest comes near: features of unnormalised encoders reach some thousands."""
 
 
-class Params(MethodParams):
+class FedProtoParams(MethodParams):
     """The authors' code."""
 
     batch_size: int = Field(32, ge=1, description="B; the authors' code: 4 to 32")
@@ -60,7 +60,7 @@ class Params(MethodParams):
 
 
 class Prototypes(nn.Module):
-    """A mean (d,) for each of K classes, and of how many samples; count 0: nobody has the class."""
+    """A mean (d,) for each of K classes, and of how many samples; count 0: no client has the class."""
 
     means: torch.Tensor
     counts: torch.Tensor
@@ -75,18 +75,13 @@ class Prototypes(nn.Module):
         return (-torch.cdist(features, self.means).square()).masked_fill(self.counts == 0, -math.inf)
 
 
-class Method(Base):
+class FedProto(Method):
     """Features drawn to common prototypes, each client with a model of its own."""
 
-    Params = Params
+    Params = FedProtoParams
+    shared = ("prototypes",)
     source = "Tan et al., FedProto, AAAI 2022"
     heads = ()
-    exactness: ClassVar[Exactness] = {}
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The prototypes."""
-        return ("prototypes",)
 
     def build(self, task: Task) -> Parts:
         """Encoder, head, and room for the prototypes."""
@@ -95,20 +90,13 @@ class Method(Base):
         return model
 
     def objection(self, tensors: Tensors) -> str:
-        """Negative counts, absurd sizes, and prototypes of classes that are said not to be there."""
-        means, counts = tensors[_MEANS], tensors[_COUNTS]
-        if counts.min(initial=0) < 0 or counts.max(initial=0) > _MOST_SAMPLES:
-            return f"class counts from {counts.min()} to {counts.max()}, expected 0 to {_MOST_SAMPLES}"
-        if means[counts == 0].any():
-            return f"'{_MEANS}' tells of a class whose count is 0"
-        if np.abs(means).max(initial=0.0) > _LARGEST:
-            return f"'{_MEANS}' reaches {np.abs(means).max():g}, expected at most {_LARGEST:g}"
-        return ""
+        """Negative counts, absurd sizes, and prototypes of classes whose count is 0."""
+        return objection_to(tensors[_COUNTS], {_MEANS: tensors[_MEANS]})
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """For each class the mean over the clients that have told of it."""
+        """For each class the mean over the clients that have sent one."""
         sums, total = np.zeros(state[_MEANS].shape), np.zeros(len(state[_COUNTS]))
         most = np.zeros_like(state[_COUNTS])
         for update in updates:
@@ -117,16 +105,16 @@ class Method(Base):
             sums += share[:, None] * update.tensors[_MEANS]
             total += share
             most = np.maximum(most, counts)
-        told = total > 0
-        means = (sums / np.where(told, total, 1.0)[:, None]).astype(np.float32)
+        known = total > 0
+        means = (sums / np.where(known, total, 1.0)[:, None]).astype(np.float32)
         return {
-            _MEANS: np.where(told[:, None], means, state[_MEANS]),
-            _COUNTS: np.where(told, most, state[_COUNTS]),
+            _MEANS: np.where(known[:, None], means, state[_MEANS]),
+            _COUNTS: np.where(known, most, state[_COUNTS]),
         }
 
     # --- client ----------------------------------------------------------------------------------------------------
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
         features, labels = (tensor.cpu().numpy() for tensor in self._train(client))
         means, counts = class_means(features, labels, client.task.num_classes, self.params.min_class_count)
@@ -146,23 +134,26 @@ class Method(Base):
 
     def _train(self, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
         """Train; returns the features (m, d) and labels (m,) that the client's prototypes are means of."""
-        params, seen = self.params, _Seen()
-        optimizer = local_optimizer([*client.model.encoder.parameters(), *client.model.head.parameters()], params)
-        loss, weights = self._loss(client.model, seen), {"alignment_weight (lambda)": params.alignment_weight}
+        params = self.params
+        batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        optimizer = optimizer_of(client.model, ("encoder", "head"), params)
+        loss, weights = self.aligned_loss(client.model, batches), {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
-            seen.clear()
-            train_epochs(client, loss, optimizer, epochs=epochs, batch_size=params.batch_size, weights=weights)
-        if params.prototypes == "after" or not seen.labels:
+            batches.clear()
+            train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
+        if params.prototypes == "after" or not batches:
             return features_of(client.model, client.train_inputs), client.train_labels
-        return torch.cat(seen.features), torch.cat(seen.labels)
+        features, labels = zip(*batches, strict=True)
+        return torch.cat(features), torch.cat(labels)
 
-    def _loss(self, model: Parts, seen: _Seen) -> Loss:
+    def aligned_loss(self, model: Parts, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Loss:
+        """Cross entropy plus lambda times the distance to prototypes; puts features and labels into ``batches``."""
         means, counts = (model.part("prototypes").get_buffer(name).clone() for name in ("means", "counts"))
         weight = self.params.alignment_weight if counts.any() else 0.0
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
-            seen.add(features.detach().float(), labels)
+            batches.append((features.detach().float(), labels))
             value = F.cross_entropy(model.head(features), labels)
             if not weight:
                 return value
@@ -171,19 +162,3 @@ class Method(Base):
             return value + weight * F.mse_loss(features, targets)
 
         return loss
-
-
-class _Seen:
-    """Features and labels of the batches of one epoch."""
-
-    def __init__(self) -> None:
-        self.features: list[torch.Tensor] = []
-        self.labels: list[torch.Tensor] = []
-
-    def add(self, features: torch.Tensor, labels: torch.Tensor) -> None:
-        self.features.append(features)
-        self.labels.append(labels)
-
-    def clear(self) -> None:
-        self.features.clear()
-        self.labels.clear()

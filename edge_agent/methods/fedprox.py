@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose local training is held back by a spring to the model that was received.
+"""FedProx: FedAvg with a proximal term towards the global model in local training.
 
 Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
 Algorithm 2.
@@ -6,47 +6,41 @@ Travels: encoder and head, both ways, batch norm statistics included.
 Stays: nothing but the batch counters of batch norm layers.
 Server: mean of the updates, weighted by sample counts.
 Differs from the paper: devices are drawn evenly and weighted by their samples, as usual, where the paper draws by
-samples and weighs evenly. Every device does all E epochs; the paper's devices may stop early. The spring acts on
-weights, not on running statistics. The loss that is told is the cross entropy alone.
+samples and weighs evenly. Every device does all E epochs; the paper's devices may stop early. The proximal
+term acts on weights, not on running statistics. The reported loss is the cross entropy alone.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from ..task import Tensors
-from ..training.loops import cross_entropy, local_optimizer, train_epochs
-from ..training.losses import pulled_back
-from ..training.parts import to_arrays
-from .base import Client, Exactness, MethodParams
-from .fedavg import Method as FedAvg
+from ..training.loops import cross_entropy, train
+from .base import Method
+from .values import Client, MethodParams
 
 
-class Params(MethodParams):
-    """FedAvg's, and the spring."""
+class FedProxParams(MethodParams):
+    """FedAvg's, and the weight of the proximal term."""
 
     mu: float = Field(0.01, ge=0, description="mu in Eq. 2; FedBN's code 0.01, the paper tries 0.001 to 1; 0: FedAvg")
 
 
-class Method(FedAvg):
-    """FedAvg with mu (w - w_received) added to each gradient."""
+class FedProx(Method):
+    """FedAvg whose clients minimize F(w) + mu / 2 |w - w_t|^2, with w_t the model that they received."""
 
-    Params = Params
+    Params = FedProxParams
     source = "Li et al., FedProx, MLSys 2020"
-    exactness: ClassVar[Exactness] = {}
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of cross entropy plus mu / 2 times the squared distance to what was received."""
-        params, weights = self.params, list(client.model.parameters())
-        train_epochs(
-            client,
-            cross_entropy(client.model),
-            local_optimizer(weights, params),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-            before_step=pulled_back(weights, params.mu) if params.mu else None,
-            weights={"mu": params.mu},
-        )
-        return to_arrays(client.model, self.shared_names(client.model))
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
+        """E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
+        pairs = [(w, w.detach().clone()) for w in client.model.parameters()]
+
+        def add_proximal_gradient() -> None:
+            for w, w_t in pairs:
+                if w.grad is not None and self.params.mu:
+                    w.grad.add_(w.detach() - w_t, alpha=self.params.mu)
+
+        loss, mu = cross_entropy(client.model), self.params.mu
+        train(client, loss, self.params, before_step=add_proximal_gradient, weights={"mu": mu})
+        return self.sent(client)

@@ -5,27 +5,21 @@ FedProx is of Li et al., MLSys 2020.
 Travels: encoder and head, both ways, batch norm statistics included.
 Stays: the tuned copy.
 Server: mean of the updates, weighted by sample counts.
-Differs from the paper: as ``fedprox`` and ``fedavg_ft``. Fine-tuning knows no spring.
+Differs from the paper: as ``fedprox`` and ``fedavg_ft``. Fine-tuning has no proximal term.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from .base import Exactness
-from .fedavg_ft import Method as FedAvgFT
-from .fedavg_ft import Params as TuneParams
-from .fedprox import Method as FedProx
-from .fedprox import Params as ProxParams
+from .fedavg_ft import FedAvgFT, FedAvgFTParams
+from .fedprox import FedProx, FedProxParams
 
 
-class Params(TuneParams, ProxParams):
+class FedProxFTParams(FedAvgFTParams, FedProxParams):
     """FedProx's and those of fine-tuning."""
 
 
-class Method(FedAvgFT, FedProx):
+class FedProxFT(FedAvgFT, FedProx):
     """FedProx whose devices test a fine-tuned copy."""
 
-    Params = Params
+    Params = FedProxFTParams
     source = "Li et al., FedProx, MLSys 2020, with local fine-tuning"
-    exactness: ClassVar[Exactness] = FedAvgFT.exactness

@@ -6,24 +6,23 @@ Travels: the encoder, both ways, batch norm statistics included.
 Stays: the head; a device that misses rounds keeps the one it has.
 Server: mean of the updates, weighted by sample counts as in the authors' code (the paper's devices have equally many).
 Differs from the paper: the encoder is in eval mode while the head trains, so its features are computed once; with
-``frozen_norm = "train"`` batch norm goes on taking statistics, as usual code does. One linear layer is personal.
+``frozen_norm = "train"`` batch norm continues to take statistics, as usual code does. One linear layer is personal.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ..task import Tensors
 from ..training.finetune import on_features
-from ..training.loops import cross_entropy, local_optimizer, train_epochs
-from ..training.parts import to_arrays
-from .base import Client, Exactness, MethodParams
-from .fedper import Method as FedPer
+from ..training.loops import cross_entropy, train
+from .fedper import FedPer
+from .values import Client, MethodParams, grades
 
 
-class Params(MethodParams):
+class FedRepParams(MethodParams):
     """The authors' code for CIFAR-10."""
 
     batch_size: int = Field(10, ge=1, description="B; the authors' code: 10")
@@ -37,47 +36,31 @@ class Params(MethodParams):
     )
 
 
-class Method(FedPer):
+class FedRep(FedPer):
     """Head, then encoder."""
 
-    Params = Params
+    Params = FedRepParams
     source = "Collins et al., FedRep, ICML 2021"
-    exactness: ClassVar[Exactness] = {
-        "mlp": (
+    exactness = grades(
+        mlp=(
             "same form",
             (
                 "one linear layer on the frozen encoder; but from random weights on standardised features with step "
                 "sizes of its own, where FedRep's goes on from round to round on raw ones"
             ),
         ),
-    }
+    )
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """``head_epochs`` of the head with the encoder frozen, then E epochs the other way round."""
         self._train_head(client)
-        params, model = self.params, client.model
-        optimizer = local_optimizer(model.encoder.parameters(), params)
-        loss = cross_entropy(model)
-        epochs, size = params.local_epochs, params.batch_size
-        train_epochs(client, loss, optimizer, epochs=epochs, batch_size=size, frozen=("head",))
-        return to_arrays(model, self.shared_names(model))
+        train(client, cross_entropy(client.model), self.params, frozen=("head",))
+        return self.sent(client)
 
     def _train_head(self, client: Client) -> None:
-        params, head = self.params, client.model.head
-        optimizer = local_optimizer(head.parameters(), params, lr=params.head_lr)
-        epochs, size = params.head_epochs, params.batch_size
+        params = self.params
+        options: dict[str, Any] = {"epochs": params.head_epochs, "lr": params.head_lr, "log": "loss.head"}
         if params.frozen_norm == "eval":
-            train_epochs(
-                on_features(client), cross_entropy(head), optimizer, epochs=epochs, batch_size=size, log="loss.head"
-            )
-            return
-        train_epochs(
-            client,
-            cross_entropy(client.model),
-            optimizer,
-            epochs=epochs,
-            batch_size=size,
-            frozen=("encoder",),
-            frozen_norm="train",
-            log="loss.head",
-        )
+            train(on_features(client), cross_entropy(client.model.head), params, **options)
+        else:
+            train(client, cross_entropy(client.model), params, frozen=("encoder",), frozen_norm="train", **options)

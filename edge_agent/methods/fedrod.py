@@ -11,7 +11,7 @@ last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -19,47 +19,34 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, local_optimizer, train_epochs
+from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
-from ..training.parts import encoder_and_head, feature_dim, to_arrays
-from .base import Client, Exactness, MethodParams
-from .base import Method as Base
+from ..training.parts import encoder_and_head, feature_dim
+from .base import Method
+from .values import Client, MethodParams
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 
-class Params(MethodParams):
+class FedRoDParams(MethodParams):
     """PFLlib's step size."""
 
     lr: float = Field(0.005, gt=0, description="step size of all parts; PFLlib: 0.005")
 
 
-class Method(Base):
+class FedRoD(Method):
     """Balanced softmax for what is shared, cross entropy of both heads' sum for what is personal."""
 
-    Params = Params
+    Params = FedRoDParams
     source = "Chen, Chao, Fed-RoD, ICLR 2022"
     heads = ("lr", "svm", "mlp", "prototype", "knn")
-    exactness: ClassVar[Exactness] = {}
 
     def build(self, task: Task) -> Parts:
         """Encoder, generic head and personal head, both linear."""
         model = encoder_and_head(task)
         model.add_module("personal_head", nn.Linear(feature_dim(model.encoder), task.num_classes))
         return model
-
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
-        """E epochs of both losses in every batch; none of them reaches the other's weights."""
-        params = self.params
-        train_epochs(
-            client,
-            self._loss(client),
-            local_optimizer(client.model.parameters(), params),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-        )
-        return to_arrays(client.model, self.shared_names(client.model))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Softmax of the sum of both heads' logits."""
@@ -75,7 +62,7 @@ class Method(Base):
         """Class probabilities of the generic head."""
         return super().predict(client, inputs)
 
-    def _loss(self, client: Client) -> Loss:
+    def loss(self, client: Client, received: Tensors) -> Loss:
         """Both losses in one sum: step for step the same as one after the other, as they share no weight."""
         model, personal = client.model, client.model.part("personal_head")
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)

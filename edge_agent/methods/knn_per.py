@@ -13,7 +13,7 @@ it.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from ..heads.knn import MIXES, quality, votes
 from ..task import Tensors
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
-from .base import Client, Exactness, MethodParams
-from .fedavg import Method as FedAvg
+from .base import Method
+from .values import Client, MethodParams, grades
 
 _STAMP, _FEATURES, _LABELS, _CHOSEN = "memorized.from", "memorized.features", "memorized.labels", "memorized.chosen"
 
 
-class Params(MethodParams):
+class KNNPerParams(MethodParams):
     """Defaults of the authors' code; numbers of which several are offered are chosen by each device."""
 
     neighbours: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = Field(
@@ -44,23 +44,23 @@ class Params(MethodParams):
     held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples on which the numbers are chosen")
 
 
-class Method(FedAvg):
+class KNNPer(Method):
     """FedAvg with a memory."""
 
-    Params = Params
+    Params = KNNPerParams
     source = "Marfoq et al., kNN-Per, ICML 2022"
     heads = ("knn", "lr", "svm", "mlp", "prototype")
-    exactness: ClassVar[Exactness] = {
-        "knn": (
+    exactness = grades(
+        knn=(
             "same form",
             (
                 "the same neighbours and mixture; but lambda alone is chosen on the device, not k and scale, and "
                 "probabilities are those of its own classes"
             ),
         ),
-    }
+    )
 
-    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+    def personalize(self, client: Client, received: Tensors) -> None:
         """Store features and labels, and choose k, scale and lambda."""
         stamp = fingerprint(client.model)
         features = features_of(client.model, client.train_inputs).cpu().numpy()

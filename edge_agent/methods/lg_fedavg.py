@@ -1,4 +1,4 @@
-"""LG-FedAvg: everybody's own encoder under one shared head, the opposite of FedPer.
+"""LG-FedAvg: personal encoders under one shared head, the opposite of FedPer.
 
 Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated
 Learning with Local and Global Representations", arXiv 2001.01523 (2020), Algorithm 1.
@@ -13,32 +13,27 @@ new device is not answered by an ensemble of all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..task import State, Tensors
-from .base import Client, Exactness
-from .fedavg import Method as FedAvg
+from .base import Method
+from .values import Client
 
 if TYPE_CHECKING:
     import torch
 
 
-class Method(FedAvg):
+class LGFedAvg(Method):
     """FedAvg of the head alone."""
 
+    shared = ("head",)
     source = "Liang et al., LG-FedAvg, arXiv 2001.01523"
     heads = ()
-    exactness: ClassVar[Exactness] = {}
 
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The head."""
-        return ("head",)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - contract
-        """None: the shared head means nothing without somebody's encoder."""
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
+        """None: the shared head means nothing without a personal encoder."""
         return None
 
-    def global_head(self, state: State) -> Tensors | None:  # noqa: ARG002 - part of the contract
+    def global_head(self, state: State) -> Tensors | None:
         """None, for the same reason."""
         return None

@@ -1,4 +1,4 @@
-"""Local: every device trains alone on its own data; the yardstick that federation has to beat.
+"""Local: every device trains alone on its own data; the baseline that federation has to beat.
 
 Source: the baseline called "Local" or "SingleSet" in most papers on personalization.
 Travels: nothing; a round only counts who took part.
@@ -9,20 +9,12 @@ Differs from the paper: nothing known.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from .base import Exactness
-from .fedavg import Method as FedAvg
+from .base import Method
 
 
-class Method(FedAvg):
+class Local(Method):
     """FedAvg of nothing."""
 
+    shared = ()
     source = "baseline without communication"
     heads = ()
-    exactness: ClassVar[Exactness] = {}
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """No part travels."""
-        return ()

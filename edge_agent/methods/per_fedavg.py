@@ -13,7 +13,7 @@ than four samples serve as D and D' alike. The copy is adapted by ``adapt_steps`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -22,19 +22,18 @@ from torch.nn import functional as F
 
 from ..task import Tensors
 from ..training.loops import local_optimizer, train_by_steps
-from ..training.parts import to_arrays
-from .base import Client, Exactness, MethodParams
 from .families import Tuned
+from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 Weights = Sequence[torch.Tensor]
 Slope = Callable[[Weights], tuple[torch.Tensor, Weights]]
 """Loss and gradient of some data at given weights."""
 
 
-class Params(MethodParams):
+class PerFedAvgParams(MethodParams):
     """Step sizes of PFLlib: the paper's are for its own networks."""
 
     lr: float = Field(0.005, gt=0, description="beta, step size of the start; paper: 0.001; PFLlib: 0.005")
@@ -48,24 +47,19 @@ class Params(MethodParams):
     difference: float = Field(1e-3, gt=0, description="delta in HF: length of the way that gradients are compared over")
 
 
-class Method(Tuned):
+class PerFedAvg(Tuned):
     """FedAvg of the start of one step."""
 
-    Params = Params
+    Params = PerFedAvgParams
     source = "Fallah, Mokhtari, Ozdaglar, NeurIPS 2020"
-    exactness: ClassVar[Exactness] = {
-        "mlp": (
+    exactness = grades(
+        mlp=(
             "approximate",
             "one linear layer fitted on the shared encoder; the paper adapts all weights by one step",
         ),
-    }
+    )
 
-    @property
-    def tuned_parts(self) -> tuple[str, ...]:
-        """Everything."""
-        return ("encoder", "head")
-
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of meta steps."""
         model, params = client.model, self.params
         weights, optimizer = list(model.parameters()), local_optimizer(model.parameters(), params)
@@ -83,13 +77,13 @@ class Method(Tuned):
         train_by_steps(
             client,
             step,
-            epochs=params.local_epochs,
+            params,
             batch_size=2 * params.batch_size,
             smallest_batch=4,
             suspects={"lr": params.lr, "adapt_lr": params.adapt_lr},
         )
         model.zero_grad(set_to_none=True)
-        return to_arrays(model, self.shared_names(model))
+        return self.sent(client)
 
     def tune(self, client: Client) -> None:
         """One step, or some, of plain SGD with alpha."""
@@ -103,8 +97,8 @@ class Method(Tuned):
             optimizer.step()
             return value
 
-        batch, suspects = params.batch_size, {"adapt_lr": params.adapt_lr}
-        train_by_steps(client, step, epochs=1, steps=params.adapt_steps, batch_size=batch, suspects=suspects)
+        suspects = {"adapt_lr": params.adapt_lr}
+        train_by_steps(client, step, params, epochs=1, steps=params.adapt_steps, suspects=suspects)
 
 
 def halves(samples: int) -> tuple[slice, slice]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,16 +29,16 @@ from ..errors import ConfigError
 from ..task import State, Tensors
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.parts import load_arrays, to_arrays
-from .base import Client, Exactness, MethodParams, Norm, Update, weighted_mean
-from .base import Method as Base
-from .families import is_learned, names_in, numbers_for, packed
+from .base import Method, weighted_mean
+from .families import is_learned, names_in, rng_of, with_rows
+from .values import Client, MethodParams, Norm, Update, grades
 
 _HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
 _EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"
 _MOST_BYTES = 4 << 30
 
 
-class Params(MethodParams):
+class PFedHNParams(MethodParams):
     """Those of the official code."""
 
     lr: float = Field(5e-3, gt=0, description="step size of a client; official code: 0.005")
@@ -73,15 +72,15 @@ class Params(MethodParams):
         return norm
 
 
-class Method(Base):
+class PFedHN(Method):
     """Weights made for each client; one network at the server learns to make them."""
 
-    Params = Params
+    Params = PFedHNParams
     norm = "local_stats"
     source = "Shamsian, Navon, Fetaya, Chechik, ICML 2021"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
-    }
+    exactness = grades(
+        mlp=("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),
+    )
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -104,7 +103,7 @@ class Method(Base):
         speeds = {_SPEED + name: np.zeros_like(array) for name, array in net.items()}
         return {**tensors, **{_HYPER + name: array for name, array in net.items()}, **speeds}
 
-    def broadcast(self, state: State) -> Tensors:  # noqa: ARG002 - part of the contract
+    def broadcast(self, state: State) -> Tensors:
         """Nothing: no two clients get the same."""
         return {}
 
@@ -120,11 +119,11 @@ class Method(Base):
         network, slopes = self._network(state), dict[str, np.ndarray]()
         summed = [torch.zeros_like(weight) for weight in network.parameters()]
         mean = weighted_mean(self._differentiated(state, updates, network, (summed, slopes)))
-        found = {**state, **mean}
+        result = {**state, **mean}
         for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
             old, speed = state[_HYPER + name], state[_SPEED + name]
-            found[_HYPER + name], found[_SPEED + name] = self._step(old, speed, slope.numpy())
-        return {**found, **self._stepped_embeddings(state, slopes)}
+            result[_HYPER + name], result[_SPEED + name] = self._step(old, speed, slope.numpy())
+        return {**result, **self._stepped_embeddings(state, slopes)}
 
     def _differentiated(
         self,
@@ -139,21 +138,18 @@ class Method(Base):
             embedding = torch.from_numpy(self._embedding(state, update.client)).requires_grad_()
             weights = [*network.parameters(), embedding]
             products = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
-            for place, product in enumerate(products[:-1]):
-                summed[place] += product
+            for index, product in enumerate(products[:-1]):
+                summed[index] += product
             slopes[update.client] = products[-1].numpy()
             yield update.weight, update.tensors
 
     def _stepped_embeddings(self, state: State, slopes: Mapping[str, np.ndarray]) -> Tensors:
-        before = names_in(state, _NAMES)
-        everybody = sorted({*before, *slopes})
-        rows: list[tuple[np.ndarray, np.ndarray]] = []
-        for client in everybody:
+        before, rows = names_in(state, _NAMES), dict[str, Tensors]()
+        for client, slope in slopes.items():
             old = self._embedding(state, client)
             speed = state[_EMBEDDING_SPEED][before.index(client)] if client in before else np.zeros_like(old)
-            rows.append(self._step(old, speed, slopes[client]) if client in slopes else (old, speed))
-        embeddings, speeds = (np.stack(arrays) for arrays in zip(*rows, strict=True))
-        return {_NAMES: packed(everybody), _EMBEDDING: embeddings, _EMBEDDING_SPEED: speeds}
+            rows[client] = dict(zip((_EMBEDDING, _EMBEDDING_SPEED), self._step(old, speed, slope), strict=True))
+        return with_rows(state, _NAMES, rows)
 
     def _step(self, weights: np.ndarray, speed: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """SGD with momentum and weight decay: the new weights and the new speed."""
@@ -172,7 +168,7 @@ class Method(Base):
         if client in names:
             known: np.ndarray = state[_EMBEDDING][names.index(client)].copy()
             return known
-        fresh: np.ndarray = numbers_for(client).standard_normal(self.params.embedding_size).astype(np.float32)
+        fresh: np.ndarray = rng_of(client).standard_normal(self.params.embedding_size).astype(np.float32)
         return fresh
 
     def _check_size(self, tensors: Tensors) -> None:
@@ -188,7 +184,7 @@ class Method(Base):
 
     # --- client ----------------------------------------------------------------------------------------------------
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """K steps of SGD from H(e)."""
         model, params = client.model, self.params
         optimizer = local_optimizer(model.parameters(), params)
@@ -201,17 +197,10 @@ class Method(Base):
             optimizer.step()
             return value
 
-        train_by_steps(
-            client,
-            step,
-            epochs=params.local_epochs,
-            steps=params.local_steps,
-            batch_size=params.batch_size,
-            suspects={"lr": params.lr},
-        )
-        return to_arrays(model, self.shared_names(model))
+        train_by_steps(client, step, params, steps=params.local_steps, suspects={"lr": params.lr})
+        return self.sent(client)
 
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - contract
+    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
         """None: every client has weights of its own."""
         return None
 
@@ -219,7 +208,7 @@ class Method(Base):
 class Hypernetwork(nn.Module):
     """H: an embedding (size,) in, tensors of the named shapes out."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], params: Params) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], params: PFedHNParams) -> None:
         super().__init__()
         self.shapes = dict(sorted(shapes.items()))
         layers: list[nn.Module] = [nn.Linear(params.embedding_size, params.hidden_units)]

@@ -22,13 +22,12 @@ from torch.nn import functional as F
 from ..task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import Step, local_optimizer, train_by_steps
-from ..training.losses import pulled_to
-from ..training.parts import to_arrays
-from .base import Client, MethodParams, Update, weighted_mean
+from ..training.losses import proximal_gradient
 from .families import TwoNetworks, towards
+from .values import Client, MethodParams, Update
 
 
-class Params(MethodParams):
+class PFedMeParams(MethodParams):
     """Those of the official scripts."""
 
     lr: float = Field(0.005, gt=0, description="eta, step size of w; eta times lambda should be at most 1")
@@ -42,38 +41,32 @@ class Params(MethodParams):
     server_rate: float = Field(1.0, gt=0, description="beta in Algorithm 1; the paper tries 1 to 4")
 
 
-class Method(TwoNetworks):
+class PFedMe(TwoNetworks):
     """theta minimises f + lambda / 2 |theta - w|^2; w follows it slowly."""
 
-    Params = Params
+    Params = PFedMeParams
     weighting = "uniform"
     source = "Dinh, Tran, Nguyen, NeurIPS 2020"
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """beta of the way from the state to the even mean."""
-        return {**state, **towards(state, weighted_mean(self._weighted(updates)), self.params.server_rate)}
+        return {**state, **towards(state, self.mean(updates), self.params.server_rate)}
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """R batches: K steps of theta, then one of w; returns w."""
         params, model = self.params, client.model
         copy_tensors(model, second(model))
-        train_by_steps(
-            client,
-            self._step(client),
-            epochs=params.local_epochs,
-            steps=params.local_steps,
-            batch_size=params.batch_size,
-            suspects={"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight},
-        )
+        suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}
+        train_by_steps(client, self._step(client), params, steps=params.local_steps, suspects=suspects)
         for part in ("encoder", "head"):
             copy_tensors(second(model).part(part), model.part(part), buffers_only=True)
-        return to_arrays(model, self.shared_names(model))
+        return self.sent(client)
 
     def _step(self, client: Client) -> Step:
         params, both = self.params, pairs(client.model)
         own, shared = [theta for theta, _ in both], [w for _, w in both]
         optimizer = local_optimizer(own, params, lr=params.personal_lr)
-        pull = pulled_to(own, shared, params.proximal_weight)
+        pull = proximal_gradient(own, shared, params.proximal_weight)
         network = second(client.model)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Travels: the encoder, both ways, batch norm statistics included.
 Stays: the personal head, and the features that it is fitted on.
 Server: mean of the updates, weighted by sample counts.
 Differs from the paper: the loss is the mean over anchors, where Eq. 4 writes a sum. Augmentations, which the paper does
-not name, are those of ``training.augment``. Whether heads see r or z = r / ||r|| is not said: ours standardise r of
+not name, are those of ``training.augment``. Whether heads see r or z = r / ||r|| is not stated: ours standardise r of
 un-augmented images, ``feature_norm`` chooses. The step size falls when ``decay_at`` says so, by default never.
 ``global_head`` is ours: each round also trains one linear layer on detached features and shares it, so that a device
 without labels has something to start from; off by default.
@@ -15,7 +15,7 @@ without labels has something to start from; off by default.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -26,20 +26,20 @@ from .. import heads
 from ..heads import FitData, Head
 from ..task import Task, Tensors
 from ..training import augment
-from ..training.loops import Loss, adam, evaluate, features_of, train_epochs
+from ..training.loops import Loss, evaluate, features_of, local_optimizer, train
 from ..training.losses import supervised_contrastive
-from ..training.parts import encoder_alone, encoder_and_head, to_arrays
-from .base import Client, Exactness, MethodParams
-from .base import Method as Base
+from ..training.parts import encoder_alone, encoder_and_head
+from .base import Method
+from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _STAMP = "personal.encoder"
 _HEAD = "personal.head."
 
 
-class Params(MethodParams):
+class RepPerParams(MethodParams):
     """The paper's defaults."""
 
     lr: float = Field(1e-3, gt=0, description="step size of Adam")
@@ -61,17 +61,17 @@ class Params(MethodParams):
     global_head_lr: float = Field(0.01, gt=0, description="step size of Adam for that classifier")
 
 
-class Method(Base):
-    """Supervised contrastive learning of the encoder; heads at home."""
+class RepPer(Method):
+    """Supervised contrastive learning of the encoder; heads on devices."""
 
-    Params = Params
+    Params = RepPerParams
     source = "A Closer Look at Personalization in Federated Image Classification, Algorithm 1"
     heads = ("mlp", "lr", "svm", "prototype")
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("exact", "stage PCL of the paper: one linear layer on the frozen representation"),
-        "lr": ("exact", "stage PCL of the paper with logistic regression"),
-        "svm": ("exact", "stage PCL of the paper with a support vector machine"),
-    }
+    exactness = grades(
+        mlp=("exact", "stage PCL of the paper: one linear layer on the frozen representation"),
+        lr=("exact", "stage PCL of the paper with logistic regression"),
+        svm=("exact", "stage PCL of the paper with a support vector machine"),
+    )
 
     @property
     def head_name(self) -> str:
@@ -87,19 +87,12 @@ class Method(Base):
         """Encoder, and the shared classifier where asked for."""
         return encoder_and_head(task) if self.params.global_head else encoder_alone(task)
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Stage CRL: E epochs of the supervised contrastive loss."""
-        params = self.params
-        train_epochs(
-            client,
-            self._loss(client),
-            self._optimizer(client),
-            epochs=params.local_epochs,
-            batch_size=params.batch_size,
-        )
-        return to_arrays(client.model, self.shared_names(client.model))
+        train(client, self.loss(client, received), self.params, optimizer=self._optimizer(client))
+        return self.sent(client)
 
-    def personalize(self, client: Client, received: Tensors) -> None:  # noqa: ARG002 - loaded by the caller
+    def personalize(self, client: Client, received: Tensors) -> None:
         """Stage PCL: fit the head on the client's own un-augmented data, the encoder frozen in eval mode."""
         stamp = _stamp(client.model)
         head = self._head()
@@ -127,7 +120,8 @@ class Method(Base):
             return None
         return evaluate(lambda piece: torch.softmax(client.model(piece), dim=1), client.model, inputs)
 
-    def _loss(self, client: Client) -> Loss:
+    def loss(self, client: Client, received: Tensors) -> Loss:
+        """Eq. 5 on two views of each image; with ``global_head`` also the cross entropy of that classifier."""
         views = augment.for_task(client.task) if self.params.augment else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -154,7 +148,7 @@ class Method(Base):
     def _optimizer(self, client: Client) -> torch.optim.Optimizer:
         passed = sum(client.round > share * client.rounds for share in self.params.decay_at)
         shrink = self.params.lr_decay**passed
-        optimizer = adam(client.model.encoder.parameters(), self.params, lr=self.params.lr * shrink)
+        optimizer = local_optimizer(client.model.encoder.parameters(), self.params, lr=self.params.lr * shrink)
         if self.params.global_head:
             head = {"params": list(client.model.head.parameters()), "lr": self.params.global_head_lr * shrink}
             optimizer.add_param_group(head)
@@ -162,7 +156,7 @@ class Method(Base):
 
 
 def _stamp(model: Parts) -> np.ndarray:
-    """SHA-256 (32,) uint8 of the encoder's tensors: tells whether a head was fitted on these very features."""
+    """SHA-256 (32,) uint8 of the encoder's tensors: identifies the features that a head was fitted on."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.encoder.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -7,7 +7,7 @@ the client's own up, each of the model's size: twice FedAvg's bytes.
 Stays: the client's control variate.
 Server: x <- x + lr (even mean of the updates - x); its control variate is the mean of those of all clients seen so
 far, of whom those that were never asked count as zero.
-Differs from the paper: the number of clients N is that of clients seen so far, for nobody knows how many will come;
+Differs from the paper: the number of clients N is that of clients seen so far, as the final number is not known;
 with all of them in each round that is the same. Batch norm statistics are averaged. A control variate is the mean
 gradient only of plain SGD, so ``momentum`` should stay 0.
 """
@@ -15,26 +15,26 @@ gradient only of plain SGD, so ``momentum`` should stay 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from ..task import State, Task, Tensors
-from ..training.loops import cross_entropy, local_optimizer, train_epochs
+from ..training.loops import cross_entropy, train
 from ..training.parts import to_arrays
-from .base import Client, Exactness, MethodParams, Update, weighted_mean
-from .families import AT_HOME, is_learned, names_in, packed, towards
-from .fedavg import Method as FedAvg
+from .base import SERVER_ONLY, Method, weighted_mean
+from .families import is_learned, names_in, packed, towards
+from .values import Client, MethodParams, Update, grades
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
-_SENT, _OWN, _SEEN = "extra.control.", "control.", AT_HOME + "clients"
+_SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
 
 
-class Params(MethodParams):
+class ScaffoldParams(MethodParams):
     """The paper's defaults."""
 
     optimizer: Literal["sgd"] = Field("sgd", description="control variates correct steps of SGD")
@@ -42,17 +42,17 @@ class Params(MethodParams):
     server_lr: float = Field(1.0, gt=0, description="eta_g; the paper's experiments: 1")
 
 
-class Method(FedAvg):
+class Scaffold(Method):
     """FedAvg whose local gradients are corrected by c - c_i."""
 
-    Params = Params
+    Params = ScaffoldParams
     weighting = "uniform"
     source = "Karimireddy et al., ICML 2020"
-    exactness: ClassVar[Exactness] = {
-        "mlp": ("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
-    }
+    exactness = grades(
+        mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),
+    )
 
-    def sends(self, model: Parts, task: Task) -> Tensors:  # noqa: ARG002 - part of the contract
+    def sends(self, model: Parts, task: Task) -> Tensors:
         """The change of the client's control variate."""
         return _zeros(to_arrays(model, self.shared_names(model)))
 
@@ -62,20 +62,16 @@ class Method(FedAvg):
         """The model and a control variate of zeros."""
         return {**tensors, **_zeros(tensors)}
 
-    def broadcast(self, state: State) -> Tensors:
-        """Model and control variate."""
-        return {name: array for name, array in state.items() if not name.startswith(AT_HOME)}
-
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """One step of the model, and the control variate after the changes of the round's clients."""
         seen: list[str] = []
         mean = weighted_mean(_noted(updates, seen))
         known = names_in(state, _SEEN)
-        everybody = sorted({*known, *seen})
+        clients = sorted({*known, *seen})
         for name in [name for name in mean if name.startswith(_SENT)]:
             summed = len(known) * state[name].astype(np.float64) + len(seen) * mean[name].astype(np.float64)
-            mean[name] = (summed / len(everybody)).astype(np.float32)
-        return {**state, **towards(state, mean, self.params.server_lr), _SEEN: packed(everybody)}
+            mean[name] = (summed / len(clients)).astype(np.float32)
+        return {**state, **towards(state, mean, self.params.server_lr), _SEEN: packed(clients)}
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +80,7 @@ class Method(FedAvg):
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
         own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
         steps = self._train(client, {name: array - own[name] for name, array in controls.items()})
-        sent = to_arrays(client.model, self.shared_names(client.model))
+        sent = self.sent(client)
         pace = 1.0 / (max(steps, 1) * self.params.lr)
         for name, control in controls.items():
             # Option II: c_i+ - c_i = (x - y_i) / (K lr) - c; without any step nothing is known and nothing changes.
@@ -106,14 +102,7 @@ class Method(FedAvg):
                 if weight.grad is not None:
                     weight.grad.add_(shift)
 
-        train_epochs(
-            client,
-            cross_entropy(client.model),
-            local_optimizer(client.model.parameters(), self.params),
-            epochs=self.params.local_epochs,
-            batch_size=self.params.batch_size,
-            before_step=correct,
-        )
+        train(client, cross_entropy(client.model), self.params, before_step=correct)
         return steps
 
 

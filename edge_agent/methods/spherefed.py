@@ -17,7 +17,7 @@ over classes) are ours. A last batch of one sample joins the batch before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -28,19 +28,20 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..heads import get as head_called
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, features_of, local_optimizer, train_epochs
+from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
-from ..training.parts import encoder_and_head, to_arrays
-from .base import Client, Exactness, MethodParams, Update, weighted_mean
-from .base import Method as Base
+from ..training.parts import encoder_and_head
+from .base import Method, weighted_mean
+from .families import split_extras
+from .values import Client, MethodParams, Update
 
 if TYPE_CHECKING:
-    from ..training.parts import Parts
+    from ..models.base import Parts
 
 _GRAM, _CROSS = "extra.gram", "extra.cross"
 
 
-class Params(MethodParams):
+class SphereFedParams(MethodParams):
     """As DualFed's comparison ran it."""
 
     lr: float = Field(0.1, gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0")
@@ -65,13 +66,13 @@ class Spherical(nn.Module):
         return self.scale * F.linear(F.normalize(features, dim=1), self.weight)
 
 
-class Method(Base):
+class SphereFed(Method):
     """Training towards a fixed classifier, then one pooled ridge regression."""
 
-    Params = Params
+    Params = SphereFedParams
+    frozen = ("head",)
     source = "Dong et al., SphereFed, ECCV 2022"
     heads = ("lr", "svm", "mlp", "prototype", "knn")
-    exactness: ClassVar[Exactness] = {}
 
     @property
     def needs_last_round(self) -> bool:
@@ -136,22 +137,16 @@ class Method(Base):
 
     # --- client ----------------------------------------------------------------------------------------------------
 
-    def local_update(self, client: Client, received: Tensors) -> Tensors:  # noqa: ARG002 - loaded by the caller
+    def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of the encoder; in the last round none, but the statistics of what was received."""
-        params, model = self.params, client.model
+        params = self.params
         calibrates = params.calibrate and client.round >= client.rounds > 1
-        train_epochs(
-            client,
-            self._loss(client),
-            local_optimizer(model.encoder.parameters(), params),
-            epochs=0 if calibrates else params.local_epochs,
-            batch_size=params.batch_size,
-            frozen=("head",),
-        )
-        extras = statistics(client, params.min_class_count) if calibrates else self.sends(model, client.task)
-        return {**to_arrays(model, self.shared_names(model)), **extras}
+        train(client, self.loss(client, received), params, epochs=0 if calibrates else None, frozen=self.frozen)
+        extras = statistics(client, params.min_class_count) if calibrates else self.sends(client.model, client.task)
+        return {**self.sent(client), **extras}
 
-    def _loss(self, client: Client) -> Loss:
+    def loss(self, client: Client, received: Tensors) -> Loss:
+        """Squared error of W z / |z| to one-hot labels, or cross entropy."""
         model, classes, scale = client.model, client.task.num_classes, self.params.scale
         if self.params.loss == "ce":
             return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
@@ -161,10 +156,10 @@ class Method(Base):
 def statistics(client: Client, least: int = 1) -> Tensors:
     """A (upper triangle) and B under the encoder in eval mode, summed in float64, of classes of ``least`` samples."""
     counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
-    told = (counts >= least)[client.train_labels]
-    features = features_of(client.model, client.train_inputs)[told]
+    counted = (counts >= least)[client.train_labels]
+    features = features_of(client.model, client.train_inputs)[counted]
     unit = F.normalize(features.double(), dim=1)
-    targets = F.one_hot(client.train_labels[told], client.task.num_classes).double()
+    targets = F.one_hot(client.train_labels[counted], client.task.num_classes).double()
     gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
     return {_GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 
@@ -189,4 +184,4 @@ def _without_statistics(updates: Iterable[Update], sums: Tensors) -> Iterator[tu
         for name in (_GRAM, _CROSS):
             if name in update.tensors:
                 sums[name] = sums.get(name, 0.0) + update.tensors[name]
-        yield update.weight, {name: array for name, array in update.tensors.items() if not name.startswith("extra.")}
+        yield update.weight, split_extras(update.tensors)[0]

@@ -69,8 +69,8 @@ def _unfit_inputs(module: Any, task: Task) -> list[str]:
     accepts, smallest = getattr(module, "ACCEPTS", ("image", "window")), getattr(module, "SMALLEST", 1)
     if task.input.kind not in accepts:
         suited = [name for name in names() if task.input.kind in getattr(registry.load(name), "ACCEPTS", ())]
-        found = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(accepts)}"
-        return [f"{found}; encoders for {task.input.kind}s: {', '.join(suited)}"]
+        mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(accepts)}"
+        return [f"{mistake}; encoders for {task.input.kind}s: {', '.join(suited)}"]
     sides = task.input_shape[1:]
     if min(sides) < smallest:
         size = " x ".join(map(str, sides))

@@ -1,17 +1,63 @@
-"""What encoders share: the module type with a feature width, and the adaptation of torchvision's networks."""
+"""Models of named parts, and what encoders share: a feature width, and the adaptation of torchvision's networks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from ..task import Task
+from ..errors import UnknownName
+from ..task import Frozen, Task
+from ._torchvision import networks
 
 Stem = Literal["imagenet", "small"]
 """``imagenet``: torchvision's own first layers, which shrink early. ``small``: stride 1, for up to some 64 pixels."""
+
+
+class Parts(nn.Module):
+    """A model of named parts; the first word of each tensor's name is its part (``encoder.conv1.weight``).
+
+    ``Parts(encoder=..., head=...)`` answers with logits. Methods with other parts reach them by ``part(name)``.
+    """
+
+    encoder: nn.Module
+    head: nn.Module
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, module in parts.items():
+            self.add_module(name, module)
+
+    def part(self, name: str) -> nn.Module:
+        """The part called ``name``.
+
+        Raises:
+            UnknownName: no such part.
+        """
+        module = self._modules.get(name)
+        if module is None:
+            raise UnknownName("part", name, self._modules)
+        return module
+
+    def features(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Features (n, d) of the encoder."""
+        features: torch.Tensor = self.encoder(inputs)
+        return features
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits (n, K)."""
+        logits: torch.Tensor = self.head(self.encoder(inputs))
+        return logits
+
+
+class StemParams(Frozen):
+    """Parameters of encoders that were made for large images."""
+
+    stem: Stem = Field(
+        "imagenet", description="'small' keeps the size of small images: better features, 4 to 15x the work"
+    )
 
 
 class Encoder(nn.Module):
@@ -48,9 +94,9 @@ def with_channels(conv: nn.Conv2d, task: Task, *, stride: int | None = None, ker
     )
 
 
-def resnet(task: Task, builder: Callable[..., Any], stem: Stem) -> nn.Module:
-    """A torchvision ResNet without its classifier."""
-    net = builder(weights=None)
+def resnet(task: Task, name: str, stem: Stem) -> nn.Module:
+    """The ResNet of torchvision with this name, without its classifier and without pretrained weights."""
+    net = getattr(networks(), name)(weights=None)
     if stem == "small":
         net.conv1, net.maxpool = with_channels(net.conv1, task, stride=1, kernel=3), nn.Identity()
     elif task.input.channels != 3:
@@ -60,9 +106,12 @@ def resnet(task: Task, builder: Callable[..., Any], stem: Stem) -> nn.Module:
     return encoder
 
 
-def mobilenet(task: Task, builder: Callable[..., Any], stem: Stem, feature_dim: int) -> nn.Module:
-    """A torchvision MobileNet without its classifier, batch norm statistics set to follow short local training."""
-    net = builder(weights=None)
+def mobilenet(task: Task, name: str, stem: Stem, feature_dim: int) -> nn.Module:
+    """The MobileNet of torchvision with this name, without its classifier and without pretrained weights.
+
+    Batch norm statistics are set to follow short local training.
+    """
+    net = getattr(networks(), name)(weights=None)
     first = net.features[0]
     if stem == "small" or task.input.channels != 3:
         first[0] = with_channels(first[0], task, stride=1 if stem == "small" else None)

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
-from .base import Layers, Stem
+from ..task import Task
+from .base import Layers
+from .base import StemParams as Params
 
 ACCEPTS = ("image",)
 SMALLEST = 32
 _STAGES = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1))
 """Output channels and stride of each stage."""
-
-
-class Params(Frozen):
-    """Parameters of this encoder."""
-
-    stem: Stem = Field("imagenet", description="'small' keeps the size of small images: better features, ~4x the work")
 
 
 def build(task: Task, **params: Any) -> nn.Module:

@@ -17,17 +17,18 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ..methods.base import Client
+from ..methods.values import Client
+from ..models.base import Parts
 from ..task import Task
 from .loops import evaluate, features_of
-from .parts import Parts, encoder_and_head, load_arrays, to_arrays
+from .parts import encoder_and_head, load_arrays, to_arrays
 
 _KEPT = "tuned."
 _STAMP = "tuned_from"
 
 
 def fingerprint(model: nn.Module) -> np.ndarray:
-    """SHA-256 (32,) uint8 of a model's tensors, counters of batch norm aside: tells what something was made from."""
+    """SHA-256 (32,) uint8 of a model's tensors without batch norm counters: identifies what a copy was made from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if not name.endswith("num_batches_tracked"):
@@ -59,7 +60,7 @@ def has_copy(client: Client) -> bool:
 
 
 @contextlib.contextmanager
-def wearing_copy(client: Client) -> Iterator[None]:
+def with_copy_loaded(client: Client) -> Iterator[None]:
     """Inside, ``client.model`` is the tuned copy; at the end it is what it was."""
     copy = {name.removeprefix(_KEPT): array for name, array in client.memory.items() if name.startswith(_KEPT)}
     with put_back(client.model, copy):
@@ -141,11 +142,11 @@ def shared_weights(model: Parts) -> list[torch.Tensor]:
 def copy_tensors(source: nn.Module, target: nn.Module, *, buffers_only: bool = False) -> None:
     """Give ``target`` the tensors of ``source`` that have the same names: all of them, or its buffers alone."""
     wanted = dict(target.named_buffers()) if buffers_only else target.state_dict()
-    found = source.state_dict()
+    state = source.state_dict()
     with torch.no_grad():
         for name, tensor in wanted.items():
-            if name in found:
-                tensor.copy_(found[name])
+            if name in state:
+                tensor.copy_(state[name])
 
 
 def probabilities_with(model: nn.Module, weights: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:

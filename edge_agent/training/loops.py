@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import DataError, TrainingFailed
-from ..methods.base import Client, MethodParams
-from .parts import Parts
+from ..methods.values import Client, MethodParams
+from ..models.base import Parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""
@@ -47,32 +46,16 @@ def batches(
 def local_optimizer(
     parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that the parameters ask for: SGD with step size, momentum and weight decay, or Adam."""
-    if params.optimizer == "adam":
-        return adam(parameters, params, lr=lr)
-    make = functools.partial(
-        torch.optim.SGD,
-        list(parameters),
-        lr=lr or params.lr,
-        momentum=params.momentum,
-        weight_decay=params.weight_decay,
-    )
-    return _fused(make)
-
-
-def adam(parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None) -> torch.optim.Optimizer:
-    """Adam with the method's step size and weight decay (added to the gradient)."""
-    return _fused(
-        functools.partial(torch.optim.Adam, list(parameters), lr=lr or params.lr, weight_decay=params.weight_decay)
-    )
-
-
-def _fused(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """One pass over the weights where torch can."""
+    """The optimizer that ``params`` ask for, SGD or Adam; fused, one pass over the weights, where the device can."""
+    weights = list(parameters)
+    options: dict[str, Any] = {"lr": lr or params.lr, "weight_decay": params.weight_decay}
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    if params.optimizer == "sgd":
+        make, options["momentum"] = torch.optim.SGD, params.momentum
     try:
-        return make(fused=True)
-    except RuntimeError:  # this device has no fused version
-        return make()
+        return make(weights, fused=True, **options)
+    except RuntimeError:
+        return make(weights, **options)
 
 
 def cross_entropy(model: nn.Module) -> Loss:
@@ -80,44 +63,31 @@ def cross_entropy(model: nn.Module) -> Loss:
     return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
 
 
-def train_all_parts(client: Client, params: MethodParams) -> float:
-    """E epochs of cross entropy on every part of ``client.model``; returns the last epoch's mean loss.
-
-    Raises:
-        TrainingFailed: as `train_epochs`.
-    """
-    optimizer = local_optimizer(client.model.parameters(), params)
-    loss = cross_entropy(client.model)
-    return train_epochs(client, loss, optimizer, epochs=params.local_epochs, batch_size=params.batch_size)
-
-
-def train_epochs(
+def train(
     client: Client,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    params: MethodParams,
     *,
-    epochs: int,
-    batch_size: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr: float | None = None,
     frozen: Sequence[str] = (),
-    frozen_norm: Literal["eval", "train"] = "eval",
     before_step: Callable[[], None] | None = None,
-    drop_last: bool = False,
-    smallest_batch: int = 2,
-    weights: Mapping[str, float] | None = None,
-    log: str = "loss",
-    terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    weights: Mapping[str, float] = MappingProxyType({}),
+    **options: Any,
 ) -> float:
-    """Train ``client.model`` in place; returns the mean loss of the last epoch, and logs it (NaN for zero epochs).
+    """Train ``client.model`` in place as ``params`` say; returns the last epoch's mean loss (NaN for zero epochs).
 
-    The parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
-    mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
-    ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is no finite number.
-    ``drop_last`` and ``smallest_batch`` are those of `batches`. ``terms``: parts of the loss by name, which ``loss``
-    puts there for each batch; their means over the last epoch are logged, too.
+    The default ``optimizer`` is that of ``params``, with step size ``lr`` where given, for all parts that are not
+    ``frozen``. ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is not
+    finite. All other options are those of `train_by_steps`.
 
     Raises:
-        TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
+        TrainingFailed: as `train_by_steps`.
     """
+    if optimizer is None:
+        named = client.model.named_parameters()
+        learning = [weight for name, weight in named if weight.requires_grad and name.split(".", 1)[0] not in frozen]
+        optimizer = local_optimizer(learning, params, lr=lr)
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -128,44 +98,40 @@ def train_epochs(
         optimizer.step()
         return value
 
-    return train_by_steps(
-        client,
-        step,
-        epochs=epochs,
-        batch_size=batch_size,
-        frozen=frozen,
-        frozen_norm=frozen_norm,
-        drop_last=drop_last,
-        smallest_batch=smallest_batch,
-        suspects={"lr": optimizer.param_groups[0]["lr"], **(weights or {})},
-        log=log,
-        terms=terms,
-    )
+    suspects = {"lr": optimizer.param_groups[0]["lr"], **weights}
+    return train_by_steps(client, step, params, suspects=suspects, frozen=frozen, **options)
 
 
 def train_by_steps(
     client: Client,
     step: Step,
+    params: MethodParams,
     *,
-    epochs: int,
-    batch_size: int,
     suspects: Mapping[str, float],
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    steps: int = 0,
     frozen: Sequence[str] = (),
     frozen_norm: Literal["eval", "train"] = "eval",
     drop_last: bool = False,
     smallest_batch: int = 2,
-    steps: int = 0,
     log: str = "loss",
     terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> float:
-    """As `train_epochs`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
+    """As `train`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
 
-    ``suspects`` are named, with their values, where the loss is no finite number. ``steps`` other than 0 is the number
-    of steps to do, in as many epochs as that takes.
+    ``suspects`` are named, with their values, where the loss is not finite. ``epochs`` and ``batch_size`` are those of
+    ``params`` unless given; ``steps`` other than 0 is the number of steps to do, in as many epochs as that takes. The
+    parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
+    mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
+    ``drop_last`` and ``smallest_batch`` are those of `batches`. The mean loss of the last epoch is logged as ``log``,
+    and so are the means of ``terms``: parts of the loss by name, which ``step`` puts there for each batch.
 
     Raises:
-        TrainingFailed: as `train_epochs`.
+        TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
     """
+    epochs = params.local_epochs if epochs is None else epochs
+    batch_size = batch_size or params.batch_size
     if not client.samples:
         raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
     mean_loss, done = math.nan, 0
@@ -184,7 +150,7 @@ def train_by_steps(
 
 
 def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, float]) -> TrainingFailed:
-    """What to say where a loss is no finite number; ``epoch``: which of how many."""
+    """The error where a loss is not finite; ``epoch``: which of how many."""
     return TrainingFailed(
         f"client '{client.id}': loss became {loss} in epoch {epoch} at "
         f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
@@ -222,7 +188,7 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eval", "train"]) -> Iterator[None]:
-    """Inside, the model is in train mode, and the ``frozen`` parts as `train_epochs` says.
+    """Inside, the model is in train mode, and the ``frozen`` parts as `train_by_steps` says.
 
     Raises:
         UnknownName: no such part.

@@ -1,4 +1,4 @@
-"""A small convolutional variational autoencoder: what FedRIR learns a client's own features with."""
+"""Small networks of single methods: FedRIR's autoencoder, masks, fixed classifiers, and two classifiers together."""
 
 from __future__ import annotations
 
@@ -50,6 +50,21 @@ class Generator(nn.Module):
         """Images (n, c, h, w), unbounded."""
         images: torch.Tensor = self.layers(codes)
         return images
+
+
+def unfit_images(task: Task, patch: int) -> list[str]:
+    """Why images cannot be masked in patches of ``patch`` pixels and redrawn by `Generator`; empty where they can."""
+    if task.input.kind != "image":
+        mistake = f"task.input.kind is '{task.input.kind}', FedRIR masks and redraws images"
+        return [f"{mistake}; set without_mcsl = true, or choose another method"]
+    need = math.lcm(patch, SHRINKS)
+    return [
+        f"task.input.{name} is {side}, expected a multiple of {need} (patch {patch}, and the generator draws multiples "
+        f"of {SHRINKS}); resize to {max(need, side - side % need)}"
+        + (", or change patch" if side % SHRINKS == 0 else "")
+        for name, side in zip(("height", "width"), task.input_shape[1:], strict=True)
+        if side % need
+    ]
 
 
 def sample(mean: torch.Tensor, logvar: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

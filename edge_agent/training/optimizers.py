@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..errors import StateError
-from ..methods.base import Client
+from ..methods.values import Client, MethodParams
+from ..models.base import Parts
 from ..task import Tensors
+from .loops import Loss, local_optimizer, train
 
 OptimizerState = Literal["reset", "persist"]
-"""``reset``: every round starts without moments. ``persist``: a client goes on with those of its last round."""
+"""``reset``: every round starts without moments. ``persist``: a client continues with those of its last round."""
+
+
+def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, **options: Any) -> float:
+    """`loops.train` of the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
+
+    Raises:
+        TrainingFailed: as `loops.train`.
+        StateError: as `lasting`.
+    """
+    optimizer = optimizer_of(client.model, parts, params)
+    with lasting(client, optimizer, label, params.optimizer_state):
+        return train(client, loss, params, optimizer=optimizer, **options)
+
+
+def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> torch.optim.Optimizer:
+    """The optimizer that ``params`` ask for, of the weights of these parts."""
+    return local_optimizer([weight for name in parts for weight in model.part(name).parameters()], params)
 
 
 @contextlib.contextmanager
 def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: OptimizerState) -> Iterator[None]:
-    """Inside, the optimizer goes on from the moments kept as ``label``; at the end they are kept anew.
+    """Inside, the optimizer continues from the moments kept as ``label``; at the end they are kept again.
 
     ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
 
@@ -36,14 +55,14 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
 
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> Tensors:
     """Copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
-    found: Tensors = {}
+    arrays: Tensors = {}
     for name, parameter in _named(optimizer, model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 # A step counter lies on the host, moments beside their parameter and in its memory layout.
                 flat = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                found[f"{_prefix(label, name)}{key}"] = flat.numpy()
-    return found
+                arrays[f"{_prefix(label, name)}{key}"] = flat.numpy()
+    return arrays
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors, label: str) -> None:
@@ -53,11 +72,11 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
         StateError: an array is neither a number nor of its parameter's shape.
     """
     state = {}
-    for place, (name, parameter) in enumerate(_named(optimizer, model)):
+    for index, (name, parameter) in enumerate(_named(optimizer, model)):
         prefix = _prefix(label, name)
         kept = {key.removeprefix(prefix): array for key, array in memory.items() if key.startswith(prefix)}
         if kept:
-            state[place] = {key: _beside(parameter, array, prefix + key) for key, array in kept.items()}
+            state[index] = {key: _beside(parameter, array, prefix + key) for key, array in kept.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -76,6 +95,6 @@ def _beside(parameter: torch.Tensor, array: np.ndarray, name: str) -> torch.Tens
     if array.shape == ():
         return torch.tensor(array)
     if array.shape != tuple(parameter.shape):
-        found, expected = list(array.shape), list(parameter.shape)
-        raise StateError(f"kept '{name}' is {found}, its parameter {expected}; remove what was kept of this run")
+        actual, expected = list(array.shape), list(parameter.shape)
+        raise StateError(f"kept '{name}' is {actual}, its parameter {expected}; remove what was kept of this run")
     return torch.empty_like(parameter).copy_(torch.tensor(array))

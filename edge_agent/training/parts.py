@@ -13,47 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as Norm  # what all layers of 
 
 from ..errors import TensorsError, UnknownName
 from ..models import create
+from ..models.base import Parts
 from ..task import Task, Tensors
 
 NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
-
-
-class Parts(nn.Module):
-    """A model of named parts; the first word of each tensor's name is its part (``encoder.conv1.weight``).
-
-    ``Parts(encoder=..., head=...)`` answers with logits. Methods with other parts reach them by ``part(name)``.
-    """
-
-    encoder: nn.Module
-    head: nn.Module
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, module in parts.items():
-            self.add_module(name, module)
-
-    def part(self, name: str) -> nn.Module:
-        """The part called ``name``.
-
-        Raises:
-            UnknownName: no such part.
-        """
-        found = self._modules.get(name)
-        if found is None:
-            raise UnknownName("part", name, self._modules)
-        return found
-
-    def features(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Features (n, d) of the encoder."""
-        features: torch.Tensor = self.encoder(inputs)
-        return features
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
-        logits: torch.Tensor = self.head(self.encoder(inputs))
-        return logits
 
 
 def encoder_and_head(task: Task) -> Parts:
@@ -109,13 +74,13 @@ def names_that_travel(
 
 def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
     """Names of the batch norm tensors that stay; layers are known by type, for ``downsample.1`` says nothing."""
-    for place, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, NORM_LAYERS):
-            yield f"{place}.{_COUNTER}"
+            yield f"{path}.{_COUNTER}"
             if norm != "global":
-                yield from (f"{place}.{name}" for name in _STATISTICS)
+                yield from (f"{path}.{name}" for name in _STATISTICS)
             if norm == "local_all":
-                yield from (f"{place}.{name}" for name in ("weight", "bias"))
+                yield from (f"{path}.{name}" for name in ("weight", "bias"))
 
 
 def personal_names(model: nn.Module, shared_names: Iterable[str]) -> tuple[str, ...]:
@@ -226,8 +191,8 @@ def own_layers(model: nn.Module, personal: Collection[str]) -> list[Norm]:
     """Batch norm layers of ``model`` with running statistics that are among the tensors called ``personal``."""
     return [
         layer
-        for place, layer in model.named_modules()
-        if isinstance(layer, NORM_LAYERS) and f"{place}.running_mean" in personal
+        for path, layer in model.named_modules()
+        if isinstance(layer, NORM_LAYERS) and f"{path}.running_mean" in personal
     ]
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import TensorsError, WeightsError, cause
+from ..models.base import Parts
 from ..task import Tensors
 from ..wire.tensors import decode, first_non_finite
-from .parts import Parts
 
 CONVERT = (
     'convert it once, where you trust it: python -c "import sys, torch; from safetensors.torch import save_file; '
@@ -39,18 +39,18 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
         WeightsError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of
             its very shapes; all mistakes are listed.
     """
-    found, expected = _read(path), encoder.state_dict()
-    names = {name: name if name in found else _PREFIX + name for name in expected}
-    taken = {name: found[place] for name, place in names.items() if place in found}
+    stored, expected = _read(path), encoder.state_dict()
+    names = {name: name if name in stored else _PREFIX + name for name in expected}
+    taken = {name: stored[key] for name, key in names.items() if key in stored}
     mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]
     if mistakes:
         more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
         raise WeightsError(
-            f"{path}: does not hold this encoder: {'; '.join(mistakes[:_SHOWN])}{more}. It has {len(found)} tensors"
-            f"{_examples(found)}; choose weights of the same network, or another encoder"
+            f"{path}: does not hold this encoder: {'; '.join(mistakes[:_SHOWN])}{more}. It has {len(stored)} tensors"
+            f"{_examples(stored)}; choose weights of the same network, or another encoder"
         )
     weights = {name: _converted(array, expected[name]) for name, array in taken.items()}
-    return weights, tuple(sorted(found.keys() - names.values()))
+    return weights, tuple(sorted(stored.keys() - names.values()))
 
 
 def put_weights(model: Parts, weights: Tensors) -> None:
@@ -62,30 +62,30 @@ def put_weights(model: Parts, weights: Tensors) -> None:
 
 def set_by_weights(model: Parts) -> tuple[str, ...]:
     """Names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
-    names = (f"{place}.{name}" for place, module in _built_alike(model).items() for name in module.state_dict())
+    names = (f"{layer}.{name}" for layer, module in _built_alike(model).items() for name in module.state_dict())
     return tuple(sorted(name for name in names if not name.endswith(_COUNTER)))
 
 
 def _built_alike(model: Parts) -> dict[str, nn.Module]:
     """Place -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
     shapes = _shapes(model.encoder)
-    return {place: module for place, module in model.named_modules() if _shapes(module) == shapes}
+    return {layer: module for layer, module in model.named_modules() if _shapes(module) == shapes}
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
-def _mistake(name: str, expected: torch.Tensor, found: np.ndarray | None) -> str:
-    if found is None:
+def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> str:
+    if stored is None:
         return "" if name.endswith(_COUNTER) else f"'{name}' is missing"
-    if found.shape != tuple(expected.shape):
-        return f"'{name}' is {list(found.shape)}, expected {list(expected.shape)}"
-    if (found.dtype.kind == "f") != expected.dtype.is_floating_point:
-        return f"'{name}' is {found.dtype}, expected {str(expected.dtype).removeprefix('torch.')}"
-    if first_non_finite({name: _converted(found, expected)}):
+    if stored.shape != tuple(expected.shape):
+        return f"'{name}' is {list(stored.shape)}, expected {list(expected.shape)}"
+    if (stored.dtype.kind == "f") != expected.dtype.is_floating_point:
+        return f"'{name}' is {stored.dtype}, expected {str(expected.dtype).removeprefix('torch.')}"
+    if first_non_finite({name: _converted(stored, expected)}):
         return f"'{name}' holds NaN or infinity"
-    return f"'{name}' is below 0" if name.endswith(_VARIANCE) and (found < 0).any() else ""
+    return f"'{name}' is below 0" if name.endswith(_VARIANCE) and (stored < 0).any() else ""
 
 
 def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
@@ -111,6 +111,6 @@ def _read(path: Path) -> Tensors:
         raise WeightsError(f"{path}: is no safetensors file of weights that can be read here ({error})") from error
 
 
-def _examples(found: Tensors) -> str:
-    names = sorted(found)[:3]
+def _examples(stored: Tensors) -> str:
+    names = sorted(stored)[:3]
     return f", such as {', '.join(names)}" if names else ""

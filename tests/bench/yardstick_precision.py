@@ -15,10 +15,10 @@ from edge_agent import methods
 from edge_agent.client.session import choose_device, supported
 from edge_agent.config import Precision
 from edge_agent.limits import keep_freed_memory
-from edge_agent.methods.base import Client, MethodParams
+from edge_agent.methods.values import Client, MethodParams
+from edge_agent.models.base import Parts
 from edge_agent.task import ImageInput, Task
-from edge_agent.training.loops import train_all_parts
-from edge_agent.training.parts import Parts
+from edge_agent.training.loops import cross_entropy, train
 
 NETWORKS = {"fedpac_cnn": (1, 28), "small_cnn": (3, 32), "resnet18": (3, 64)}
 """Encoder -> channels and side of its images."""
@@ -80,5 +80,5 @@ def _client(
 def _epoch_s(client: Client) -> float:
     """Seconds of one pass over all images; the loss is read at its end, so a GPU has done its work."""
     begin = time.perf_counter()
-    train_all_parts(client, MethodParams(lr=0.01, batch_size=BATCH, local_epochs=1))
+    train(client, cross_entropy(client.model), MethodParams(lr=0.01, batch_size=BATCH, local_epochs=1))
     return time.perf_counter() - begin

@@ -119,14 +119,14 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
 
 def test_the_order_in_which_updates_arrive_does_not_matter(tmp_path, monkeypatch):
     """Floating point addition is not associative: only a fixed order of folding gives the same bits, always."""
-    real, folded = fedavg.Method.aggregate, []
+    real, folded = fedavg.FedAvg.aggregate, []
 
     def aggregate(self, state, updates):
         updates = list(updates)
         folded.append([update.client for update in updates])
         return real(self, state, updates)
 
-    monkeypatch.setattr(fedavg.Method, "aggregate", aggregate)
+    monkeypatch.setattr(fedavg.FedAvg, "aggregate", aggregate)
 
     def run(place, seconds):
         with Federation(tmp_path / place, agents=(), task=WIDE_TASK, cohort={"min_agents": 4}) as fed:

@@ -148,7 +148,7 @@ def test_a_method_that_breaks_in_aggregate_fails_its_run_and_nothing_else(tmp_pa
     def broken(self, state, updates):
         raise ZeroDivisionError("a method of somebody else")
 
-    monkeypatch.setattr(fedper.Method, "aggregate", broken)
+    monkeypatch.setattr(fedper.FedPer, "aggregate", broken)
     with Federation(tmp_path, tasks=TinyDuties) as fed:
         fed.request("fedper", params=SMALL)
         fed.finish()
@@ -165,7 +165,7 @@ def test_a_method_that_breaks_while_a_round_is_open_leaves_nothing_open(tmp_path
     def broken(self, state, client):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fedper.Method, "downlink", broken)
+    monkeypatch.setattr(fedper.FedPer, "downlink", broken)
     with Federation(tmp_path, tasks=TinyDuties) as fed:
         fed.request("fedper", params=SMALL)
         fed.finish()

@@ -352,13 +352,13 @@ def test_the_search_finds_what_does_travel(overheard, method):
 def test_the_search_finds_a_personal_classifier_that_is_sent_in_the_place_of_the_shared_one(tmp_path, monkeypatch):
     from edge_agent.methods import dualfed
 
-    real = dualfed.Method.local_update
+    real = dualfed.DualFed.local_update
 
     def leaking(self, client, received):
         personal = client.model.state_dict()["personal_head.bias"]
         return {**real(self, client, received), "head.bias": personal.numpy().copy()}
 
-    monkeypatch.setattr(dualfed.Method, "local_update", leaking)
+    monkeypatch.setattr(dualfed.DualFed, "local_update", leaking)
     leaked = Overheard(tmp_path, "dualfed", rounds=1).leaked()
     assert {device for device, name, _ in leaked if name == "personal.personal_head.bias"} == set(TRAIN)
 

@@ -18,8 +18,6 @@ from edge_agent import methods, models
 from edge_agent.client.session import ClientState, Session
 from edge_agent.client.stacked import Stack
 from edge_agent.errors import TrainingFailed
-from edge_agent.methods import base
-from edge_agent.methods.base import Plain
 from edge_agent.models.base import Layers
 from edge_agent.task import Frozen
 from edge_agent.wire.tensors import decode
@@ -123,16 +121,16 @@ def test_two_rounds_of_clients_of_all_sizes_equal_one_after_another(method, imag
 # --- the trial -------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_that_is_marked_as_plain_is(images, tiny, tmp_path):
+def test_every_method_with_a_standard_update_trains_so(images, tiny, tmp_path):
     """In 64 bits, what is left of a difference is rounding."""
-    marked = [name for name in methods.names() if methods.get(name).plain_update()]
-    assert {"fedavg", "fedper", "local", "lg_fedavg", "fedavg_ft", "fedbn", "fedbabu"} <= set(marked)
-    for name in marked:
+    standard = [name for name in methods.names() if methods.get(name).has_standard_update()]
+    assert {"fedavg", "fedper", "local", "lg_fedavg", "fedavg_ft", "fedbn", "fedbabu"} <= set(standard)
+    for name in standard:
         prepared = Prepared.of(plan_for(images, **tiny, method=name))
         sessions = [session_of(prepared, client) for client in ("c2", "c0")]
         fresh = prepared.model.fresh
         starters = [Starter(fresh, functools.partial(begun, session, fresh)) for session in sessions]
-        trial = Trial(prepared.method, prepared.method.plain_update(), prepared.model.model, starters)
+        trial = Trial(prepared.method, prepared.model.model, starters)
         assert trial.difference() < 1e-9, name
         assert {tensor.dtype for tensor in prepared.model.model.parameters()} == {torch.float32}
 
@@ -188,9 +186,9 @@ def test_the_fastest_way_is_taken_and_a_trial_leaves_no_trace(images, tiny, tmp_
     assert_same(heard, told)
 
 
-def test_a_method_that_is_marked_as_plain_and_is_not_is_found_out(images, tmp_path, monkeypatch):
+def test_a_method_that_claims_a_standard_update_and_has_none_is_found_out(images, tmp_path, monkeypatch):
     """FedProx pulls clients back to what they received."""
-    monkeypatch.setitem(base._PLAIN, methods.get("fedprox").local_update, Plain())
+    monkeypatch.setattr(methods.get("fedprox"), "has_standard_update", classmethod(lambda cls: True))
     params = {**PARAMS, "mu": 10.0}
     result, _, _ = run(plan_for(images, method="fedprox", params=params, rounds=1), tmp_path / "stacked")
     assert result["stacked"]["jobs"] == 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -85,9 +85,25 @@ def test_packages_of_others_join_through_their_entry_points(package, monkeypatch
     assert "theirs" not in Registry("method", package).names()
 
 
-@pytest.mark.parametrize("package, lacking", [(methods, "local_update"), (heads, "_fit, _predict")])
-def test_members_of_others_that_lack_something_are_told_by_what_they_lack(monkeypatch, package, lacking):
-    base = package.Method if package is methods else package.Head
-    monkeypatch.setitem(package.registry._extra, "lacking", type("Mine", (base,), {}))
-    with pytest.raises(UsageError, match=rf"'lacking' \(.*\.Mine\) has no {lacking}.*; edge_agent\.\w+\.base says"):
-        package.create("lacking")
+def test_members_of_others_that_lack_something_are_told_by_what_they_lack(monkeypatch):
+    monkeypatch.setitem(heads.registry._extra, "lacking", type("Mine", (heads.Head,), {}))
+    expected = r"'lacking' \(.*\.Mine\) has no _fit, _predict; edge_agent\.heads\.base\.Head says"
+    with pytest.raises(UsageError, match=expected):
+        heads.create("lacking")
+
+
+@pytest.mark.parametrize("package", [methods, heads])
+@pytest.mark.parametrize("member", [dict, "no class", SimpleNamespace(local_update=print)])
+def test_members_of_others_of_another_kind_are_refused(monkeypatch, package, member):
+    monkeypatch.setitem(package.registry._extra, "other", member)
+    with pytest.raises(UsageError, match=r"'other' .* expected one subclass of edge_agent\.\w+\.base\.\w+, found none"):
+        package.get("other")
+
+
+def test_a_module_with_two_classes_of_the_kind_is_ambiguous(monkeypatch):
+    module = ModuleType("theirs")
+    for name in ("One", "Two"):
+        setattr(module, name, type(name, (methods.Method,), {"__module__": "theirs"}))
+    monkeypatch.setitem(methods.registry._extra, "theirs", module)
+    with pytest.raises(UsageError, match="found One, Two"):
+        methods.get("theirs")

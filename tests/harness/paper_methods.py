@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.methods.base import Client, Method, Update
+from edge_agent.methods.base import Method
+from edge_agent.methods.values import Client, Update
 from edge_agent.task import Task, WindowInput
 
 WINDOWS = Task(

@@ -10,7 +10,7 @@ import pytest
 
 FLOORS = [
     ("L0", r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|(bundle|wire)(\..+)?)"),
-    ("L0", r"edge_agent\.methods(\.base)?"),
+    ("L0", r"edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|self_test|(heads|data)(\..+)?)"),
     ("L2", r"edge_agent\..+"),
@@ -72,6 +72,7 @@ def also_allowed(module: str) -> set[str]:
         ("edge_agent.wire.tensors", "L0"),
         ("edge_agent.methods", "L0"),
         ("edge_agent.methods.base", "L0"),
+        ("edge_agent.methods.values", "L0"),
         ("edge_agent.methods.fedper", "L3"),
         ("edge_agent.models", "L3"),
         ("edge_agent.heads.lr", "L1"),

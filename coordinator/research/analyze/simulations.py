@@ -15,7 +15,7 @@ from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.data.partition.rules import GROUPS
 from edge_agent.errors import StateError, UsageError
-from edge_agent.methods.base import Client
+from edge_agent.methods.values import Client
 from edge_agent.wire.tensors import decode
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned

@@ -84,8 +84,8 @@ def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features
     import torch
 
     from edge_agent import methods
-    from edge_agent.methods.base import Client, MethodParams
-    from edge_agent.training.loops import train_all_parts
+    from edge_agent.methods.values import Client, MethodParams
+    from edge_agent.training import loops
 
     from .workloads import register, w1_task
 
@@ -107,7 +107,8 @@ def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same bits on every number of cores
     try:
-        train_all_parts(client, MethodParams(lr=0.05, batch_size=50, local_epochs=EPOCHS))
+        params = MethodParams(lr=0.05, batch_size=50, local_epochs=EPOCHS)
+        loops.train(client, loops.cross_entropy(client.model), params)
     finally:
         torch.set_num_threads(threads)
     model.eval()

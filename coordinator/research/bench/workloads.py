@@ -16,7 +16,7 @@ import signal
 import threading
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -25,7 +25,7 @@ from edge_agent import methods, models
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, load
-from edge_agent.methods.base import Client, Exactness, Method, MethodParams
+from edge_agent.methods import Client, Method, MethodParams
 from edge_agent.models import NoParams
 from edge_agent.task import ImageInput, Task, Tensors
 from edge_agent.wire.messages import Job, Report, UpdateManifest
@@ -33,7 +33,7 @@ from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.worker import ThreadWorker
 
 if TYPE_CHECKING:
-    from edge_agent.training.parts import Parts
+    from edge_agent.models.base import Parts
 
 NOOP = "noop"
 NOOP_ARRAYS = 20
@@ -56,19 +56,14 @@ class NoopMethod(Method):
     """The mean of the received tensors; known only to processes that call `register`."""
 
     Params = NoopParams
+    shared = ("encoder",)
     heads = ()
-    exactness: ClassVar[Exactness] = {}
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """All of it travels."""
-        return ("encoder",)
 
     def build(self, task: Task) -> Parts:  # noqa: ARG002 - the same for every task
         """So many arrays of equal size."""
         import torch
 
-        from edge_agent.training.parts import Parts
+        from edge_agent.models.base import Parts
 
         size = self.params.payload_bytes // (4 * NOOP_ARRAYS)
         arrays = {f"array{number:02d}": torch.nn.Parameter(torch.rand(size)) for number in range(NOOP_ARRAYS)}

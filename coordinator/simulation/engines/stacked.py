@@ -24,10 +24,9 @@ from edge_agent.agent.runner import fault
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
 from edge_agent.errors import HeadwaterError, RunFailed, TrainingFailed
 from edge_agent.methods import Client, Method
-from edge_agent.methods.base import Plain
+from edge_agent.models.base import Parts
 from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
-from edge_agent.training.parts import Parts
 from edge_agent.wire.messages import Fault, UpdateManifest
 
 from ..client_tasks import Answer, HalfRound, Shared, answer, attempt, is_out_of_memory
@@ -38,14 +37,6 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 MOST_UPDATE_BYTES = 1 << 30
 """Updates of one stack are in the host's memory until the coordinator has taken them."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Training that several clients can do at once."""
-
-    method: Method
-    plain: Plain
 
 
 class Stacked:
@@ -123,31 +114,31 @@ class Stacked:
             raise RunFailed("internal error: no job was queued; please report this")
         first = self._given.pop(0)
         self._jobs += first.job.purpose == "train"
-        kind = self._kind(first)
-        alike = [] if kind is None else [work for work in self._given if self._is_alike(first, work)]
-        if kind is None or not (alike or self._always):
+        method = self._method(first)
+        alike = [] if method is None else [work for work in self._given if self._is_alike(first, work)]
+        if method is None or not (alike or self._always):
             self._alone(first)
             return
         self._given = [work for work in self._given if work not in alike]
         self._jobs += len(alike)
-        self._together(kind, [first, *alike])
+        self._together(method, [first, *alike])
 
     def _alone(self, work: Work) -> None:
         found = answer(self._shared, work.client, work.job, work.received())
         self._done.append(Done.of(work, found))
 
-    def _kind(self, work: Work) -> _Kind | None:
-        """How this job can be done at once with others; None where it cannot."""
+    def _method(self, work: Work) -> Method | None:
+        """The method of a job that can be done at once with others; None where it cannot."""
         if work.job.purpose != "train" or not self._has_enough(work):
             return None
         method = methods.create(work.job.method, work.job.params)
-        plain = method.plain_update()
+        is_standard = method.has_standard_update()
         if self._verdict is None:
-            told = f"method '{method.name}' trains in a way of its own" if plain is None else obstacle(self._model)
+            told = f"method '{method.name}' trains in a way of its own" if not is_standard else obstacle(self._model)
             if told:
                 self._give_up(told)
-        is_off = plain is None or (self._verdict is not None and self._verdict.convolutions is None)
-        return None if is_off or plain is None else _Kind(method, plain)
+        is_off = not is_standard or (self._verdict is not None and self._verdict.convolutions is None)
+        return None if is_off else method
 
     def _has_enough(self, work: Work) -> bool:
         """Whether batches have two samples for batch norm; a client with one trains alone, and reports the error."""
@@ -164,41 +155,41 @@ class Stacked:
         self._verdict = Verdict(None, reason)
         log.warning("one_by_one device=%s because=%s", self._device, reason)
 
-    def _together(self, kind: _Kind, works: Sequence[Work]) -> None:
+    def _together(self, method: Method, works: Sequence[Work]) -> None:
         """Train in order of samples; in two halves where memory is short, one by one where stacking fails."""
         works = sorted(works, key=lambda work: -len(self._shared.division.clients[work.client].train))
         is_short = False
         try:
-            verdict = self._verdict or self._try(kind, works)
+            verdict = self._verdict or self._try(method, works)
             if verdict.convolutions is not None:
-                self._train(kind, works, verdict)
+                self._train(method, works, verdict)
                 return
         except RuntimeError as error:
             is_short = is_out_of_memory(error) and len(works) > 1
             if not is_short:
                 self._give_up(f"it cannot be done: {' '.join(str(error).split())[:300]}")
         if is_short:  # out here, where the error does not hold on to the memory any more
-            self._halve(kind, works)
+            self._halve(method, works)
             return
         for work in works:
             self._alone(work)
 
-    def _halve(self, kind: _Kind, works: Sequence[Work]) -> None:
+    def _halve(self, method: Method, works: Sequence[Work]) -> None:
         """No state has been saved and no reply sent yet: all clients start again."""
         half = len(works) // 2
         self._most = max(1, half)
         log.warning("fewer_at_once device=%s clients=%d", self._device, self._most)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._together(kind, works[:half])
-        self._together(kind, works[half:])
+        self._together(method, works[:half])
+        self._together(method, works[half:])
 
-    def _try(self, kind: _Kind, works: Sequence[Work]) -> Verdict:
+    def _try(self, method: Method, works: Sequence[Work]) -> Verdict:
         """The verdict of the first clients that train, once in a run."""
         starters = [
             Starter(received, functools.partial(self._client, work, received)) for work, received in _fed(works)
         ]
-        found = Trial(kind.method, kind.plain, self._model, starters).verdict(self._measure, always=self._always)
+        found = Trial(method, self._model, starters).verdict(self._measure, always=self._always)
         if found.convolutions is None:
             self._give_up(found.reason)
         self._verdict = found
@@ -208,8 +199,8 @@ class Stacked:
         job = work.job.model_copy(update={"evaluate": False})
         return HalfRound.begin(self._shared, work.client, job, received).client
 
-    def _train(self, kind: _Kind, works: Sequence[Work], verdict: Verdict) -> None:
-        begin, params = time.perf_counter(), kind.method.params
+    def _train(self, method: Method, works: Sequence[Work], verdict: Verdict) -> None:
+        begin, params = time.perf_counter(), method.params
         stack, begun, gone = Stack(self._model, len(works)), list[HalfRound](), list[tuple[Work, Fault]]()
         there = list[Work]()
         for work, received in _fed(works):
@@ -223,20 +214,20 @@ class Stacked:
         clients = [one.client for one in begun]
         schedules = [schedule(client, params) for client in clients]
         losses = stack.first(len(there)).train(
-            clients, schedules, params, kind.plain, verdict.convolutions or "grouped"
+            clients, schedules, params, method.frozen, verdict.convolutions or "grouped"
         )
         seconds = (time.perf_counter() - begin) / len(works)
         for place, work in enumerate(there):
             stack.put(place)
-            said = self._end(begun[place], schedules[place], losses[:, place], kind)
+            said = self._end(begun[place], schedules[place], losses[:, place], method)
             content = begun[place].resources.outbox.content if isinstance(said, UpdateManifest) else []
             self._done.append(Done.of(work, Answer(said, content, seconds)))
         self._done.extend(Done.of(work, Answer(said, [], seconds)) for work, said in gone)
         self._stacked += len(there)
 
-    def _end(self, begun: HalfRound, own: Schedule, losses: np.ndarray, kind: _Kind) -> UpdateManifest | Fault:
+    def _end(self, begun: HalfRound, own: Schedule, losses: np.ndarray, method: Method) -> UpdateManifest | Fault:
         def work() -> UpdateManifest:
-            _tell_loss(begun, own, losses, kind.method)
+            _tell_loss(begun, own, losses, method)
             return begun.end()
 
         return attempt(begun.client.id, begun.job, work)
@@ -331,7 +322,6 @@ class Trial:
     """Clients, the one with the most samples first, of a method with standard training."""
 
     method: Method
-    plain: Plain
     model: Parts
     starters: Sequence[Starter]
 
@@ -362,7 +352,8 @@ class Trial:
                 method.local_update(clients[place], starter.received)
                 alone.hold(place)
             clients = [self._in_64_bits(place, starter) for place, starter in enumerate(pair)]
-            together.train(clients, [schedule(client, method.params) for client in clients], method.params, self.plain)
+            schedules = [schedule(client, method.params) for client in clients]
+            together.train(clients, schedules, method.params, method.frozen)
         except TrainingFailed:
             return 0.0  # the same will be said, whoever trains
         finally:
@@ -416,8 +407,8 @@ class Trial:
         stack, clients = self._stack(starters)
         full = [schedule(client, params)[: WARM_STEPS + TIMED_STEPS] for client in clients]
         warm, rest = _cut(full, 0, WARM_STEPS), _cut(full, WARM_STEPS, WARM_STEPS + TIMED_STEPS)
-        stack.train(clients, warm, params, self.plain, way)
-        taken = measure(way, lambda: stack.train(clients, rest, params, self.plain, way))
+        stack.train(clients, warm, params, self.method.frozen, way)
+        taken = measure(way, lambda: stack.train(clients, rest, params, self.method.frozen, way))
         return taken / sum(map(len, rest))
 
 

@@ -12,7 +12,8 @@ from feature_clouds import clouds
 from edge_agent import heads
 from edge_agent.errors import ConfigError, StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
-from edge_agent.heads.dualfed import Params, Trainer, contrastive, start
+from edge_agent.heads.dualfed import DualFedHeadParams as Params
+from edge_agent.heads.dualfed import Trainer, contrastive, start
 
 RNG = np.random.default_rng
 
@@ -29,7 +30,7 @@ def fitted(found: FitData, seed: int = 0, **params):
 def torch_chain(depth, width, norm, size=6):
     import torch
 
-    from edge_agent.methods.dualfed import Params as MethodParams
+    from edge_agent.methods.dualfed import DualFedParams as MethodParams
     from edge_agent.methods.dualfed import projector
 
     torch.manual_seed(0)
@@ -281,7 +282,7 @@ def test_a_lambda_that_makes_training_diverge_is_named():
 
 
 def test_impossible_parameters_are_refused():
-    with pytest.raises(ConfigError, match=r"(?s)batch_size.*temperature"):
+    with pytest.raises(ConfigError, match=r"(?s)temperature.*batch_size"):
         heads.create("dualfed", {"temperature": 0, "batch_size": 1})
 
 

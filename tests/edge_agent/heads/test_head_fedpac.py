@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from edge_agent import heads
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
-from edge_agent.heads.fedpac import Params, class_means, contribute, statistics, train
+from edge_agent.heads.fedpac import FedPACHead, class_means, statistics, train
+from edge_agent.heads.fedpac import FedPACHeadParams as Params
 from edge_agent.heads.fedpac import settings as settings_of
 
 
@@ -168,19 +169,19 @@ def data(labels=None, **params):
 def test_a_contribution_starts_from_what_was_received_then_from_the_bundle_then_from_zeros():
     received = {f"head.{name}": array for name, array in shared_head().items()}
     nothing = {"head_epochs": 0}
-    one = contribute(data(**nothing), received, np.random.default_rng(0))
+    one = FedPACHead.contribute(data(**nothing), received, np.random.default_rng(0))
     np.testing.assert_array_equal(one["extra.head.weight"], shared_head()["weight"])
     with_bundle = FitData(*sample(80), 4, shared_head(seed=2), nothing)
-    two = contribute(with_bundle, {}, np.random.default_rng(0))
+    two = FedPACHead.contribute(with_bundle, {}, np.random.default_rng(0))
     np.testing.assert_array_equal(two["extra.head.bias"], shared_head(seed=2)["bias"])
-    three = contribute(data(**nothing), {}, np.random.default_rng(0))
+    three = FedPACHead.contribute(data(**nothing), {}, np.random.default_rng(0))
     assert not three["extra.head.weight"].any()
 
 
 @pytest.mark.parametrize("labels", [[1], [1, 1, 1], [0, 2] * 5, [0, 1, 2, 3]])
 def test_a_contribution_of_awkward_data_is_finite_and_whole(labels):
     for params in ({}, {"min_class_count": 1}, {"weights": "prototype_loss"}):
-        found = contribute(data(labels, **params), {}, np.random.default_rng(0))
+        found = FedPACHead.contribute(data(labels, **params), {}, np.random.default_rng(0))
         expected = {
             "extra.head.weight": (4, 6),
             "extra.head.bias": (4,),
@@ -198,9 +199,9 @@ def test_a_contribution_of_awkward_data_is_finite_and_whole(labels):
 
 def test_the_head_needs_no_torch():
     code = (
-        "import sys, numpy as np; from edge_agent import heads; from edge_agent.heads.fedpac import contribute\n"
+        "import sys, numpy as np; from edge_agent import heads; from edge_agent.heads.fedpac import FedPACHead\n"
         "d = heads.FitData(np.ones((4, 3), np.float32), np.array([0, 0, 1, 1]), 2)\n"
-        "contribute(d, {}, np.random.default_rng(0)); heads.create('knn').fit(d, np.random.default_rng(0))\n"
+        "FedPACHead.contribute(d, {}, np.random.default_rng(0)); heads.create('knn').fit(d, np.random.default_rng(0))\n"
         "print(sorted({'torch', 'sklearn', 'scipy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -12,7 +12,8 @@ from edge_agent import heads
 from edge_agent.errors import StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads._features import fisher_score, keep_top
-from edge_agent.heads.fedpick import Params, Trainer, divergence, logistic_noise, negative_entropy, picked, start
+from edge_agent.heads.fedpick import FedPickHeadParams as Params
+from edge_agent.heads.fedpick import Trainer, divergence, logistic_noise, negative_entropy, picked, start
 
 RNG = np.random.default_rng
 data = functools.partial(clouds, size=8)

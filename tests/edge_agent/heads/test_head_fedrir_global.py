@@ -6,7 +6,8 @@ import pytest
 from edge_agent import heads
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.heads import FitData
-from edge_agent.heads.fedrir_global import Params, train
+from edge_agent.heads.fedrir_global import FedRIRGlobalParams as Params
+from edge_agent.heads.fedrir_global import train
 
 CENTRES = np.random.default_rng(8).normal(size=(3, 6)) * 2
 

@@ -9,7 +9,8 @@ from edge_agent import heads
 from edge_agent.errors import ConfigError, DataError, StateError, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.heads._layers import minimise
-from edge_agent.heads.lr import Params, fit_logistic
+from edge_agent.heads.lr import LogisticRegressionParams as Params
+from edge_agent.heads.lr import fit_logistic
 
 
 def clouds(classes: int, count: int, dim: int, seed: int = 0, distance: float = 0.6):

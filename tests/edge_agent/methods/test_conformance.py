@@ -13,7 +13,8 @@ import torch
 
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError, TrainingFailed
-from edge_agent.methods.base import Method, Update, weighted_mean
+from edge_agent.methods.base import Method, weighted_mean
+from edge_agent.methods.values import Update
 from edge_agent.wire.tensors import decode, encode, specs_of
 
 every_method = pytest.mark.parametrize("name", methods.names())

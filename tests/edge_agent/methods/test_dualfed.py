@@ -13,8 +13,8 @@ from paper_methods import dualfed, is_statistic
 
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError
-from edge_agent.methods.base import Update
-from edge_agent.training.loops import features_of, local_optimizer, train_epochs
+from edge_agent.methods.values import Update
+from edge_agent.training.loops import features_of, local_optimizer, train
 from edge_agent.training.networks import ensemble
 from edge_agent.training.parts import to_arrays
 
@@ -81,9 +81,9 @@ def test_an_unknown_part_or_switch_is_refused():
 
 def test_the_papers_projector_has_its_layers_and_weights():
     # Linear(512, 256) 131,328; norm 512; Linear(256, 512) 131,584; norm 1,024.
-    from edge_agent.methods.dualfed import Params, projector
+    from edge_agent.methods.dualfed import DualFedParams, projector
 
-    made = projector(512, Params())
+    made = projector(512, DualFedParams())
     assert [type(layer).__name__ for layer in made] == ["Linear", "ReLU", "BatchNorm1d", "Linear", "BatchNorm1d"]
     assert sum(weight.numel() for weight in made.parameters()) == 131_328 + 512 + 131_584 + 1_024
 
@@ -99,13 +99,13 @@ def test_the_papers_projector_has_its_layers_and_weights():
     ],
 )  # fmt: skip
 def test_depth_width_and_norm_of_table_five(depth, norm, layers):
-    from edge_agent.methods.dualfed import Params, projector
+    from edge_agent.methods.dualfed import DualFedParams, projector
 
     def shown(layer):
         sizes = [getattr(layer, key) for key in ("in_features", "out_features", "num_features") if hasattr(layer, key)]
         return type(layer).__name__ + (f"({','.join(map(str, sizes))})" if sizes else "")
 
-    made = projector(6, Params(projector_depth=depth, projector_width=9, projector_norm=norm))
+    made = projector(6, DualFedParams(projector_depth=depth, projector_width=9, projector_norm=norm))
     assert [shown(layer) for layer in made] == layers
 
 
@@ -216,7 +216,7 @@ def test_parts_trained_here_answer_the_same_in_the_device_head(federation, image
 
 def test_training_on_cached_features_is_training_with_the_encoder_frozen(federation):
     """What a device does without torch equals stage one with the encoder frozen in eval mode, batch for batch."""
-    from edge_agent.heads.dualfed import Params as HeadParams
+    from edge_agent.heads.dualfed import DualFedHeadParams as HeadParams
     from edge_agent.heads.dualfed import Trainer
 
     method = dualfed(lr=0.005, batch_size=16)
@@ -232,7 +232,7 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
     for _ in range(5):
         trainer.epoch(features, client.train_labels.numpy(), rng)
     optimizer = local_optimizer([w for part in trained for w in client.model.part(part).parameters()], method.params)
-    loss = method._personal_loss(client)
-    train_epochs(client, loss, optimizer, epochs=5, batch_size=16, frozen=("encoder", "head"))
+    loss = method.personal_loss(client)
+    train(client, loss, method.params, optimizer=optimizer, epochs=5, batch_size=16, frozen=("encoder", "head"))
     for name, array in arrays.items():
         np.testing.assert_allclose(array, client.model.state_dict()[name].numpy(), atol=1e-5, rtol=1e-4, err_msg=name)

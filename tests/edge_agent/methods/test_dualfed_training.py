@@ -106,12 +106,12 @@ def test_stage_one_leaves_the_global_classifier_and_stage_two_all_else(federatio
     client, method = fed.clients["a"], fed.method
     fed.download("a")
     before = snapshot(client.model)
-    method._train(client, ("encoder", "projector", "personal_head"), method._personal_loss(client))
+    method._train(client, ("encoder", "projector", "personal_head"), method.personal_loss(client))
     moved = changed(before, client.model)
     assert not [name for name in moved if name.startswith("head.")]
     assert {"encoder.layers.0.weight", "projector.0.weight", "personal_head.weight"} <= moved
     before = snapshot(client.model)
-    method._train(client, ("head",), method._global_loss(client))
+    method._train(client, ("head",), method.global_loss(client))
     moved = changed(before, client.model)
     assert {name for name in moved if not is_statistic(name)} == {"head.weight", "head.bias"}
     statistics = {name for name in before if is_statistic(name)}

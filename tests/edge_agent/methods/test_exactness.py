@@ -7,7 +7,7 @@ import pytest
 
 from edge_agent import heads, methods
 from edge_agent.heads.base import FitData
-from edge_agent.methods.base import GRADES
+from edge_agent.methods.values import GRADES
 from edge_agent.training.loops import features_of
 
 CARDS = [

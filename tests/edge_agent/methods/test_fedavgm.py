@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.methods.base import Update
+from edge_agent.methods.values import Update
 
 VARIANCE = "encoder.1.running_var"
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.methods.base import Update
+from edge_agent.methods.values import Update
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire.tensors import encode
 

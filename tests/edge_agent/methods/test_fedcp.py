@@ -87,7 +87,7 @@ def test_the_alignment_measures_from_the_encoder_as_it_was_received(federation):
     inputs, labels = client.train_inputs, client.train_labels
     model = client.model.train()
     before, values = model.features(inputs).detach(), {}
-    losses = {weight: fedcp(alignment_weight=weight)._loss(client) for weight in (0.0, 5.0)}
+    losses = {weight: fedcp(alignment_weight=weight).loss(client, {}) for weight in (0.0, 5.0)}
     assert float(losses[5.0](inputs, labels).detach()) > 0
     with torch.no_grad():
         for weight in model.encoder.parameters():

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError
+from edge_agent.methods.fedetf import tune_only
 from edge_agent.training.finetune import on_features
 from edge_agent.training.loops import features_of
 
@@ -34,7 +35,7 @@ def test_logits_and_loss_by_hand(tiny):
         logits = 6.0 * (u / u.norm(dim=1, keepdim=True)) @ head.etf.T
         torch.testing.assert_close(client.model(client.train_inputs), logits)
         balanced = F.cross_entropy(logits + torch.tensor([4.0, 1.0, 0.0]).log(), client.train_labels)
-    value = fed.method._balanced(client)(client.train_inputs, client.train_labels)
+    value = fed.method.loss(client, {})(client.train_inputs, client.train_labels)
     assert value.item() == pytest.approx(balanced.item(), rel=1e-5)
 
 
@@ -48,7 +49,7 @@ def test_each_half_of_tuning_moves_its_own_weights_alone(tiny):
     ):
         before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
         learns = [weight.requires_grad for weight in client.model.parameters()]
-        fed.method._tune_only(on_features(client), weights, fed.method.params, 0.1)
+        tune_only(on_features(client), weights, fed.method.params, 0.1)
         moved = {name for name, tensor in client.model.state_dict().items() if not torch.equal(tensor, before[name])}
         assert moved == expected
         assert [weight.requires_grad for weight in client.model.parameters()] == learns

@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.methods.base import Update
 from edge_agent.methods.families import names_in
 from edge_agent.methods.fedfomo import distance, held_back, helpfulness, moved, validation_loss
+from edge_agent.methods.values import Update
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import decode, encode
 

@@ -11,10 +11,10 @@ from edge_agent import heads, methods
 from edge_agent.client.session import Arrays, ClientState, Session
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
-from edge_agent.heads.fedpac import contribute
-from edge_agent.methods.base import Update
+from edge_agent.heads.fedpac import FedPACHead
+from edge_agent.methods.values import Update
 from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.training.loops import features_of, local_optimizer, train_epochs
+from edge_agent.training.loops import features_of, train
 from edge_agent.wire.tensors import encode, specs_of
 
 TINY = Task(
@@ -131,7 +131,7 @@ def test_the_alignment_loss_by_hand_and_by_finite_differences(federation):
     model = fed.clients["a"].model.double()
     inputs, labels = fed.clients["a"].train_inputs.double(), fed.clients["a"].train_labels
     targets = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]], dtype=torch.float64)
-    loss = fed.method._loss(model, targets)
+    loss = fed.method.aligned_loss(model, targets)
     z = model.features(inputs)
     plain = torch.nn.functional.cross_entropy(model.head(z), labels)
     by_hand = plain + 2.5 * sum(((z[i] - targets[y]) ** 2).sum() for i, y in enumerate(labels)) / (4 * 2)
@@ -152,19 +152,12 @@ def test_the_epoch_on_cached_features_equals_the_one_through_the_frozen_encoder(
     fed = federation(fedpac(head_epochs=3))
     client, twin = fed.clients["a"], fed.fresh_model(1)
     labels = client.train_labels
-    fed.method._train_head(client, features_of(client.model, client.train_inputs).numpy())
+    fed.method.train_head(client, features_of(client.model, client.train_inputs).numpy())
     plain = fed.join("twin", [0, 1] * 5)
     plain.model, plain.train_inputs, plain.train_labels = twin, client.train_inputs, labels
     plain.rng = np.random.default_rng([0, 1])
     loss = lambda x, y: torch.nn.functional.cross_entropy(twin(x), y)
-    train_epochs(
-        plain,
-        loss,
-        local_optimizer(twin.head.parameters(), fed.method.params, lr=0.1),
-        epochs=3,
-        batch_size=4,
-        frozen=("encoder",),
-    )
+    train(plain, loss, fed.method.params, lr=0.1, epochs=3, batch_size=4, frozen=("encoder",))
     assert not torch.equal(client.model.head.weight, fed.fresh_model(1).head.weight)
     torch.testing.assert_close(client.model.head.weight, twin.head.weight, atol=1e-5, rtol=0)
     torch.testing.assert_close(client.model.head.bias, twin.head.bias, atol=1e-5, rtol=0)
@@ -246,7 +239,7 @@ def test_a_device_without_torch_tells_what_the_method_tells(federation, mode):
     data = FitData(features, client.train_labels.numpy(), 3, method_params=fed.method.params.model_dump(mode="json"))
     client.rng = np.random.default_rng(5)
     expected = fed.method.local_update(client, received)
-    found = contribute(data, received, np.random.default_rng(5))
+    found = FedPACHead.contribute(data, received, np.random.default_rng(5))
     declared = fed.method.sends(client.model, fed.task)
     assert specs_of(found) == specs_of(declared)
     assert {name for name in expected if name.startswith("extra.")} == set(found)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from edge_agent.methods._simplex import best_weights, combined, gram, pruned, soft_smallest, violation
+from edge_agent.methods._simplex import Problem, best_weights, combined, gram, pruned, soft_smallest
 
 H = np.array([[[4 / 3, 0], [0, 2 / 3]], [[4 / 3, 0], [0, 2 / 3]], [[0, 4 / 3], [4 / 3, 0]]])
 V = np.array([22, 16, 40]) / 27
@@ -194,10 +194,10 @@ def test_groups_of_clients_find_each_other():
 def test_violation_tells_how_far_from_optimal():
     products = gram(list(H))
     weights = solve(V, H)
-    assert (violation(V, products, weights) < 1e-7).all()
-    assert (violation(V, products, np.full((3, 3), 1 / 3)) > 0.1).all()
-    assert np.isinf(violation(V, products, np.full((3, 3), 0.5))).all()
-    assert np.isinf(violation(V, products, np.full((3, 3), np.nan))).all()
+    assert (Problem(V, products).violations(weights) < 1e-7).all()
+    assert (Problem(V, products).violations(np.full((3, 3), 1 / 3)) > 0.1).all()
+    assert np.isinf(Problem(V, products).violations(np.full((3, 3), 0.5))).all()
+    assert np.isinf(Problem(V, products).violations(np.full((3, 3), np.nan))).all()
 
 
 def test_a_row_that_has_no_solution_keeps_its_own_head():

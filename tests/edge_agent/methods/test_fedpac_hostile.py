@@ -21,8 +21,8 @@ from edge_agent.errors import ConfigError
         ({"h": [[1e7, 0], [0, 0]]}, "'extra.weighted_means' reaches 1e+07"),
         ({"centroids": [[0, 0], [0, -2e6]]}, "'extra.centroids' reaches 2e+06"),
         ({"head": [[1e30, 0], [0, 0]]}, "'extra.head.weight' reaches 1e+30"),
-        ({"counts": (5, 0)}, "'extra.centroids' tells of a class whose count is 0"),
-        ({"counts": (5, 0), "centroids": [[1, 1], [0, 0]]}, "'extra.weighted_means' tells of a class"),
+        ({"counts": (5, 0)}, "'extra.centroids' has values for a class whose count is 0"),
+        ({"counts": (5, 0), "centroids": [[1, 1], [0, 0]]}, "'extra.weighted_means' has values for a class"),
     ],
 )
 def test_objections(wrong, why):

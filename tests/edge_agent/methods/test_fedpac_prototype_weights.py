@@ -7,7 +7,8 @@ import pytest
 from paper_methods import fedpac
 from paper_methods import fedpac_update as update
 
-from edge_agent.methods.fedpac import _Member, prototype_losses
+from edge_agent.methods.fedpac import prototype_losses
+from edge_agent.methods.values import Update
 
 
 def modified(**params):
@@ -17,7 +18,7 @@ def modified(**params):
 def test_prototype_losses_by_hand():
     """Identity head, class means 2 e_k: CE = log(1 + e^-2) = .126928; swapped means: 2 more. Weights 1 : e^-2."""
     ups = [update("a", centroids=2 * np.eye(2)), update("b", centroids=2 * np.eye(2)[::-1])]
-    members = [_Member(u.client, u.weight, {n.removeprefix("extra."): a for n, a in u.tensors.items()}) for u in ups]
+    members = [Update(u.client, u.weight, {n.removeprefix("extra."): a for n, a in u.tensors.items()}) for u in ups]
     np.testing.assert_allclose(prototype_losses(members, by_prior=False), [[0.126928, 2.126928]] * 2, atol=1e-6)
     weights = modified().aggregate({}, ups)["mixing.weights"]
     np.testing.assert_allclose(weights, [[0.880797, 0.119203]] * 2, atol=1e-6)

@@ -8,8 +8,8 @@ import torch
 
 from edge_agent import methods
 from edge_agent.errors import TrainingFailed
-from edge_agent.methods.base import Update
-from edge_agent.methods.fedproto import Prototypes, _Seen
+from edge_agent.methods.fedproto import Prototypes
+from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import encode
 
@@ -60,7 +60,7 @@ def test_the_loss_by_hand(set_up):
     plain = torch.nn.functional.cross_entropy(client.model.head(z), labels)
     distances = [((z[row] - client.model.prototypes.means[k]) ** 2).sum() for row, k in ((0, 0), (1, 1), (3, 0))]
     by_hand = plain + 0.7 * sum(distances) / (5 * 3)
-    value = method._loss(client.model, _Seen())(inputs, labels)
+    value = method.aligned_loss(client.model, [])(inputs, labels)
     assert value.item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_a_class_without_a_prototype_is_not_pulled(set_up):
     for weight in (1e6, 0.0):
         method.params = method.params.model_copy(update={"alignment_weight": weight})
         client.model.zero_grad(set_to_none=True)
-        method._loss(client.model, _Seen())(client.train_inputs, labels).backward()
+        method.aligned_loss(client.model, [])(client.train_inputs, labels).backward()
         gradients.append(held.grad.clone())
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
@@ -155,7 +155,7 @@ def test_features_without_end_are_not_told(set_up):
     "means, counts, why",
     [
         ([[1, 0], [0, 0]], [-1, 0], "class counts from -1 to 0"),
-        ([[1, 0], [2, 0]], [1, 0], "tells of a class whose count is 0"),
+        ([[1, 0], [2, 0]], [1, 0], "has values for a class whose count is 0"),
         ([[1e7, 0], [0, 0]], [1, 0], "reaches 1e\\+07"),
         ([[1, 0], [0, 0]], [1, 0], "^$"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edge_agent.errors import TrainingFailed
-from edge_agent.training.losses import pulled_back
+from edge_agent.training.losses import proximal_gradient
 from edge_agent.wire.tensors import encode
 
 LABELS = {"a": [0, 1, 2, 1, 0], "b": [2, 2, 1, 0]}
@@ -15,9 +15,9 @@ PLAIN = {"lr": 0.1, "momentum": 0.0, "batch_size": 8}
 
 
 def test_the_pull_by_hand():
-    # f = (v - 4)^2 / 2 at v = 2: gradient -2; spring of 0.5 to 1: + 0.5 (2 - 1) = -1.5.
+    # f = (v - 4)^2 / 2 at v = 2: gradient -2; proximal term of 0.5 to 1: + 0.5 (2 - 1) = -1.5.
     weight = torch.tensor([1.0], requires_grad=True)
-    pull = pulled_back([weight], 0.5)
+    pull = proximal_gradient([weight], [weight.detach().clone()], 0.5)
     with torch.no_grad():
         weight.fill_(2.0)
     (0.5 * (weight - 4) ** 2).sum().backward()
@@ -27,7 +27,7 @@ def test_the_pull_by_hand():
 
 def test_a_weight_without_a_gradient_is_left_alone():
     weight = torch.tensor([1.0], requires_grad=True)
-    pulled_back([weight], 0.5)()
+    proximal_gradient([weight], [weight.detach().clone()], 0.5)()
     assert weight.grad is None
 
 

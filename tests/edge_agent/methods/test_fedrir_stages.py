@@ -22,7 +22,7 @@ def test_mcsl_trains_the_client_specific_encoder_and_the_generator_alone(federat
     client = fed.clients["a"]
     before, others = tensors_of(client.model), ("encoder", "head", "distiller")
     still = encode(tensors_of(client.model, *others))
-    fed.method._learn_specific(client)
+    fed.method.learn_specific(client)
     assert encode(tensors_of(client.model, *others)) == still
     after = tensors_of(client.model, "specific", "generator")
     assert all(not np.array_equal(array, before[name]) for name, array in after.items())
@@ -37,7 +37,7 @@ def test_the_reported_loss_is_the_cross_entropy_and_its_terms_add_up(federation,
     twin = copy.deepcopy(client.model).train()
     both = torch.cat([twin.encoder(client.train_inputs), twin.part("specific")(client.train_inputs)[0]], 1)
     expected = F.cross_entropy(twin.head(both), client.train_labels).item()
-    fed.method._distill(client)
+    fed.method.distill(client)
     told = client.log
     assert told["loss"] == pytest.approx(expected, rel=1e-5)
     assert told["loss.total"] == pytest.approx(told["loss"] + 0.5 * told["loss.id"], rel=1e-5)
@@ -48,7 +48,7 @@ def test_a_negative_misfit_does_not_make_the_loss_negative(federation):
     """The official form rewards a predictable c without end: its sum fell to -453 where the cross entropy was 0.6."""
     fed = federation(fedrir(id_mode="official", id_weight=1.0, lr=0.01, local_epochs=30))
     client = fed.clients["a"]
-    fed.method._distill(client)
+    fed.method.distill(client)
     assert client.log["loss.total"] < 0 < client.log["loss"]
 
 
@@ -58,7 +58,7 @@ def test_id_leaves_the_client_specific_encoder_bit_for_bit_but_for_statistics(fe
     fed = federation(fedrir(id_mode=mode, frozen_bn=frozen_bn))
     client = fed.clients["a"]
     before = tensors_of(client.model)
-    fed.method._distill(client)
+    fed.method.distill(client)
     moved = {name for name, array in tensors_of(client.model).items() if not np.array_equal(array, before[name])}
     frozen = {name for name in moved if name.startswith(("specific.", "generator."))}
     assert not {name for name in frozen if not is_statistic(name)}
@@ -108,7 +108,7 @@ def test_one_step_of_id_equals_the_same_step_written_out(federation, mode, by_ha
     client = fed.clients["a"]
     twin = copy.deepcopy(client.model).train()
     by_hand(twin, client.train_inputs, client.train_labels)
-    fed.method._distill(client)
+    fed.method.distill(client)
     expected = tensors_of(twin)
     for name, array in tensors_of(client.model).items():
         np.testing.assert_allclose(array, expected[name], atol=3e-5, rtol=1e-4, err_msg=name)
@@ -127,7 +127,7 @@ def test_one_step_of_mcsl_equals_the_same_step_written_out(federation):
     parameters = [*twin.part("specific").parameters(), *twin.part("generator").parameters()]
     (((redrawn - inputs) ** 2).mean() + 0.3 * kld).backward()
     torch.optim.Adam(parameters, lr=5e-4).step()
-    fed.method._learn_specific(client)
+    fed.method.learn_specific(client)
     expected = tensors_of(twin)
     for name, array in tensors_of(client.model).items():
         np.testing.assert_allclose(array, expected[name], atol=3e-5, rtol=1e-4, err_msg=name)
@@ -139,7 +139,7 @@ def test_masks_change_what_mcsl_learns_from_and_not_what_it_learns_to_draw(feder
     monkeypatch.setattr(SpecificEncoder, "forward", lambda self, x: (seen.append(x), forward(self, x))[1])
     monkeypatch.setattr(F, "mse_loss", lambda a, b, loss=F.mse_loss: (drawn.append(b), loss(a, b))[1])
     fed = federation(fedrir(batch_size=100, mask_ratio=0.5))
-    fed.method._learn_specific(fed.clients["a"])
+    fed.method.learn_specific(fed.clients["a"])
     assert [(x == 0).float().mean().item() for x in seen] == [0.5]
     assert (drawn[0] != 0).all()
 
@@ -149,7 +149,7 @@ def test_id_sees_whole_images(federation, monkeypatch):
     forward = SpecificEncoder.forward
     monkeypatch.setattr(SpecificEncoder, "forward", lambda self, x: (seen.append(x), forward(self, x))[1])
     fed = federation(fedrir(batch_size=100))
-    fed.method._distill(fed.clients["a"])
+    fed.method.distill(fed.clients["a"])
     assert all((x != 0).all() for x in seen)
 
 
@@ -169,7 +169,7 @@ def test_an_estimate_below_zero_pulls_at_nothing(federation, monkeypatch, floor)
     encoders = []
     for weight in (1.0, 0.0):
         fed = federation(fedrir(id_mode="vclub", id_weight=weight, id_floor=floor))
-        fed.method._distill(fed.clients["a"])
+        fed.method.distill(fed.clients["a"])
         encoders.append(encode(tensors_of(fed.clients["a"].model, "encoder", "head")))
     assert (encoders[0] == encoders[1]) is floor
 
@@ -199,7 +199,7 @@ def test_without_distillation_the_loss_is_cross_entropy(federation, mode):
     for fed in (without, weightless):
         client = fed.clients["a"]
         client.model.load_state_dict(weightless.clients["a"].model.state_dict(), strict=False)
-        fed.method._distill(client)
+        fed.method.distill(client)
     one, other = (tensors_of(fed.clients["a"].model, "encoder", "head") for fed in (without, weightless))
     for name, array in one.items():
         np.testing.assert_allclose(array, other[name], atol=1e-6, err_msg=name)

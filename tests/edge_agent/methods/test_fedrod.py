@@ -14,7 +14,7 @@ def test_the_personal_branch_sends_no_gradient_to_what_is_shared(tiny):
     fed = tiny("fedrod", SKEWED)
     client = fed.clients["a"]
     model = client.model
-    fed.method._loss(client)(client.train_inputs, client.train_labels).backward()
+    fed.method.loss(client, {})(client.train_inputs, client.train_labels).backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     # The same by hand: classes of the client, 4 and 1 times, the third never.
     model.zero_grad()

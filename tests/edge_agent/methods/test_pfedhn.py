@@ -7,9 +7,9 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError
-from edge_agent.methods.base import Update
 from edge_agent.methods.families import names_in
-from edge_agent.methods.pfedhn import Hypernetwork, Params, clipped, pull_back
+from edge_agent.methods.pfedhn import Hypernetwork, PFedHNParams, clipped, pull_back
+from edge_agent.methods.values import Update
 
 SMALL = {"local_steps": 2, "batch_size": 4, "embedding_size": 3, "hidden_layers": 1, "hidden_units": 5}
 FRESH = {"head.weight": np.float32([[1.0, 2.0], [3.0, 4.0]]), "head.bias": np.float32([0.5, -0.5])}
@@ -47,7 +47,7 @@ def test_the_product_of_a_linear_network_by_hand():
 def test_the_product_is_that_of_finite_differences():
     """<H(e), delta> with a fixed delta, differenced in every weight of H and in e."""
     torch.manual_seed(0)
-    params = Params.model_validate(SMALL)
+    params = PFedHNParams.model_validate(SMALL)
     network = Hypernetwork({name: array.shape for name, array in FRESH.items()}, params)
     network.begin(FRESH, 1.0)
     network = network.double()

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.methods.base import Update
 from edge_agent.methods.pfedme import follow
+from edge_agent.methods.values import Update
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.finetune import pairs
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from edge_agent import methods
 from edge_agent.errors import ConfigError, DataError, TrainingFailed
-from edge_agent.methods.base import Client, MethodParams
+from edge_agent.methods.values import Client, MethodParams
+from edge_agent.models.base import Parts
 from edge_agent.task import Task, WindowInput
 from edge_agent.training import loops
-from edge_agent.training.parts import Parts
 
 TASK = Task(input=WindowInput(channels=1, length=4), class_names=("a", "b", "c"), encoder="linear")
 
@@ -101,7 +101,7 @@ def test_one_step_of_sgd_by_hand():
         return F.cross_entropy(torch.cat([weight, torch.zeros(1)])[None], torch.zeros(1, dtype=torch.long))
 
     optimizer = loops.local_optimizer([weight], MethodParams(lr=0.4, momentum=0.0))
-    mean = loops.train_epochs(client, loss, optimizer, epochs=1, batch_size=2)
+    mean = loops.train(client, loss, MethodParams(), optimizer=optimizer, epochs=1, batch_size=2)
     assert weight.item() == pytest.approx(0.2)
     assert mean == pytest.approx(math.log(2))
 
@@ -114,7 +114,9 @@ def test_fused_and_plain_sgd_agree():
         optimizer = loops.local_optimizer(client.model.parameters(), params)
         if not fused:
             optimizer = torch.optim.SGD(client.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=False)
-        loops.train_epochs(client, loops.cross_entropy(client.model), optimizer, epochs=3, batch_size=2)
+        loops.train(
+            client, loops.cross_entropy(client.model), MethodParams(), optimizer=optimizer, epochs=3, batch_size=2
+        )
         results.append(torch.cat([p.detach().flatten() for p in client.model.parameters()]))
     torch.testing.assert_close(*results)
 
@@ -138,8 +140,8 @@ def test_methods_that_are_made_of_sgd_steps_refuse_adam(method):
         methods.create(method, {"optimizer": "adam"})
 
 
-@pytest.mark.parametrize("make, kind", [(loops.local_optimizer, "SGD"), (loops.adam, "Adam")])
-def test_a_device_without_fused_steps_gets_plain_ones(monkeypatch, make, kind):
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_device_without_fused_steps_gets_plain_ones(monkeypatch, kind):
     plain = getattr(torch.optim, kind)
 
     def refusing(parameters, *, fused=False, **settings):
@@ -148,7 +150,8 @@ def test_a_device_without_fused_steps_gets_plain_ones(monkeypatch, make, kind):
         return plain(parameters, **settings)
 
     monkeypatch.setattr(torch.optim, kind, refusing)
-    optimizer = make([nn.Parameter(torch.ones(1))], MethodParams(lr=0.25), lr=0.5)
+    params = MethodParams(lr=0.25, optimizer=kind.lower())
+    optimizer = loops.local_optimizer([nn.Parameter(torch.ones(1))], params, lr=0.5)
     assert isinstance(optimizer, plain)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -159,7 +162,15 @@ def test_frozen_parts_keep_their_bits_and_their_statistics():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     client = client_with(model)
     optimizer = loops.local_optimizer(model.head.parameters(), MethodParams(lr=0.1))
-    loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, frozen=("encoder",))
+    loops.train(
+        client,
+        loops.cross_entropy(model),
+        MethodParams(),
+        optimizer=optimizer,
+        epochs=2,
+        batch_size=3,
+        frozen=("encoder",),
+    )
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("encoder."))
     assert not torch.equal(after["head.weight"], before["head.weight"])
@@ -171,14 +182,7 @@ def test_frozen_parts_are_thawed_also_after_a_failure():
     client = client_with(model)
     client.train_inputs[:] = torch.nan
     with pytest.raises(TrainingFailed):
-        loops.train_epochs(
-            client,
-            loops.cross_entropy(model),
-            loops.local_optimizer(model.head.parameters(), MethodParams()),
-            epochs=1,
-            batch_size=3,
-            frozen=("encoder",),
-        )
+        loops.train(client, loops.cross_entropy(model), MethodParams(), epochs=1, batch_size=3, frozen=("encoder",))
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -191,8 +195,14 @@ def test_gradients_may_be_changed_before_a_step():
             parameter.grad.zero_()
 
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
-    loops.train_epochs(
-        client_with(model), loops.cross_entropy(model), optimizer, epochs=1, batch_size=3, before_step=silence
+    loops.train(
+        client_with(model),
+        loops.cross_entropy(model),
+        MethodParams(),
+        optimizer=optimizer,
+        epochs=1,
+        batch_size=3,
+        before_step=silence,
     )
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -202,10 +212,11 @@ def test_the_reported_loss_weighs_each_sample_once():
     client = client_with(linear_parts(), n=7)
     client.train_labels = torch.arange(7)
     weight = nn.Parameter(torch.zeros(1))
-    mean = loops.train_epochs(
+    mean = loops.train(
         client,
         lambda _inputs, labels: labels.double().mean() + 0 * weight.sum(),
-        loops.local_optimizer([weight], MethodParams()),
+        MethodParams(),
+        optimizer=loops.local_optimizer([weight], MethodParams()),
         epochs=1,
         batch_size=3,
     )
@@ -216,7 +227,7 @@ def test_zero_epochs_change_nothing_and_report_no_loss():
     model = linear_parts()
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     client = client_with(model)
-    mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=0, batch_size=3)
+    mean = loops.train(client, loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=0, batch_size=3)
     assert math.isnan(mean)
     assert client.log == {}
 
@@ -225,7 +236,9 @@ def test_the_last_loss_is_logged_under_the_given_name():
     model = linear_parts()
     client = client_with(model)
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
-    mean = loops.train_epochs(client, loops.cross_entropy(model), optimizer, epochs=2, batch_size=3, log="loss.head")
+    mean = loops.train(
+        client, loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=2, batch_size=3, log="loss.head"
+    )
     assert client.log == {"loss.head": mean}
 
 
@@ -233,7 +246,9 @@ def test_a_loss_that_explodes_names_client_epoch_and_step_size():
     model = linear_parts()
     optimizer = loops.local_optimizer(model.parameters(), MethodParams(lr=1e30))
     with pytest.raises(TrainingFailed) as caught:
-        loops.train_epochs(client_with(model), loops.cross_entropy(model), optimizer, epochs=5, batch_size=2)
+        loops.train(
+            client_with(model), loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=5, batch_size=2
+        )
     message = str(caught.value)
     assert "client 'lamp'" in message
     assert "lr 1e+30" in message
@@ -244,14 +259,28 @@ def test_a_client_without_samples_is_told_so():
     model = linear_parts()
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     with pytest.raises(TrainingFailed, match="'lamp' has no training samples"):
-        loops.train_epochs(client_with(model, n=0), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
+        loops.train(
+            client_with(model, n=0),
+            loops.cross_entropy(model),
+            MethodParams(),
+            optimizer=optimizer,
+            epochs=1,
+            batch_size=2,
+        )
 
 
 def test_one_sample_under_batch_norm_is_explained():
     model = Parts(encoder=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     with pytest.raises(TrainingFailed, match="1 training sample; batch norm needs at least 2"):
-        loops.train_epochs(client_with(model, n=1), loops.cross_entropy(model), optimizer, epochs=1, batch_size=2)
+        loops.train(
+            client_with(model, n=1),
+            loops.cross_entropy(model),
+            MethodParams(),
+            optimizer=optimizer,
+            epochs=1,
+            batch_size=2,
+        )
 
 
 def test_other_value_errors_of_a_loss_are_not_disguised():
@@ -260,13 +289,7 @@ def test_other_value_errors_of_a_loss_are_not_disguised():
 
     model = linear_parts()
     with pytest.raises(ValueError, match="a mistake in a method"):
-        loops.train_epochs(
-            client_with(model),
-            broken,
-            loops.local_optimizer(model.parameters(), MethodParams()),
-            epochs=1,
-            batch_size=2,
-        )
+        loops.train(client_with(model), broken, MethodParams(), epochs=1, batch_size=2)
 
 
 def test_probabilities_come_from_eval_mode_and_leave_the_mode_alone():

@@ -1,0 +1,118 @@
+"""What methods, local training and the coordinator pass to each other: clients, updates, parameters. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from pydantic import Field
+
+from ..task import Frozen, Task, Tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import Precision
+    from ..models.base import Parts
+
+Norm = Literal["global", "local_stats", "local_all"]
+"""What travels of a batch norm layer: all of it; gamma and beta only; nothing."""
+
+Grade = Literal["exact", "same form", "approximate"]
+"""How close a head fitted on frozen features is to the personal part that the method trains itself.
+
+exact: equal to it on the same features and random numbers. same form: the same layers and loss, but another start,
+other steps, or features of a frozen encoder where the method trains the encoder along. approximate: anything else.
+"""
+
+GRADES: tuple[Grade, ...] = get_args(Grade)
+
+Exactness = Mapping[str, tuple[Grade, str]]
+"""Device head -> its grade where the exported encoder is the one that the client has, and why."""
+
+REFRESH = (
+    "before a client predicts, batch norm statistics that stay with it are recomputed on its own training samples "
+    "under the received weights; false: those of its last training, which belong to other weights"
+)
+
+
+def grades(**heads: tuple[Grade, str]) -> Exactness:
+    """The grades of a method's device heads: ``grades(mlp=("exact", "why"))``."""
+    return heads
+
+
+def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
+    """A parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
+    return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
+
+
+def refreshed_stats() -> Any:
+    """``refresh_stats`` of a method that leaves batch norm statistics at clients: on by default, which is ours."""
+    return ours(True, paper=False, description=f"{REFRESH} (the paper); ours")
+
+
+def paper_values(params: type[MethodParams]) -> dict[str, Any]:
+    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
+    return {
+        name: field.json_schema_extra["paper"]
+        for name, field in params.model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and "paper" in field.json_schema_extra
+    }
+
+
+class MethodParams(Frozen):
+    """Fields that every method has; methods add theirs, each with its symbol and source."""
+
+    lr: float = Field(0.01, gt=0, description="learning rate of local training")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="of local training; adam ignores momentum")
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    batch_size: int = Field(50, ge=1)
+    local_epochs: int = Field(1, ge=0, description="E, passes over local data in one round")
+    norm: Norm | None = Field(
+        None,
+        description="what travels of batch norm: global = all, local_stats = gamma and beta, local_all = nothing; "
+        "none: what the method's source says",
+    )
+    refresh_stats: bool = Field(False, description=REFRESH)
+
+
+@dataclass
+class Client:
+    """What a method's client half works with. Everything random comes from ``rng`` and ``generator``.
+
+    ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
+    survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
+    ``device``. Steps are done in ``precision``: bfloat16 is mixed, weights stay float32. ``log`` takes numbers that
+    travel with the update as metrics (``client.log["loss"] = 0.3``); names are letters, digits, dots, - and _.
+    """
+
+    id: str
+    model: Parts
+    train_inputs: torch.Tensor
+    train_labels: torch.Tensor
+    task: Task
+    device: torch.device
+    rng: np.random.Generator
+    generator: torch.Generator
+    round: int = 1
+    rounds: int = 1
+    precision: Precision = "float32"
+    memory: Tensors = field(default_factory=dict)
+    log: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples, n_i."""
+        return len(self.train_labels)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's accepted update; ``weight`` is its training sample count."""
+
+    client: str
+    weight: float
+    tensors: Tensors
