@@ -16,9 +16,9 @@ from edge_agent.registry import absolute
 from edge_agent.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig
+from .runs.request import Request
 from .simulation.plan import Plan
 from .state.journal import RunRecord, utc_now
-from .state.run_request import Request
 from .state.store import StateFolder
 
 if TYPE_CHECKING:

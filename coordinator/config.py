@@ -227,11 +227,6 @@ class CoordinatorConfig(Frozen):
             raise ValueError("[broker] and [embedded] exclude each other; keep the one that is meant")
         return self
 
-    @property
-    def has_embedded_broker(self) -> bool:
-        """Whether the coordinator starts a broker of its own."""
-        return self.broker is None
-
 
 DEFAULT_CONFIG = Path("coordinator.toml")
 

@@ -23,9 +23,9 @@ from edge_agent.task import ImageInput, Task
 from .cli.follow import follow
 from .config import CoordinatorConfig
 from .processes import launch
+from .runs.request import Request
 from .runs.result_warnings import lines
 from .service.app import coordinator
-from .state.run_request import Request
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from . import self_test
-from .bundle import Bundle, Precision
+from .bundle import Bundle, EncoderPrecision
 from .capabilities import processor
 from .errors import BundleDamaged, DataError, MissingCapability
 from .limits import give_freed_memory_back
@@ -48,7 +48,7 @@ class Encoder:
     input_name: str
     input_shape: tuple[int, ...]
     feature_dim: int
-    precision: Precision
+    precision: EncoderPrecision
     fingerprint: str
     providers: tuple[str, ...]
     format: Literal["ort", "onnx"]
@@ -57,7 +57,7 @@ class Encoder:
     def open(
         cls,
         bundle: Bundle,
-        precision: Precision = "fp32",
+        precision: EncoderPrecision = "fp32",
         threads: int = 1,
         *,
         cache: bool = True,
@@ -213,7 +213,7 @@ def _options(runtime: ModuleType, threads: int) -> Any:
     return options
 
 
-def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Precision) -> Any | None:
+def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: EncoderPrecision) -> Any | None:
     options = _options(runtime, threads)
     options.add_session_config_entry("session.load_model_format", "ORT")
     options.add_session_config_entry("session.use_memory_mapped_ort_model", "1")

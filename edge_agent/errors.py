@@ -17,7 +17,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── MessageError            exit 1   a control message
 │   ├── TensorsError            exit 1   a tensor container
 │   └── ChunkError              exit 1   a chunk of a blob
-├── UpdateRefused               exit 1   an update does not fit its round
+├── UpdateRejected              exit 1   an update does not fit its round
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
@@ -133,7 +133,7 @@ class ChunkError(CodecError):
     """A chunk of a blob is malformed or does not fit its transfer."""
 
 
-class UpdateRefused(HeadwaterError):
+class UpdateRejected(HeadwaterError):
     """An update does not fit its round; the message is the reason that is sent back and counted."""
 
 

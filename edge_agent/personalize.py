@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from . import heads
-from .bundle import Bundle, Precision
+from .bundle import Bundle, EncoderPrecision
 from .data import Samples, split
 from .encoder import Encoder, Progress
 from .errors import HeadwaterError, StateError
@@ -57,7 +57,7 @@ class Result:
 
     head: Head
     fingerprint: str
-    precision: Precision
+    precision: EncoderPrecision
     class_names: tuple[str, ...]
     scores: Scores
     n_train: int
@@ -100,7 +100,7 @@ class Features:
     test: Samples
     train_features: np.ndarray
     test_features: np.ndarray
-    precision: Precision
+    precision: EncoderPrecision
     fingerprint: str
 
     @property

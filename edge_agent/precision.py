@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from . import heads
-from .bundle import Bundle, Precision
+from .bundle import Bundle, EncoderPrecision
 from .data import Samples, split
 from .encoder import Encoder, Progress, arithmetic
 from .errors import BundleDamaged, StateError
@@ -50,7 +50,7 @@ _RECORD = "precision.json"
 class Choice:
     """A precision, and why."""
 
-    precision: Precision
+    precision: EncoderPrecision
     why: str
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .bundle import Bundle, Precision
+from .bundle import Bundle, EncoderPrecision
 from .data import preprocess
 from .errors import BundleDamaged, StateError
 from .storage import read_json, write_json
@@ -72,7 +72,7 @@ def prepared(raw: np.ndarray, spec: InputSpec) -> np.ndarray:
 
 
 def golden(
-    spec: InputSpec, class_names: Sequence[str], features: Mapping[Precision, np.ndarray], head: Tensors | None
+    spec: InputSpec, class_names: Sequence[str], features: Mapping[EncoderPrecision, np.ndarray], head: Tensors | None
 ) -> Tensors:
     """The tensors of the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
     found = {"raw": raw_inputs(spec), "class_names": _digest(class_names)}
@@ -87,7 +87,7 @@ def golden(
 
 def run(
     bundle: Bundle,
-    precision: Precision,
+    precision: EncoderPrecision,
     features: Callable[[np.ndarray], np.ndarray],
     device: Mapping[str, Any],
     *,
@@ -113,7 +113,7 @@ def run(
             write_json(place, {"on": key, "passed": sorted({*passed, precision})}, durable=False)
 
 
-def check(bundle: Bundle, precision: Precision, features: Callable[[np.ndarray], np.ndarray]) -> float:
+def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.ndarray], np.ndarray]) -> float:
     """The difference of the features, in the measure that the tolerance of this precision is stated in.
 
     Raises:
@@ -129,7 +129,7 @@ def check(bundle: Bundle, precision: Precision, features: Callable[[np.ndarray],
     return _check_features(features(prepared(found["raw"], spec)), found[f"features_{precision}"], precision)
 
 
-def _check_form(bundle: Bundle, precision: Precision, found: Tensors) -> None:
+def _check_form(bundle: Bundle, precision: EncoderPrecision, found: Tensors) -> None:
     """Check that all golden tensors exist, in the form that the exporter writes."""
     task, size = bundle.manifest.task, bundle.manifest.feature_dim
     wanted: dict[str, tuple[tuple[int, ...], type]] = {
@@ -183,7 +183,7 @@ def _check_head(head: Tensors, found: Tensors) -> None:
         )
 
 
-def _check_features(found: np.ndarray, expected: np.ndarray, precision: Precision) -> float:
+def _check_features(found: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
     if precision == "fp32":
         tolerance, (difference, scale) = FP32_TOLERANCE, _difference(found, expected)
         shown = f"by {difference:.3g} of their scale {scale:.3g}"

@@ -15,7 +15,7 @@ import torch
 
 import edge_agent
 from edge_agent import self_test
-from edge_agent.bundle import HeadCard, Manifest, Parity, Precision, pack
+from edge_agent.bundle import EncoderPrecision, HeadCard, Manifest, Parity, pack
 from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
 from edge_agent.models.base import Parts
@@ -192,7 +192,7 @@ def _files(work: _Work, task: Task, global_head: Tensors | None) -> dict[str, by
 def _golden(work: _Work, task: Task, head: Tensors | None) -> Tensors:
     """Raw inputs and what comes of them, which a device compares with what it computes."""
     inputs = self_test.prepared(self_test.raw_inputs(task.input), task.input)
-    features: dict[Precision, np.ndarray] = {"fp32": run(work.exported.model, inputs)}
+    features: dict[EncoderPrecision, np.ndarray] = {"fp32": run(work.exported.model, inputs)}
     if work.int8 is not None:
         features["int8"] = run(work.int8, inputs)
     return self_test.golden(task.input, task.class_names, features, head)

@@ -17,7 +17,7 @@ from pathlib import Path
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import Access, access_of, waited_lock, write_atomic
-from edge_agent.wire.topics import Topics, matches
+from edge_agent.wire.messages import Topics, matches
 
 COORDINATOR_USER = "coordinator"
 BROKER_ACCOUNT = "mosquitto"

@@ -14,8 +14,8 @@ from edge_agent import capabilities
 from edge_agent.cli.doctor import Step, attempted, walk
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import UsageError
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport, user_of
-from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto

@@ -13,8 +13,8 @@ import typer
 from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.storage import check_writable, write_atomic, write_json
 
+from ..runs.request import Weights
 from ..simulation.plan import Plan
-from ..state.run_request import Weights
 from ..text import counted
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table

@@ -15,12 +15,12 @@ from edge_agent.errors import UsageError
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..hosted.preflight import overlaps
 from ..report.figures import notes_of
-from ..runs.proxy_metrics import told
+from ..runs.proxy_metrics import metric_lines
+from ..runs.request import Request, Weights
 from ..runs.result_warnings import lines
 from ..service.app import coordinator, stop_on_signals
 from ..service.preflight import checked_method, fresh_on_devices
 from ..state.journal import RunRecord
-from ..state.run_request import Request, Weights
 from ..state.store import StateFolder
 from ..text import counted, listed
 from .follow import Place, ahead_of, behind, follow, is_serving, result_of, standing
@@ -221,7 +221,7 @@ def tell(summary: dict[str, Any], *, as_json: bool) -> None:
     # Clients of one class have a footnote each.
     warned = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
     warnings = (f"warning: {line}" for line in lines(warned))
-    show(agents_table(summary), *footnotes(summary), *warnings, *told(summary), took)
+    show(agents_table(summary), *footnotes(summary), *warnings, *metric_lines(summary), took)
 
 
 def agents_table(summary: dict[str, Any]) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..runs.proxy_metrics import own_figures, told
+from ..runs.proxy_metrics import coordinator_metrics, metric_lines
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted
@@ -32,7 +32,7 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
         runs = []
         for run in folder.journal.runs():
             record = folder.journal.replay(run)
-            runs.append({**_run(record, ahead), **own_figures(folder.journal, run)})
+            runs.append({**_run(record, ahead), **coordinator_metrics(folder.journal, run)})
             ahead = ahead if record.is_over else run
     said = read_status(path)
     serving = is_serving(path)
@@ -78,7 +78,7 @@ def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
         yield f"storage: {trouble}"
     if found["serving"] and found.get("other_coordinator"):
         yield f"another coordinator: {found['other_coordinator']}"
-    yield from _refused(found)
+    yield from _rejected(found)
     yield ""
     yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"
     yield from _own(found["runs"][-1:])
@@ -95,20 +95,20 @@ def _runs(runs: list[dict[str, Any]]) -> Table:
 
 def _own(runs: list[dict[str, Any]]) -> Iterator[str]:
     """What the coordinator has computed itself for these runs."""
-    yield from (f"{run['id']}: {line}" for run in runs for line in told(run))
+    yield from (f"{run['id']}: {line}" for run in runs for line in metric_lines(run))
 
 
 def _note(run: dict[str, Any]) -> str:
     return f"queued behind {run['queued_behind']}" if run["queued_behind"] else run["reason"] or ""
 
 
-def _refused(found: dict[str, Any]) -> Iterator[str]:
-    """What was not believed since the coordinator's start, with the most frequent causes."""
+def _rejected(found: dict[str, Any]) -> Iterator[str]:
+    """Rejected messages and updates since the coordinator's start, with the most frequent causes."""
     for what in ("messages", "updates"):
-        if number := found.get(f"refused_{what}", 0):
-            most = (found.get("refused_most") or {}).get(what, {})
+        if number := found.get(f"rejected_{what}", 0):
+            most = (found.get("rejected_most") or {}).get(what, {})
             causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
-            yield f"refused: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
+            yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
 
 
 def _agents(agents: list[dict[str, Any]]) -> Table:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from edge_agent.wire.chunks import Outgoing, expand
-from edge_agent.wire.flow import AHEAD_BYTES, Sending
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.chunks import AHEAD_BYTES, Outgoing, Sending, expand
+from edge_agent.wire.messages import Topics
 
 GATHER_S = 0.05
 """How long the first asker waits for others: once everybody offered has answered, no time is lost at all."""

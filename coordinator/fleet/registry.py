@@ -1,17 +1,22 @@
-"""Who is there: agents by their last sign of life, not by what the broker says of them."""
+"""Who is there: agents by their last sign of life, not by what the broker says of them, and who may have an id.
+
+An agent that starts anew has a new boot, and its predecessor is offline: told by the broker, or silent when asked. Only
+where the start that has the id and the one that claims it both answer are there two, and the later one is rejected.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from edge_agent.wire.messages import Fault, Hello, Report
-from edge_agent.wire.text import DISK_ERROR, ConditionName
+from edge_agent.errors import DuplicateId
+from edge_agent.wire.messages import DISK_ERROR, Command, ConditionName, Fault, Hello, Refused, Report, Who
 
 from ..state.journal import utc_now
-from .rejections import Refusals
+from .rejections import Rejections
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ class Roster:
         self._members: dict[str, Member] = {}
         self._connected_at: float | None = clock()
         self._deaf_since, self._deaf_s = 0.0, 0.0
-        self._faults = Refusals(clock)
+        self._faults = Rejections(clock)
 
     def hello(self, agent: str, message: Hello) -> Member:
         """An agent introduces itself (again)."""
@@ -179,6 +184,10 @@ class Roster:
         """Seconds since the start in which the coordinator could hear nobody: no agent's time runs meanwhile."""
         return self._deaf_s + (self._clock() - self._deaf_since if self._connected_at is None else 0.0)
 
+    def heard_s(self) -> float:
+        """The clock of agents' deadlines, in seconds: it stands still without a connection to the broker."""
+        return self._clock() - self.deaf_s
+
     def patience(self, agent: str) -> float | None:
         """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""
         member = self._members.get(agent)
@@ -192,3 +201,87 @@ class Roster:
         if gone_at is None or self._connected_at is None:
             return RETURN_S
         return gone_at + patience_s - self._clock()
+
+
+ANSWER_S = 1.5
+"""How long the start that has an id may take to answer; less than an agent's pause between two hellos."""
+
+MAX_CLAIMS = 1000
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Another start says that it has the id."""
+
+    boot: str
+    question: str
+    since: float
+
+
+class DuplicateIds:
+    """Who may have an id. Call `accept` for every hello."""
+
+    def __init__(self, roster: Roster, send: Callable[[str, Command], None], clock: Callable[[], float]) -> None:
+        self._roster, self._send, self._clock = roster, send, clock
+        self._claims: dict[str, _Claim] = {}
+        self._rejected: dict[str, str] = {}
+
+    def accept(self, agent: str, message: Hello) -> bool:
+        """Whether this start has the id now; if not, it is waited for an answer of the one that has."""
+        member = self._roster.get(agent)
+        if member is None or not member.is_present:
+            self._claims.pop(agent, None)
+            self._rejected.pop(agent, None)
+            return True
+        claim = self._claims.get(agent)
+        if member.boot == message.boot:
+            if claim is not None and message.answers == claim.question:
+                self._reject(member, claim)
+            return True
+        if self._rejected.get(agent) == message.boot:
+            if not message.answers:  # it has not heard
+                self._send(agent, _rejection(member, message.boot))
+            return False
+        if claim is None or claim.boot != message.boot:
+            self._ask(agent, message.boot)
+            return False
+        if self._clock() - claim.since < ANSWER_S:
+            return False
+        del self._claims[agent]
+        log.info("agent_restarted agent=%s boot=%s before=%s", agent, message.boot, member.boot)
+        return True
+
+    def is_claiming(self, agent: str, boot: str) -> bool:
+        """Whether this start has not been given the id (yet), so that its words do not count."""
+        claim = self._claims.get(agent)
+        return (claim is not None and claim.boot == boot) or self._rejected.get(agent) == boot
+
+    def _ask(self, agent: str, boot: str) -> None:
+        if max(len(self._claims), len(self._rejected)) >= MAX_CLAIMS:
+            self._claims.clear()
+            self._rejected.clear()
+        question = secrets.token_hex(8)
+        self._claims[agent] = _Claim(boot, question, self._clock())
+        self._send(agent, Who(question=question))
+
+    def _reject(self, member: Member, claim: _Claim) -> None:
+        del self._claims[member.id]
+        log.warning(
+            "duplicate_id agent=%s has=%s rejected=%s: both answered at once", member.id, member.boot, claim.boot
+        )
+        at = utc_now().isoformat(timespec="seconds")
+        member.notes["duplicate"] = (
+            f"another agent with the id '{member.id}' (start {claim.boot}) was rejected at {at}: both were alive; "
+            "give one of them another id"
+        )
+        self._rejected[member.id] = claim.boot
+        self._send(member.id, _rejection(member, claim.boot))
+
+
+def _rejection(member: Member, boot: str) -> Refused:
+    why = (
+        f"the id '{member.id}' is in use: this agent (start {boot}) and one that was here before (start {member.boot}, "
+        f"tier {member.tier}) both answered the same question, so both are alive; give one of them another id in its "
+        "configuration, or stop it"
+    )
+    return Refused(error=DuplicateId.__name__, message=why, whom=boot)

@@ -14,8 +14,8 @@ MAX_COUNTED = 1000
 """Different refusals that are counted: a bound on what strangers can make us remember."""
 
 
-class Refusals:
-    """Refusals by what they are about. ``total`` counts all since the start."""
+class Rejections:
+    """Rejections by what they are about. ``total`` counts all since the start."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """Updates on their way in: nothing is believed, allocated or counted before it has been checked.
 
 An update is accepted when its bytes are on disk under their hash, its tensors are exactly those that the method
-declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A refused update costs
+declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A rejected update costs
 itself and nothing else.
 """
 
@@ -13,19 +13,19 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from edge_agent.errors import ChunkError, TensorsError, UpdateRefused, cause
+from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.methods import Update
 from edge_agent.storage import sync_folder
 from edge_agent.task import Tensors
-from edge_agent.wire.chunks import Frame, Incoming, chunk_count
-from edge_agent.wire.flow import WINDOW_BYTES, Receiving
-from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Receipt, UpdateManifest
+from edge_agent.wire.chunks import WINDOW_BYTES, Frame, Incoming, Receiving, chunk_count
+from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Purpose, Receipt, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from ..state.journal import Accepted, Journal
 from ..state.store import BlobStore
-from .rejections import Refusals
+from .rejections import Rejections
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Collection:
     cohort: tuple[str, ...]
     expected: Mapping[str, Spec]
     accepted: dict[str, Accepted] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
     objection: Callable[[Tensors], str] = lambda _: ""
     """Why tensors of the right form still cannot be honest; empty when they can."""
 
@@ -66,18 +66,21 @@ class Collection:
     """Those who went offline or did not take up the work, and which start of each; welcome all the same."""
 
     failed_boots: dict[str, str] = field(default_factory=dict)
-    """The start of each agent in ``refused``, when it failed."""
+    """The start of each agent in ``rejected``, when it failed."""
 
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Agent -> reason, of those that were there and that this round does without."""
+
+    purpose: Purpose = "train"
+    """What its agents are asked to do, except that those in ``joining`` contribute."""
 
     late: list[tuple[str, int]] = field(default_factory=list)
     """Updates of rounds that are over: (agent, round that it was for)."""
 
     @property
     def outstanding(self) -> tuple[str, ...]:
-        """Cohort members that have neither been accepted nor refused."""
-        return tuple(a for a in self.cohort if a not in self.accepted and a not in self.refused)
+        """Cohort members that have neither been accepted nor rejected."""
+        return tuple(a for a in self.cohort if a not in self.accepted and a not in self.rejected)
 
     @property
     def training(self) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ class Collection:
         That is ``share`` of them, or, if those who can still deliver are too few for that, ``share`` of these, but then
         not fewer than ``least``. One update is the least in any case.
         """
-        uncounted = {*self.given_up, *self.on_trial, *self.refused}
+        uncounted = {*self.given_up, *self.on_trial, *self.rejected}
         counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
         of_all, of_counted = (math.ceil(share * len(agents) - 1e-9) for agents in (self.training, counted))
         return max(1, min(of_all, max(least, of_counted)))
@@ -113,9 +116,18 @@ class Collection:
         """The tensors that an update of this agent holds, no more and no less."""
         return self.extras if agent in self.joining else self.expected
 
-    def takes(self, message: UpdateManifest) -> bool:
-        """Whether the update was made for this round."""
-        return (self.run, self.round) == (message.run, message.round)
+    def purpose_of(self, agent: str) -> Purpose:
+        """What this agent is asked to do."""
+        return "contribute" if agent in self.joining else self.purpose
+
+    def takes(self, agent: str, message: UpdateManifest) -> bool:
+        """Whether the update was made for this round and purpose."""
+        made_for = (message.run, message.round, message.purpose)
+        return made_for == (self.run, self.round, self.purpose_of(agent))
+
+    def __str__(self) -> str:
+        about = f"round {self.round}"
+        return about if self.purpose == "train" else f"batch norm statistics after {about}"
 
 
 @dataclass
@@ -143,7 +155,7 @@ class Collector:
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
         self.finished_uploads = 0
-        self.refused = Refusals(clock)
+        self.rejected = Rejections(clock)
         """Refused updates since the start, by ``agent: reason``."""
 
     def open(self, collection: Collection) -> None:
@@ -164,7 +176,7 @@ class Collector:
         self._uploads.clear()
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
-        """An agent has an update; it is granted, receipted (again), or refused with the reason.
+        """An agent has an update; it is granted, receipted (again), or rejected with the reason.
 
         While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
         offers it again.
@@ -175,8 +187,8 @@ class Collector:
             already = self._already_accepted(agent, message)
             if not already:
                 self._check_manifest(agent, message)
-        except UpdateRefused as refusal:
-            self._refuse(agent, message, str(refusal))
+        except UpdateRejected as rejection:
+            self._reject(agent, message, str(rejection))
             return
         if already:
             self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
@@ -214,8 +226,8 @@ class Collector:
         """An agent, in that start of it, could not make an update for the open round: it is not waited for."""
         collection = self.open_round
         if collection is not None and agent in collection.outstanding:
-            self.refused.note(f"{agent}: {reason}")
-            self._note_refusal(collection, agent, reason, boot)
+            self.rejected.note(f"{agent}: {reason}")
+            self._note_rejection(collection, agent, reason, boot)
 
     def tick(self) -> None:
         """Acknowledge what has not been acknowledged for a while."""
@@ -229,38 +241,38 @@ class Collector:
     def _is_to_resume(self, message: UpdateManifest) -> bool:
         """Whether the round that an update is for is not over, and will be opened again after a restart."""
         opened = self._journal.replay(message.run).open_round
-        return opened is not None and opened.round == message.round
+        return opened is not None and opened.round == message.round and message.purpose in {"train", "contribute"}
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round
-        if collection is not None and collection.takes(message):
+        if collection is not None and collection.takes(agent, message):
             known = collection.accepted.get(agent)
             if known is not None and known.digest != message.blob.digest:
-                raise UpdateRefused(f"an update of {agent} for round {message.round} is already accepted; one counts")
+                raise UpdateRejected(f"an update of {agent} for round {message.round} is already accepted; one counts")
             return known is not None
         kinds = ("update_accepted",)
         entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
-        return any(entry.digest == message.blob.digest for entry in entries)
+        return any((e.digest, e.body.get("purpose")) == (message.blob.digest, _noted(message)) for e in entries)
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
         collection = self.open_round
-        if collection is None or not collection.takes(message):
+        if collection is None or not collection.takes(agent, message):
             now = f"round {collection.round} of {collection.run}" if collection else "no round"
-            raise UpdateRefused(f"late: the update is for round {message.round} of {message.run}, open is {now}")
+            raise UpdateRejected(f"late: the update is for round {message.round} of {message.run}, open is {now}")
         if agent not in collection.cohort:
-            raise UpdateRefused(f"{agent} was not asked for an update in round {message.round}")
-        if agent in collection.refused:
-            raise UpdateRefused(f"already refused in round {message.round}: {collection.refused[agent]}")
+            raise UpdateRejected(f"{agent} was not asked for an update in round {message.round}")
+        if agent in collection.rejected:
+            raise UpdateRejected(f"already rejected in round {message.round}: {collection.rejected[agent]}")
         if message.samples < 1:
-            raise UpdateRefused("trained on 0 samples; an update needs at least 1")
+            raise UpdateRejected("trained on 0 samples; an update needs at least 1")
         if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunk_count(message.blob) > MAX_SMALL_CHUNKS:
-            raise UpdateRefused(
+            raise UpdateRejected(
                 f"{chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
                 f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
             )
         content = sum(spec.nbytes for spec in collection.expects(agent).values())
         if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
-            raise UpdateRefused(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
+            raise UpdateRejected(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
 
     def _grant(self, agent: str, message: UpdateManifest) -> None:
         upload = self._uploads.get(agent)
@@ -300,9 +312,9 @@ class Collector:
             return
         try:
             self._check_content(arrived, collection, agent)
-        except (UpdateRefused, TensorsError) as refusal:
+        except (UpdateRejected, TensorsError) as rejection:
             arrived.unlink(missing_ok=True)
-            self._refuse(agent, message, str(refusal))
+            self._reject(agent, message, str(rejection))
             return
         arrived.replace(self._blobs.path(digest))  # only now is it a blob that others may rely on
         sync_folder(self._blobs.folder)
@@ -319,13 +331,15 @@ class Collector:
         tensors = decode(mapped)
         bad = first_non_finite(tensors)
         if bad is not None:
-            raise UpdateRefused(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+            raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
         if objection := collection.objection(tensors):
-            raise UpdateRefused(objection)
+            raise UpdateRejected(objection)
 
     def _accept(self, collection: Collection, agent: str, message: UpdateManifest) -> None:
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
-        body = {"samples": message.samples, "metrics": metrics}
+        body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
+        if purpose := _noted(message):
+            body["purpose"] = purpose
         digest = message.blob.digest
         self._journal.append(
             "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
@@ -333,15 +347,15 @@ class Collector:
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
-    def _refuse(self, agent: str, message: UpdateManifest, reason: str) -> None:
-        times = self.refused.note(f"{agent}: {reason}")
+    def _reject(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        times = self.rejected.note(f"{agent}: {reason}")
         level = logging.DEBUG if times is None else logging.WARNING
         log.log(level, "update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
         collection = self.open_round
-        if collection is None or not collection.takes(message):
+        if collection is None or not collection.takes(agent, message):
             self._note_late(agent, message, reason)
         elif agent in collection.outstanding:
-            self._note_refusal(collection, agent, reason, message.boot)
+            self._note_rejection(collection, agent, reason, message.boot)
         digest = message.blob.digest
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=False, reason=reason[:1000]))
 
@@ -350,16 +364,21 @@ class Collector:
         journal, run, number = self._journal, message.run, message.round
         opened = journal.entries(run, ("round_opened",), round=number)
         was_asked = any(agent in entry.body["cohort"] for entry in opened)
-        if not was_asked or journal.entries(run, ("update_refused",), round=number, agent=agent):
+        if not was_asked or _noted(message) or journal.entries(run, ("update_refused",), round=number, agent=agent):
             return
         journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
         if self.open_round is not None:
             self.open_round.late.append((agent, number))
 
-    def _note_refusal(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
+    def _note_rejection(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
         body = {"reason": reason[:1000], "boot": boot}
         self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
-        collection.refused[agent], collection.failed_boots[agent] = reason, boot
+        collection.rejected[agent], collection.failed_boots[agent] = reason, boot
+
+
+def _noted(message: UpdateManifest) -> str | None:
+    """The purpose of an update outside the rounds, which the journal notes; None for one of a round."""
+    return message.purpose if message.purpose == "batch_norm_stats" else None
 
 
 def reason_of(error: BaseException) -> str:

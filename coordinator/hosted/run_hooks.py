@@ -11,8 +11,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,12 @@ from edge_agent.worker import Worker
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.uploads import reason_of
 from ..processes.compute import ComputeProcess
-from ..runs.context import Aside, Steps, Waiting
+from ..runs.context import Run, RunHooks, Steps, Waiting
 from ..runs.release import encoder_sha256
-from ..state.retention import keep
+from ..state.store import prune_blobs, retain_checkpoint
 from ..text import counted
 
 if TYPE_CHECKING:
-    from ..runs.round_loop import RunLoop
     from ..state.store import StateFolder
 
 log = logging.getLogger(__name__)
@@ -49,14 +48,14 @@ _PROXY, _WARM = "proxy-{}.safetensors", "warm.safetensors"
 class _Evaluation:
     """A pending evaluation: the shared model after a round, whose state is the file ``path``."""
 
-    loop: RunLoop
+    run: Run
     number: int
     path: Path
     request: dict[str, Any]
 
 
-class OwnDataHooks(Aside):
-    """An `Aside` that computes in a `ComputeProcess`.
+class OwnDataHooks(RunHooks):
+    """`RunHooks` that compute in a `ComputeProcess`.
 
     One proxy evaluation runs and one waits: where that takes longer than rounds do, the newest replaces the one that
     waits, so that the model after the last round is always evaluated.
@@ -76,46 +75,47 @@ class OwnDataHooks(Aside):
                 if path.parent.name not in unfinished:
                     _remove(path)
 
-    def prepare(self, loop: RunLoop) -> Steps:
+    def before_run(self, run: Run) -> Generator[Waiting, None, Run]:
         """Make the requested warm start, unless it has been made; repeat evaluations that a kill has interrupted.
 
         Raises:
             RunFailed: the warm start cannot be made.
         """
-        entries = loop.fleet.state.journal.entries(loop.run, ("warm_started", "round_closed"))
+        entries = run.context.state.journal.entries(run.id, ("warm_started", "round_closed"))
         closed = max((entry.round or 0 for entry in entries), default=0)
         if closed:
-            for number, path in _pending_states(loop.fleet.state.run(loop.run).folder):
-                self._evaluate(loop, number, path)
-            self.closed(loop, closed)
-        elif loop.request.warm_start is not None and not entries:
-            yield from self._warm(loop, loop.request.warm_start)
+            for number, path in _pending_states(run.context.state.run(run.id).folder):
+                self._evaluate(run, number, path)
+            self.after_round(run, closed)
+        elif run.request.warm_start is not None and not entries:
+            return (yield from self._warm(run, run.request.warm_start))
+        return run
 
-    def closed(self, loop: RunLoop, number: int) -> None:
+    def after_round(self, run: Run, number: int) -> None:
         """Evaluate the proxy where that is due and has not been done."""
-        if not self._is_due(loop, number):
+        if not self._is_due(run, number):
             return
-        path = loop.fleet.state.run(loop.run).folder / _PROXY.format(number)
+        path = run.context.state.run(run.id).folder / _PROXY.format(number)
         try:
-            _link(loop.fleet.state.blobs.path(loop.checkpoint), path)
+            _link(run.context.state.blobs.path(run.checkpoint), path)
         except OSError as error:
-            _note_failure(loop, number, reason_of(error))
+            _note_failure(run, number, reason_of(error))
             _remove(path)
             return
-        self._evaluate(loop, number, path)
+        self._evaluate(run, number, path)
 
-    def rest(self, loop: RunLoop) -> Steps:
+    def after_run(self, run: Run) -> Steps:
         """Wait until the evaluations of the last rounds are done, or have failed."""
-        until = loop.fleet.clock() + PROXY_LIMIT_S
-        while (due := self._of(loop.run)) and loop.fleet.clock() < until:
+        until = run.context.clock() + PROXY_LIMIT_S
+        while (due := self._of(run.id)) and run.context.clock() < until:
             rounds = " and ".join(str(evaluation.number) for evaluation in due)
             what = f"acc.proxy after round {rounds}, evaluated on the proxy samples"
             yield Waiting(what, WHOM, until, "proxy")
         for evaluation in due:
-            _note_failure(loop, evaluation.number, f"no result {PROXY_LIMIT_S:g} s after the last round")
-        self.ended(loop.run)
+            _note_failure(run, evaluation.number, f"no result {PROXY_LIMIT_S:g} s after the last round")
+        self.on_end(run.id)
 
-    def ended(self, run: str) -> None:
+    def on_end(self, run: str) -> None:
         """Cancel what is pending or running for the run."""
         for evaluation in self._of(run):
             if evaluation is self._running:
@@ -136,17 +136,17 @@ class OwnDataHooks(Aside):
 
     # --- warm start ------------------------------------------------------------------------------------------------
 
-    def _warm(self, loop: RunLoop, settings: WarmStartConfig) -> Steps:
-        path = loop.fleet.state.run(loop.run).folder / _WARM
+    def _warm(self, run: Run, settings: WarmStartConfig) -> Generator[Waiting, None, Run]:
+        path = run.context.state.run(run.id).folder / _WARM
         path.parent.mkdir(parents=True, exist_ok=True)
         request = {
             "do": "coordinator.hosted.warm_start:train_warm",
             "into": str(path),
             "settings": settings.model_dump(mode="json"),
-            **_request(loop),
+            **_request(run),
         }
         results: list[tuple[dict[str, Any] | None, BaseException | None]] = []
-        begin = loop.fleet.stopwatch()
+        begin = run.context.stopwatch()
         self._worker.submit("warm start", lambda: self._process.submit(request), lambda r, e: results.append((r, e)))
         long = counted(settings.epochs, "epoch")
         what = f"a warm start on {settings.data}, {long}, before the first round"
@@ -159,41 +159,42 @@ class OwnDataHooks(Aside):
         answer, error = results[0]
         if answer is None:
             raise RunFailed(f"warm start: {reason_of(error) if error is not None else 'no answer'}")
-        self._adopt(loop, path, {**answer, "seconds": round(loop.fleet.stopwatch() - begin, 3)})
+        return self._adopt(run, path, {**answer, "seconds": round(run.context.stopwatch() - begin, 3)})
 
-    def _adopt(self, loop: RunLoop, path: Path, result: dict[str, Any]) -> None:
+    def _adopt(self, run: Run, path: Path, result: dict[str, Any]) -> Run:
         """The run continues from this state; journaled before it is used."""
-        journal, blobs = loop.fleet.state.journal, loop.fleet.state.blobs
+        journal, blobs = run.context.state.journal, run.context.state.blobs
         state = read_tensors(path)
         digest = blobs.put(*pieces(state))
-        loop.state, loop.checkpoint = state, digest
-        keep(journal, loop.run, loop.request, 0, digest)
-        body = {**result, "encoder_sha256": encoder_sha256(loop)}
-        journal.append("warm_started", run=loop.run, digest=digest, body=body)
-        loop.forget_blobs()
+        run = replace(run, state=state, checkpoint=digest)
+        retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
+        body = {**result, "encoder_sha256": encoder_sha256(run)}
+        journal.append("warm_started", run=run.id, digest=digest, body=body)
+        prune_blobs(run.context.state, digest)
         path.unlink(missing_ok=True)
         known = "unknown" if result["accuracy"] is None else result["accuracy"]
-        log.info("warm_started run=%s samples=%d accuracy=%s", loop.run, result["samples"], known)
+        log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result["samples"], known)
+        return run
 
     # --- proxy -----------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, loop: RunLoop, number: int, path: Path) -> None:
+    def _evaluate(self, run: Run, number: int, path: Path) -> None:
         """Evaluate the state in the file ``path``."""
-        if not self._is_due(loop, number):
+        if not self._is_due(run, number):
             _remove(path)
             return
         request = {
             "do": "coordinator.hosted.proxy:evaluate_on_proxy",
             "state": str(path),
-            **_request(loop),
+            **_request(run),
             **self._where(),
         }
-        evaluation = _Evaluation(loop, number, path, request)
+        evaluation = _Evaluation(run, number, path, request)
         if self._running is None:
             self._ask(evaluation)
             return
         if self._next is not None:
-            log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.loop.run, self._next.number)
+            log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.run.id, self._next.number)
             _remove(self._next.path)
         self._next = evaluation
 
@@ -210,9 +211,9 @@ class OwnDataHooks(Aside):
         self._running = None
         _remove(evaluation.path)
         if answer is None:
-            _note_failure(evaluation.loop, evaluation.number, reason_of(error) if error is not None else "no answer")
+            _note_failure(evaluation.run, evaluation.number, reason_of(error) if error is not None else "no answer")
         else:
-            _note(evaluation.loop, evaluation.number, answer)
+            _note(evaluation.run, evaluation.number, answer)
         following, self._next = self._next, None
         if following is not None:
             self._ask(following)
@@ -222,40 +223,40 @@ class OwnDataHooks(Aside):
         return [
             evaluation
             for evaluation in (self._running, self._next)
-            if evaluation is not None and evaluation.loop.run == run
+            if evaluation is not None and evaluation.run.id == run
         ]
 
-    def _is_due(self, loop: RunLoop, number: int) -> bool:
-        if self._proxy is None or (number % self._proxy.every and number != loop.request.rounds):
+    def _is_due(self, run: Run, number: int) -> bool:
+        if self._proxy is None or (number % self._proxy.every and number != run.request.rounds):
             return False
-        if not any(name.startswith("encoder.") for name in loop.state):
+        if not run.has_encoder:
             return False
-        if number in (evaluation.number for evaluation in self._of(loop.run)):
+        if number in (evaluation.number for evaluation in self._of(run.id)):
             return False
-        return not loop.fleet.state.journal.entries(loop.run, ("proxy_evaluated",), round=number)
+        return not run.context.state.journal.entries(run.id, ("proxy_evaluated",), round=number)
 
     def _where(self) -> dict[str, Any]:
         return {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
 
 
-def _note(loop: RunLoop, number: int, answer: dict[str, Any]) -> None:
-    with _only_logged(loop.run, number):
-        state = loop.fleet.state
-        state.journal.append("proxy_evaluated", run=loop.run, round=number, body=answer)
-        state.run(loop.run).append_metrics({"kind": "proxy", "round": number, **answer})
-    log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", loop.run, number, answer["acc"], answer["by"])
+def _note(run: Run, number: int, answer: dict[str, Any]) -> None:
+    with _only_logged(run.id, number):
+        state = run.context.state
+        state.journal.append("proxy_evaluated", run=run.id, round=number, body=answer)
+        state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
+    log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
 
 
-def _note_failure(loop: RunLoop, number: int, why: str) -> None:
+def _note_failure(run: Run, number: int, why: str) -> None:
     """Log it each time; journal and metrics get each reason once."""
-    log.warning("proxy_failed run=%s round=%d reason=%s", loop.run, number, why)
-    with _only_logged(loop.run, number):
-        state = loop.fleet.state
-        known = {_pattern(str(e.body.get("reason"))) for e in state.journal.entries(loop.run, ("proxy_failed",))}
+    log.warning("proxy_failed run=%s round=%d reason=%s", run.id, number, why)
+    with _only_logged(run.id, number):
+        state = run.context.state
+        known = {_pattern(str(e.body.get("reason"))) for e in state.journal.entries(run.id, ("proxy_failed",))}
         if _pattern(why) in known or len(known) >= MOST_REASONS:
             return
-        state.journal.append("proxy_failed", run=loop.run, round=number, body={"reason": why})
-        state.run(loop.run).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
+        state.journal.append("proxy_failed", run=run.id, round=number, body={"reason": why})
+        state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
 
 
 def _pattern(reason: str) -> str:
@@ -263,10 +264,10 @@ def _pattern(reason: str) -> str:
     return re.sub(r"\d+", "#", reason)
 
 
-def _request(loop: RunLoop) -> dict[str, Any]:
+def _request(run: Run) -> dict[str, Any]:
     """What both requests tell of the run."""
-    request = loop.request
-    params, task = loop.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
+    request = run.request
+    params, task = run.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
     weights = None if request.weights is None else request.weights.model_dump(mode="json")
     return {"method": request.method, "params": params, "task": task, "seed": request.seed, "weights": weights}
 

@@ -28,7 +28,7 @@ from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import feature_dim, to_arrays
 
 from ..config import WarmStartConfig
-from ..state.run_request import Weights
+from ..runs.request import Weights
 
 _SALT = 0xAA
 

@@ -24,13 +24,13 @@ SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """One round. ``acc`` is scope -> agent -> value in 0..1; ``refused`` and ``left_out`` are agent -> reason."""
+    """One round. ``acc`` is scope -> agent -> value in 0..1; ``rejected`` and ``left_out`` are agent -> reason."""
 
     round: int
     seconds: float | None
     agents: tuple[str, ...]
     missing: tuple[str, ...]
-    refused: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
     bytes_up: float | None
     bytes_down: float | None
     acc: dict[str, dict[str, float]]
@@ -139,7 +139,7 @@ def _round(number: int, record: Mapping[str, Any]) -> RoundFigures:
         seconds=as_number(record.get("seconds")),
         agents=_names(record.get("agents")),
         missing=_names(record.get("missing")),
-        refused=_reasons(record.get("refused")),
+        rejected=_reasons(record.get("rejected")),
         left_out=_reasons(record.get("left_out")),
         bytes_up=as_number(record.get("bytes_up")),
         bytes_down=as_number(record.get("bytes_down")),

@@ -281,15 +281,15 @@ def _agents(agents: Sequence[AgentFigures]) -> str:
 
 def _incidents(rounds: Sequence[RoundFigures]) -> str:
     missing = [(line.round, name, "no update before the round closed") for line in rounds for name in line.missing]
-    refused = [(line.round, name, f"refused: {why}") for line in rounds for name, why in line.refused]
+    rejected = [(line.round, name, f"rejected: {why}") for line in rounds for name, why in line.rejected]
     left_out = [(line.round, name, f"left out: {why}") for line in rounds for name, why in line.left_out]
-    rows = [(str(number), name, what) for number, name, what in sorted(missing + refused + left_out)]
+    rows = [(str(number), name, what) for number, name, what in sorted(missing + rejected + left_out)]
     if not rows:
         return ""
     more = f" The first {MAX_INCIDENTS} of {len(rows)}." if len(rows) > MAX_INCIDENTS else ""
     caption = f"Updates that are not in the aggregate of their round, and why.{more}"
     heads = (("round", "n"), ("agent", ""), ("what", ""))
-    return table("Missing and refused updates", caption, heads, rows[:MAX_INCIDENTS])
+    return table("Missing and rejected updates", caption, heads, rows[:MAX_INCIDENTS])
 
 
 def table(title: str, caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:

@@ -1,40 +1,46 @@
-"""Batch norm that stays on devices, asked for once outside the rounds, so that others can be given one encoder."""
+"""Batch norm that stays on devices, collected outside the rounds so that other devices can use one common encoder."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 
 from edge_agent.task import Tensors
-from edge_agent.wire.tensors import decode, pieces
+from edge_agent.wire.tensors import Spec, decode, pieces
 
-from ..fleet.exclusion import without
 from ..fleet.uploads import Collection, updates_of
-from ..state.store import StateFolder
-from .context import Waiting
-
-if TYPE_CHECKING:
-    from .round_loop import RunLoop
+from ..state.store import StateFolder, prune_blobs
+from .context import Run, Steps, Waiting
 
 log = logging.getLogger(__name__)
 
 
-def pool(loop: RunLoop, number: int) -> Generator[Waiting, None, Tensors]:
-    """Batch norm of one common encoder after round ``number`` (as the generator's value).
+def with_pooled_norm(
+    run: Run, number: int, norm: Mapping[str, Spec], agents: tuple[str, ...], collect: Callable[[Collection], Steps]
+) -> Generator[Waiting, None, Run]:
+    """The run with batch norm of one common encoder after round ``number`` in ``pooled`` (the generator's value).
 
-    Empty where none stays on devices, none is given, or the configuration does not want it. What is pooled reaches
-    neither the run's state nor the devices' own models.
+    ``norm``: the encoder's batch norm tensors that stay on devices. ``pooled`` is empty where there are none, no agent
+    sends any, or the configuration turns this off. It changes neither the run's state nor the devices' own models.
     """
-    if not loop.norm or not loop.fleet.config.export.pool_norm:
-        return {}
-    if known := pooled_before(loop.fleet.state, loop.run, number):
-        return known
-    agents = tuple(without(loop.fleet.roster.present("train"), loop.selection.left_out(number + 1)))
-    collection = Collection(loop.run, loop.request.rounds + number, agents, loop.norm)
-    yield from loop.collect_aside(collection, "pool")
-    log.info("norm_pooled run=%s agents=%d of=%d", loop.run, len(collection.accepted), len(agents))
-    return _keep(loop, number, collection) if collection.accepted else {}
+    state = run.context.state
+    if not norm or not run.context.config.export.pool_norm:
+        return replace(run, pooled={})
+    if known := pooled_before(state, run.id, number):
+        return replace(run, pooled=known)
+    collection = Collection(run.id, number, agents, norm, purpose="batch_norm_stats")
+    yield from collect(collection)
+    log.info("norm_pooled run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))
+    if not collection.accepted:
+        return replace(run, pooled={})
+    from edge_agent.training.parts import pooled_norm
+
+    pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
+    digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
+    state.journal.append("norm_pooled", run=run.id, round=number, digest=digest, body={"clients": clients})
+    prune_blobs(state, run.checkpoint)
+    return replace(run, pooled=pooled)
 
 
 def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
@@ -43,14 +49,3 @@ def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
         if entry.digest is not None and entry.digest in state.blobs:
             return decode(state.blobs.read(entry.digest))
     return {}
-
-
-def _keep(loop: RunLoop, number: int, collection: Collection) -> Tensors:
-    from edge_agent.training.parts import pooled_norm
-
-    state = loop.fleet.state
-    pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
-    digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
-    state.journal.append("norm_pooled", run=loop.run, round=number, digest=digest, body={"clients": clients})
-    loop.forget_blobs()
-    return pooled

@@ -1,43 +1,43 @@
-"""What a run needs of the world, and how it says that it waits."""
+"""What a run consists of: its context, its values, the agents' reports, and hooks around its rounds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from edge_agent.wire.messages import Command
-from edge_agent.wire.transport import Transport
+from edge_agent.methods import Method
+from edge_agent.task import State, Tensors
+from edge_agent.wire.messages import Command, Report
 
 from ..config import CoordinatorConfig
 from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
 from ..fleet.uploads import Collector
 from ..state.store import StateFolder
+from .request import Request
 
-if TYPE_CHECKING:
-    from ..state.store import StateFolder
-    from .round_loop import RunLoop
+REPORT_DEADLINE_S = 120.0
+"""How long the end of a run waits for the agents' metrics."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a run waits for. ``until`` is monotonic seconds, None = as long as it takes."""
+    """What a run waits for. ``until`` is monotonic seconds, None: no time limit."""
 
     what: str
     whom: tuple[str, ...] = ()
     until: float | None = None
     about: str = ""
-    """Waits that are about the same thing get one line in the log; empty: whatever has other words is another wait."""
+    """Waits about the same thing get one line in the log; empty: each new text is a new wait."""
 
 
 Steps = Iterator[Waiting]
 
 
 @dataclass
-class Fleet:
-    """Who is there, how to speak to them, where things are kept, what time it is."""
+class RunContext:
+    """The coordinator's services that a run uses: configuration, state folder, agents, transfers and clocks."""
 
     config: CoordinatorConfig
     state: StateFolder
@@ -45,41 +45,122 @@ class Fleet:
     distributor: Distributor
     collector: Collector
     send: Callable[[str, Command], None]
-    transport: Transport
     clock: Callable[[], float] = time.monotonic
     stopwatch: Callable[[], float] = time.monotonic
-    """Times what is told of a run; in a simulation the clock of leases and deadlines stands still meanwhile."""
+    """Measures reported times; in a simulation the clock of leases and deadlines stands still meanwhile."""
 
-    leaves_out: bool = True
-    """Whether rounds go on without agents that fail; a simulation is to end instead."""
-
-    def heard_s(self) -> float:
-        """The clock of agents' deadlines, in seconds: `clock`, less the time in which no agent could be heard."""
-        return self.clock() - self.roster.deaf_s
+    excludes_failing: bool = True
+    """Whether rounds continue without agents that fail; a simulation ends instead."""
 
 
-class Aside:
-    """Nothing. Others override what they do; nothing here keeps a round waiting that has been opened."""
+class Reports:
+    """Reports and faults of one run, and which agents have yet to report."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.reports: dict[str, Report] = {}
+        self.faults: dict[str, str] = {}
+        self._ask: Callable[[str], None] | None = None
+        self._asked: tuple[str, ...] = ()
+        self._bundle_id = ""
+
+    def add(self, agent: str, message: Report) -> None:
+        """An agent's report; it replaces an earlier one. A report about an earlier release is ignored."""
+        if message.about and message.about != self._bundle_id:
+            return
+        self.reports[agent] = message
+        self.faults.pop(agent, None)
+
+    def fault(self, agent: str, reason: str) -> None:
+        """An agent failed: its report is not waited for."""
+        self.faults[agent] = reason
+
+    def is_asked(self, agent: str) -> bool:
+        """Whether a report of this agent is being waited for, or has come while others are waited for."""
+        return agent in self._asked
+
+    def expect(self, bundle_id: str) -> None:
+        """From now on, accept metrics of this released bundle only."""
+        self._bundle_id = bundle_id
+
+    def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
+        """Until each of ``agents`` that is still present has answered, or the time is up.
+
+        ``ask`` is called by `ask_again`.
+        """
+        self._asked, self._ask = agents, ask
+        until = self._context.roster.heard_s() + limit_s
+        while (pending := self.pending()) and self._context.roster.heard_s() < until:
+            limit = until + self._context.roster.deaf_s
+            yield Waiting("agents evaluate the final model", pending, limit, about="reports")
+        self._asked, self._ask = (), None
+
+    def pop(self, agents: Iterable[str]) -> dict[str, Report]:
+        """Remove and return the reports of these agents, and remove their faults, before they are asked again."""
+        asked = set(agents)
+        for agent in asked:
+            self.faults.pop(agent, None)
+        return {agent: self.reports.pop(agent) for agent in sorted(asked & self.reports.keys())}
+
+    def pending(self) -> tuple[str, ...]:
+        """Agents that were asked, are present, and have not answered."""
+        return tuple(agent for agent in self._asked if self._is_pending(agent))
+
+    def ask_again(self, agent: str) -> None:
+        """Ask an idle agent again whose answer is pending: the message or the answer was lost."""
+        if self._ask is not None and agent in self._asked and self._is_pending(agent):
+            self._ask(agent)
+
+    def _is_pending(self, agent: str) -> bool:
+        patience = self._context.roster.patience(agent)
+        return agent not in self.reports and agent not in self.faults and (patience is None or patience > 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run and the state that it has reached; a later state is another value (`dataclasses.replace`)."""
+
+    id: str
+    request: Request
+    method: Method
+    context: RunContext
+    reports: Reports
+    state: State = field(default_factory=dict)
+    checkpoint: str = ""
+    """Digest of ``state`` in the blob store."""
+
+    pooled: Tensors = field(default_factory=dict)
+    """Batch norm tensors of the encoder that are not in ``state``, once they have been collected."""
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the shared state contains an encoder."""
+        return any(name.startswith("encoder.") for name in self.state)
+
+
+class RunHooks:
+    """Work beside the rounds; this class does nothing. No hook delays a round that has been opened."""
 
     def start(self, state: StateFolder) -> None:
-        """The coordinator begins to work in this folder."""
+        """The coordinator starts on this state folder."""
 
-    def prepare(self, loop: RunLoop) -> Steps:  # noqa: ARG002 - for those who do something
-        """Called when a run begins, or is gone on with; its rounds wait for this."""
+    def before_run(self, run: Run) -> Generator[Waiting, None, Run]:
+        """Called when a run starts or resumes; its rounds wait for this and start from the returned value."""
         yield from ()
+        return run
 
-    def closed(self, loop: RunLoop, number: int) -> None:
+    def after_round(self, run: Run, number: int) -> None:
         """Called after each round."""
 
-    def rest(self, loop: RunLoop) -> Steps:  # noqa: ARG002 - for those who do something
-        """Called after the last round; the run's end waits for this."""
+    def after_run(self, run: Run) -> Steps:  # noqa: ARG002 - for overriding methods
+        """Called after the last round; the end of the run waits for this."""
         yield from ()
 
-    def ended(self, run: str) -> None:
-        """A run is over, however it ended: nothing that is still asked for it is of use to anybody."""
+    def on_end(self, run: str) -> None:
+        """A run has ended, for whatever reason: cancel what is still computed for it."""
 
     def collect(self) -> None:
-        """Called now and then, in the coordinator's own thread."""
+        """Called regularly in the coordinator's own thread."""
 
     def close(self) -> None:
         """The coordinator stops."""

@@ -1,4 +1,4 @@
-"""The end of a run: export the encoder, release it to head-tier devices, gather what everybody got, sum it up."""
+"""The end of a run: export the encoder, release it to head-tier devices, and write summary and report."""
 
 from __future__ import annotations
 
@@ -8,97 +8,91 @@ from typing import Any, Literal
 from edge_agent.errors import ExportRejected, HeadwaterError
 from edge_agent.wire.messages import Report
 
-from ..fleet.exclusion import Exclusions
 from ..fleet.uploads import reason_of
 from ..state.journal import FINAL, RunRecord, utc_now
 from ..state.store import StateFolder
-from .context import Steps
-from .metrics import restore
-from .proxy_metrics import own_figures
-from .release import Encoders, Released, encoder_sha256
+from .context import Run, Steps
+from .metrics import RunStats, restore
+from .proxy_metrics import coordinator_metrics
+from .release import EncoderReleaser, Released, encoder_sha256
 from .result_warnings import absent_of, lines, warnings_of
-from .round_loop import RunLoop
+from .selection import Exclusions
 
 log = logging.getLogger(__name__)
 
 
-class Finisher:
-    """Called by the round loop when its rounds are over."""
+def finish_run(run: Run, releaser: EncoderReleaser, stats: RunStats, exclusions: Exclusions, stopped: str) -> Steps:
+    """Export and release where the configuration says so, then write summary and report.
 
-    def __init__(self, encoders: Encoders) -> None:
-        self._encoders = encoders
-
-    def __call__(self, loop: RunLoop) -> Steps:
-        """Export and release where the configuration says so, then write summary and report."""
-        released: Released | None = None
-        why_not = "export.after_run is false"
-        if loop.fleet.config.export.after_run and any(name.startswith("encoder.") for name in loop.state):
-            try:
-                released = yield from self._encoders.export(loop, loop.run)
-            except ExportRejected as error:
-                why_not = reason_of(error)
-                log.error("export_rejected run=%s reason=%s", loop.run, why_not)
-        elif loop.fleet.config.export.after_run:
-            why_not = f"method '{loop.method.name}' shares no encoder"
-        if released is not None:
-            yield from self._encoders.release(loop, released, loop.request.rounds)
-        self._sum_up(loop, released, why_not)
-
-    def _sum_up(self, loop: RunLoop, released: Released | None, why_not: str) -> None:
-        from ..report import write_report
-
-        fleet, folder = loop.fleet, loop.fleet.state.run(loop.run)
-        agents = [_agent_record(loop, agent, report) for agent, report in sorted(loop.answers.reports.items())]
-        for record in agents:
-            folder.append_metrics({"kind": "agent", **record})
-            fleet.state.journal.append("release_reported", run=loop.run, agent=record["id"], body=record)
-        sha = encoder_sha256(loop)
-        request = loop.request
-        records = [record for record in folder.metrics() if record.get("kind") == "round"]
-        losses = [record["loss"] for record in records]
-        absent = absent_of(
-            records, request.rounds, lambda agent: _is_offline(loop, agent), loop.selection.exclusions.failing
-        )
-        warnings = [*absent, *warnings_of(agents, losses, request.task.num_classes)]
-        for line in lines(warnings):
-            log.warning("result_warning run=%s: %s", loop.run, line)
-        folder.write_summary(
-            {
-                "run_id": loop.run,
-                "id": fleet.state.journal.replay(loop.run).request.get("id"),
-                "method": request.method,
-                "params": loop.method.params.model_dump(mode="json"),
-                "rounds": request.rounds,
-                "stopped": loop.stopped or None,
-                "seed": request.seed,
-                "status": "finished",
-                "at": utc_now().isoformat(timespec="seconds"),
-                "seconds": round(loop.account.seconds(fleet), 3),
-                "encoder_sha256": sha,
-                "agents": agents,
-                "left_out": loop.selection.exclusions.body(),
-                "warnings": warnings,
-                "faults": dict(sorted(loop.answers.faults.items())),
-                "bundle": released.body() if released else None,
-                "bundle_why_not": None if released else why_not,
-                **own_figures(fleet.state.journal, loop.run),
-            }
-        )
-        write_report(folder)
-        fleet.state.journal.append("run_finished", run=loop.run, body={"encoder_sha256": sha})
-        log.info("run_finished run=%s encoder_sha256=%s", loop.run, sha[:12] or "none")
+    ``stopped``: why the run ended before its last round; empty when it did not.
+    """
+    released: Released | None = None
+    why_not = "export.after_run is false"
+    if run.context.config.export.after_run and run.has_encoder:
+        try:
+            released = yield from releaser.export(run, run.id)
+        except ExportRejected as error:
+            why_not = reason_of(error)
+            log.error("export_rejected run=%s reason=%s", run.id, why_not)
+    elif run.context.config.export.after_run:
+        why_not = f"method '{run.method.name}' shares no encoder"
+    if released is not None:
+        yield from releaser.release(run, released, run.request.rounds)
+    bundle = {"bundle": released.body() if released else None, "bundle_why_not": None if released else why_not}
+    _write_result(run, stats, exclusions, {"stopped": stopped or None, **bundle})
 
 
-def _is_offline(loop: RunLoop, agent: str) -> bool:
+def _write_result(run: Run, stats: RunStats, exclusions: Exclusions, outcome: dict[str, Any]) -> None:
+    from ..report import write_report
+
+    state, request = run.context.state, run.request
+    folder = state.run(run.id)
+    agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
+    for record in agents:
+        folder.append_metrics({"kind": "agent", **record})
+        state.journal.append("release_reported", run=run.id, agent=record["id"], body=record)
+    sha = encoder_sha256(run)
+    records = [record for record in folder.metrics() if record.get("kind") == "round"]
+    losses = [record["loss"] for record in records]
+    absent = absent_of(records, request.rounds, lambda agent: _is_offline(run, agent), exclusions.failing)
+    warnings = [*absent, *warnings_of(agents, losses, request.task.num_classes)]
+    for line in lines(warnings):
+        log.warning("result_warning run=%s: %s", run.id, line)
+    folder.write_summary(
+        {
+            "run_id": run.id,
+            "id": state.journal.replay(run.id).request.get("id"),
+            "method": request.method,
+            "params": run.method.params.model_dump(mode="json"),
+            "rounds": request.rounds,
+            "seed": request.seed,
+            "status": "finished",
+            "at": utc_now().isoformat(timespec="seconds"),
+            "seconds": round(stats.seconds(run.context), 3),
+            "encoder_sha256": sha,
+            "agents": agents,
+            "left_out": exclusions.body(),
+            "warnings": warnings,
+            "faults": dict(sorted(run.reports.faults.items())),
+            **outcome,
+            **coordinator_metrics(state.journal, run.id),
+        }
+    )
+    write_report(folder)
+    state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha})
+    log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
+
+
+def _is_offline(run: Run, agent: str) -> bool:
     """Whether an agent is offline and has not reported its metrics."""
-    member = loop.fleet.roster.get(agent)
-    return agent not in loop.answers.reports and (member is None or not member.is_present)
+    member = run.context.roster.get(agent)
+    return agent not in run.reports.reports and (member is None or not member.is_present)
 
 
-def _agent_record(loop: RunLoop, agent: str, report: Report) -> dict[str, Any]:
-    """What one device got; all figures are of the run's encoder, whichever the device runs now."""
-    member, fleet = loop.fleet.roster.get(agent), loop.fleet
-    up, down = loop.account.traffic(fleet, agent)
+def _agent_record(run: Run, stats: RunStats, agent: str, report: Report) -> dict[str, Any]:
+    """One device's metrics; all are of the run's encoder, whichever the device runs now."""
+    member = run.context.roster.get(agent)
+    up, down = stats.traffic(run.context, agent)
     acc = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
     return {
         "id": agent,

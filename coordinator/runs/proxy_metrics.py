@@ -1,4 +1,4 @@
-"""Warm start and proxy accuracies, as the journal records them and as text."""
+"""Metrics that the coordinator computed on its own samples, from the journal, and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..state.journal import Journal
 from ..text import counted
 
 
-def own_figures(journal: Journal, run: str) -> dict[str, Any]:
+def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
     """``weights`` that a run began with and its ``warm_start`` (None: it had none), and two lists.
 
     ``proxy``: one record for each round that was evaluated. ``proxy_failed``: for each reason why one was not, the
@@ -27,18 +27,18 @@ def own_figures(journal: Journal, run: str) -> dict[str, Any]:
     }
 
 
-def told(figures: Mapping[str, Any]) -> Iterator[str]:
-    """`own_figures`, one line each; of the proxy the newest one."""
-    if weights := figures.get("weights"):
+def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """`coordinator_metrics` as text, one line each; only the newest proxy metric."""
+    if weights := metrics.get("weights"):
         yield f"the encoder began with {weights['path']} (SHA-256 {weights['sha256'][:16]})"
-    if warm := figures.get("warm_start"):
+    if warm := metrics.get("warm_start"):
         known = warm.get("accuracy")
-        scored = "not scored, for no samples were held back" if known is None else f"acc.warm_start {known:.4f}"
+        scored = "not evaluated (no held-out samples)" if known is None else f"acc.warm_start {known:.4f}"
         yield f"warm start: {warm['samples']} samples of {warm['data']}, {counted(warm['epochs'], 'epoch')}, {scored}"
-    if proxy := figures.get("proxy"):
+    if proxy := metrics.get("proxy"):
         last = proxy[-1]
         known = last.get("acc")
-        acc = "not known" if known is None else f"{known:.4f}"
+        acc = "unknown" if known is None else f"{known:.4f}"
         yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
-    for failed in figures.get("proxy_failed") or ():
+    for failed in metrics.get("proxy_failed") or ():
         yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"

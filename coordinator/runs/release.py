@@ -1,10 +1,10 @@
-"""Encoders on their way to devices that do not train them: exported, checked, released; after a run or during it."""
+"""Export, check and release of encoders to head-tier devices, after a run or during it."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,36 +20,32 @@ from ..fleet.downloads import Distributor
 from ..fleet.uploads import reason_of
 from ..state.journal import Entry, Journal, utc_now
 from ..state.store import StateFolder
-from .context import Steps, Waiting
+from .context import Run, Steps, Waiting
 
 if TYPE_CHECKING:
     from export.bundle import Report as ExportReport
-
-    from .round_loop import RunLoop
 
 log = logging.getLogger(__name__)
 
 EXPORT_LIMIT_S = 900.0
 CALIBRATION_INPUTS = 128
 RELEASE_DEADLINE_S = 180.0
-"""How long a run waits for head-tier devices to refit; later ones get the release when they come."""
+"""How long a run waits for head-tier devices to refit their heads; later ones get the release when they connect."""
 
 NORM_NOTES = {
     "global": "",
     "local_stats": "means and variances of all clients' data, pooled",
     "local_all": "means and variances of all clients' data, gamma and beta weighted means; clients keep their own",
 }
-"""How batch norm that stays on devices was settled for one common encoder."""
+"""How batch norm that stays on devices was combined for one common encoder, for the bundle's manifest."""
 
 Purpose = Literal["release", "round"]
 """``release``: with everything that a device may use for months. ``round``: fp32 alone, for one round."""
 
-Exporter = Callable[["RunLoop", Path, Purpose], "ExportReport"]
-
 
 @dataclass(frozen=True)
 class Released:
-    """A bundle that went out."""
+    """A bundle that was exported for release."""
 
     path: Path
     bundle_id: str
@@ -58,7 +54,7 @@ class Released:
     int8_cosine: float | None
 
     def body(self) -> dict[str, Any]:
-        """As a summary shows it."""
+        """As JSON, for the summary."""
         return {
             "path": str(self.path),
             "bundle_id": self.bundle_id,
@@ -68,83 +64,84 @@ class Released:
         }
 
 
-class Encoders:
-    """Exports in the worker, so that agents are heard meanwhile. ``exporter`` is replaceable for tests."""
+class EncoderReleaser:
+    """Exports in the worker, so that messages of agents are handled meanwhile."""
 
-    def __init__(self, worker: Worker, exporter: Exporter | None = None) -> None:
-        self._worker, self._exporter = worker, exporter or export_run
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
-    def export(self, loop: RunLoop, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
-        """The run's encoder as ``<name>.hwb`` in the run's folder; returns what it is (as the generator's value).
+    def export(self, run: Run, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
+        """Export the run's encoder as ``<name>.hwb`` in the run's folder; returns it (as the generator's value).
 
         Raises:
             ExportRejected: a gate failed, or the exporter broke.
         """
-        folder = loop.fleet.state.run(loop.run).folder
+        folder = run.context.state.run(run.id).folder
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.hwb"
         outcome: list[tuple[ExportReport | None, BaseException | None]] = []
-        self._worker.submit("export", lambda: self._exporter(loop, path, purpose), lambda r, e: outcome.append((r, e)))
-        until = loop.fleet.clock() + EXPORT_LIMIT_S
+        self._worker.submit("export", lambda: export_run(run, path, purpose), lambda r, e: outcome.append((r, e)))
+        until = run.context.clock() + EXPORT_LIMIT_S
         while not outcome:
             yield Waiting("the encoder is being exported and checked", (), until)
         report, error = outcome[0]
         if report is None:
-            raise error if isinstance(error, HeadwaterError | OSError) else ExportRejected(f"export broke: {error!r}")
+            raise error if isinstance(error, HeadwaterError | OSError) else ExportRejected(f"export failed: {error!r}")
         parity = report.manifest.parity
         size = path.stat().st_size
         return Released(path, report.manifest.bundle_id, size, float(parity.max_abs), parity.int8_cosine)
 
-    def freeze(self, loop: RunLoop) -> Generator[Waiting, None, Outgoing]:
-        """The encoder as it stands now, for one round, as a blob on disk; the next round's replaces it."""
-        frozen = yield from self.export(loop, "round", "round")
-        digest = loop.fleet.state.blobs.put(frozen.path.read_bytes())
-        return Outgoing.open(loop.fleet.state.blobs.path(digest), digest)
+    def freeze(self, run: Run) -> Generator[Waiting, None, Outgoing]:
+        """The current encoder, for one round, as a blob on disk; the next round's replaces it."""
+        frozen = yield from self.export(run, "round", "round")
+        digest = run.context.state.blobs.put(frozen.path.read_bytes())
+        return Outgoing.open(run.context.state.blobs.path(digest), digest)
 
-    def release(self, loop: RunLoop, released: Released, number: int) -> Steps:
-        """Offer the bundle to every head-tier device that is there, and wait for what it makes of it."""
-        fleet = loop.fleet
+    def release(self, run: Run, released: Released, number: int) -> Steps:
+        """Offer the bundle to every head-tier device that is present, and wait for the reports."""
+        context = run.context
         digest = sha256_file(released.path)
-        fleet.state.blobs.put(released.path.read_bytes())
-        fleet.state.journal.append("release_made", run=loop.run, round=number, digest=digest, body=released.body())
-        agents = tuple(fleet.roster.present("head"))
-        loop.answers.take(agents)
-        loop.answers.about(released.bundle_id)
+        context.state.blobs.put(released.path.read_bytes())
+        context.state.journal.append("release_made", run=run.id, round=number, digest=digest, body=released.body())
+        agents = tuple(context.roster.present("head"))
+        run.reports.pop(agents)
+        run.reports.expect(released.bundle_id)
         if not agents:
             return
-        blob = Outgoing.open(fleet.state.blobs.path(digest), digest)
-        fleet.distributor.offer(blob, agents)
-        number = release_number(fleet.state.journal)
-        install = Install(run=loop.run, bundle_id=released.bundle_id, release=number, blob=blob.ref)
+        blob = Outgoing.open(context.state.blobs.path(digest), digest)
+        context.distributor.offer(blob, agents)
+        number = release_number(context.state.journal)
+        install = Install(run=run.id, bundle_id=released.bundle_id, release=number, blob=blob.ref)
 
         def ask(agent: str) -> None:
-            fleet.send(agent, install)
+            context.send(agent, install)
 
         for agent in agents:
             ask(agent)
-        yield from loop.answers.collect(agents, ask, RELEASE_DEADLINE_S)
+        yield from run.reports.collect(agents, ask, RELEASE_DEADLINE_S)
 
-    def interim(self, loop: RunLoop, number: int) -> Steps:
-        """A release during the run: what head-tier devices get from the encoder after this round goes into its figures.
+    def interim(self, run: Run, number: int) -> Steps:
+        """Release during the run, and record the accuracies of head-tier devices after this round in its metrics.
 
-        An export that is rejected costs this release and nothing else.
+        A rejected export costs this release and nothing else.
         """
-        for older in loop.fleet.state.run(loop.run).folder.glob(f"{loop.run}-round-*.hwb"):
+        folder = run.context.state.run(run.id)
+        for older in folder.folder.glob(f"{run.id}-round-*.hwb"):
             older.unlink()
         try:
-            released = yield from self.export(loop, f"{loop.run}-round-{number}")
+            released = yield from self.export(run, f"{run.id}-round-{number}")
         except ExportRejected as error:
-            log.error("export_rejected run=%s round=%d reason=%s", loop.run, number, reason_of(error))
+            log.error("export_rejected run=%s round=%d reason=%s", run.id, number, reason_of(error))
             return
-        yield from self.release(loop, released, number)
-        reports = loop.answers.take(loop.fleet.roster.present("head"))
-        record = release_line(number, released, reports)
-        loop.fleet.state.run(loop.run).append_metrics(record)
-        log.info("released run=%s round=%d agents=%d acc.personal=%s", loop.run, number, len(reports), record["mean"])
+        yield from self.release(run, released, number)
+        reports = run.reports.pop(run.context.roster.present("head"))
+        record = release_record(number, released, reports)
+        folder.append_metrics(record)
+        log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), record["mean"])
 
 
-def release_line(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
-    """A release's line in ``metrics.jsonl``; ``mean`` is that of acc.personal over the devices that have one."""
+def release_record(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
+    """A release's line in ``metrics.jsonl``; ``mean`` is that of acc.personal over the devices that report it."""
     acc = {agent: report.acc_personal for agent, report in sorted(reports.items()) if report.samples}
     known = [value for value in acc.values() if value is not None]
     return {
@@ -158,39 +155,60 @@ def release_line(number: int, released: Released, reports: dict[str, Report]) ->
     }
 
 
-def encoder_sha256(loop: RunLoop) -> str:
+def stop_reason(records: Iterable[Mapping[str, Any]], patience: int) -> str:
+    """Why a run should stop, given its metrics so far; empty while it should continue.
+
+    It stops when the last ``patience`` releases (0: never) brought no better mean acc.personal on head-tier devices
+    than the best release before them.
+    """
+    means = [
+        (line["round"], line["mean"]) for line in records if line["kind"] == "release" and line["mean"] is not None
+    ]
+    if not patience or len(means) <= patience:
+        return ""
+    best_round, best = max(means[:-patience], key=lambda pair: pair[1])
+    latest = max(mean for _, mean in means[-patience:])
+    if latest > best:
+        return ""
+    return (
+        f"head-tier devices got acc.personal {best:.3f} from round {best_round} and at most {latest:.3f} "
+        f"from {patience} releases since"
+    )
+
+
+def encoder_sha256(run: Run) -> str:
     """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
-    encoder = {n: array for n, array in {**loop.state, **loop.pooled}.items() if n.startswith("encoder.")}
+    encoder = {n: array for n, array in {**run.state, **run.pooled}.items() if n.startswith("encoder.")}
     return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
 
-def export_run(loop: RunLoop, path: Path, purpose: Purpose = "release") -> ExportReport:
+def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportReport:
     """The run's encoder as a bundle at ``path``.
 
     Raises:
-        ExportRejected: a gate failed; a bundle that lay there stays.
+        ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
     """
     from edge_agent import data
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 
-    config, task = loop.fleet.config.export, loop.request.task
+    config, task = run.context.config.export, run.request.task
     if config.calibration is None or purpose == "round":
-        calibration = synthetic_inputs(task, seed=loop.request.seed)
+        calibration = synthetic_inputs(task, seed=run.request.seed)
     else:
         found = data.load(config.calibration, task.input, task.class_names, folder=config.folder)
         calibration = found.inputs[:CALIBRATION_INPUTS]
     quick = purpose == "round" and config.exporter == "auto"
     return export_bundle(
-        model_from_state(loop.method, task, {**loop.state, **loop.pooled}),
-        loop.method,
+        model_from_state(run.method, task, {**run.state, **run.pooled}),
+        run.method,
         task,
         calibration,
         path,
-        name=loop.run,
+        name=run.id,
         created=utc_now().isoformat(timespec="seconds"),
-        global_head=loop.method.global_head(loop.state),
+        global_head=run.method.global_head(run.state),
         exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
-        norm_note=NORM_NOTES[loop.method.norm] if loop.pooled else "",
+        norm_note=NORM_NOTES[run.method.norm] if run.pooled else "",
         int8=config.int8 and purpose == "release",
     )
 
@@ -200,8 +218,8 @@ def release_number(journal: Journal) -> int:
     return len(journal.entries(kinds=("release_made",)))
 
 
-class Releases:
-    """Offers the release to agents that lack it."""
+class ReleaseOffers:
+    """Offers the newest release to agents that do not run it."""
 
     def __init__(self, state: StateFolder, distributor: Distributor, send: Callable[[str, Command], None]) -> None:
         self._state, self._distributor, self._send = state, distributor, send
@@ -213,10 +231,10 @@ class Releases:
         return releases[-1] if releases else None
 
     def offer(self, agent: str, running: str) -> None:
-        """A head-tier device that runs another encoder than the released one gets the released one.
+        """Send the released bundle to a head-tier device that runs another one.
 
         Raises:
-            StateError: the file of the release is missing or damaged; devices keep what they have.
+            StateError: the file of the release is missing or damaged; devices keep the bundle they run.
         """
         release = self.current()
         if release is None or release.digest is None or release.body.get("bundle_id") == running:
@@ -227,7 +245,7 @@ class Releases:
         self._send(agent, Install(run=release.run or "", bundle_id=bundle_id, release=number, blob=blob.ref))
 
     def offer_again(self, agent: str, digest: str) -> None:
-        """An agent asks for something that is not on offer (any more): after a restart, offer a release again."""
+        """An agent requests a blob that is not on offer: after a restart, offer the release again."""
         release = self.current()
         if release is not None and release.digest == digest:
             self._put_on_offer(digest, agent)

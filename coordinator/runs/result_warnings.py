@@ -49,7 +49,7 @@ def absent_of(
     """
     heard, delivered = dict[str, int](), dict[str, int]()
     for record in records:
-        asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["refused"]))
+        asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["rejected"]))
         heard.update(dict.fromkeys(asked, record["round"]))
         delivered.update(dict.fromkeys(record["agents"], record["round"]))
     for agent, number in sorted(heard.items()):

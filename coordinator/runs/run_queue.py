@@ -12,12 +12,12 @@ from edge_agent import methods
 from edge_agent.errors import HeadwaterError, StateError
 from edge_agent.methods import Method
 
-from ..fleet.rejections import Refusals
+from ..fleet.rejections import Rejections
 from ..fleet.uploads import reason_of
-from ..state.run_request import Request
 from ..state.store import StateFolder
 from .context import Steps, Waiting
 from .finish import end_run, requested_cancels
+from .request import Request
 from .round_loop import RunLoop
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Runs:
         end_run(self._state, run, "run_cancelled", reason)
         log.warning("run_cancelled run=%s reason=%s", run, reason)
         stall = self._storage.stall
-        if self.loop is not None and self.loop.run == run:
+        if self.loop is not None and self.loop.run.id == run:
             self.loop.abandon()
             self._end()
         elif stall is not None and stall.run == run:
@@ -132,16 +132,16 @@ class Runs:
         except StopIteration:
             self._end()
         except (StateError, OSError) as error:
-            self.stall(loop.run, error)
+            self.stall(loop.run.id, error)
         except HeadwaterError as error:
-            self.fail(loop.run, error)
+            self.fail(loop.run.id, error)
         except Exception as error:  # a method of somebody else may raise anything; it costs its run
-            log.exception("run_broke run=%s", loop.run)
-            self.fail(loop.run, error)
+            log.exception("run_broke run=%s", loop.run.id)
+            self.fail(loop.run.id, error)
 
     def _end(self) -> None:
         if self.loop is not None:
-            self.loop.aside.ended(self.loop.run)
+            self.loop.hooks.on_end(self.loop.run.id)
         self.loop = self._steps = None
         self._waiting = NO_RUN
         self._storage.go_on()
@@ -185,7 +185,7 @@ class Storage:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.stall: Stall | None = None
         self._clock = clock
-        self._told = Refusals(clock)
+        self._told = Rejections(clock)
         self._last: tuple[float, str] = (float("-inf"), "")
         self._times, self._held_up_at = 0, float("-inf")
 

@@ -1,26 +1,154 @@
-"""Who is asked in a round, who of them can still deliver, and who else can take part when they are too few."""
+"""The cohort of each round: who is asked, who can still deliver, who else can take part, and who is left out.
+
+Agents that failed in earlier rounds are left out with growing pauses until they deliver an update.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from edge_agent.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
-from ..fleet.exclusion import Exclusions, without
 from ..fleet.registry import RETURN_S
 from ..fleet.uploads import Collection
-from ..state.journal import OpenRound
+from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
-from .context import Fleet, Steps, Waiting
+from .context import RunContext, Steps, Waiting
 
 log = logging.getLogger(__name__)
+
+MISSES_TOLERATED = 1
+"""Rounds in a row that an agent may miss: it was restarted, or its connection was gone for a while."""
+
+LONGEST_PAUSE_ROUNDS = 16
+"""Pauses are 1, 2, 4, … rounds, up to this: a device that was repaired is asked again some day."""
+
+Boots = Callable[[str], str]
+"""The start of an agent (`Member.boot`) that is there now; empty where none is known."""
+
+
+@dataclass
+class _Failures:
+    """What one agent has done wrong since its last accepted update."""
+
+    failures: int = 0
+    misses: int = 0
+    until: int = 0
+    reason: str = ""
+    boot: str = ""
+
+
+@dataclass
+class Exclusions:
+    """Which agents a run leaves out, and why. Everything follows from the journal, so a restart changes nothing.
+
+    A rejected update, a fault, or no update by the deadline is a failure; so is the second round in a row that closes
+    without an agent. After its n-th failure an agent is left out of 2^(n-1) rounds (at most `LONGEST_PAUSE_ROUNDS`),
+    and then asked again, on trial. An accepted update settles everything. An agent that has been restarted since it
+    failed is asked again at once: somebody may have repaired it. One that was away is not: it may be crashing.
+    """
+
+    delivered: set[str] = field(default_factory=set)
+    """Agents of which the run has accepted an update."""
+
+    _failures: dict[str, _Failures] = field(default_factory=dict)
+    _rounds: dict[str, tuple[set[int], str]] = field(default_factory=dict)
+
+    @classmethod
+    def replay(cls, journal: Journal, run: str) -> Exclusions:
+        """As they stand after the last entry of ``run``."""
+        found, record = cls(), RunRecord(run, {})
+        for entry in journal.entries(run):
+            if entry.kind == "round_closed" and record.open_round is not None:
+                found.closed(record.open_round, entry.body.get("unanswered", {}), entry.body.get("boots", {}))
+            record = step(record, entry)
+            if entry.kind == "round_opened" and entry.round is not None:
+                found.opened(entry.round, entry.body.get("left_out", {}))
+        return found
+
+    def opened(self, number: int, left_out: Mapping[str, str]) -> None:
+        """Round ``number``, or another attempt at it, does without these agents and nobody else."""
+        for agent in self._rounds.keys() - left_out.keys():
+            rounds, reason = self._rounds[agent]
+            self._rounds[agent] = (rounds - {number}, reason)
+        for agent, reason in left_out.items():
+            rounds, _ = self._rounds.get(agent, (set(), ""))
+            self._rounds[agent] = ({*rounds, number}, reason)
+
+    def closed(self, done: OpenRound, unanswered: Mapping[str, str], boots: Mapping[str, str]) -> dict[str, str]:
+        """A round is over. ``unanswered``: those who were there all the time without delivering, and why.
+
+        ``boots``: the starts of those who are there and have not delivered; ``done`` has those of rejected agents.
+        Returns those who are left out from now on, and for how long and why, in words.
+        """
+        told = {}
+        for agent in done.cohort:
+            if agent in done.updates:
+                self.delivered.add(agent)
+                self._failures.pop(agent, None)
+                continue
+            known = self._failures.setdefault(agent, _Failures())
+            known.misses = 0 if agent in done.rejected else known.misses + 1
+            if agent in done.rejected:
+                known.reason, known.boot = done.rejected[agent], done.failed_boots.get(agent, "")
+            elif agent in unanswered:
+                known.reason, known.boot = unanswered[agent], boots.get(agent, "")
+            elif known.failures or known.misses > MISSES_TOLERATED:
+                known.reason = f"no update in {counted(known.misses, 'round')} in a row"
+                known.boot = known.boot if known.boot == boots.get(agent) else ""
+            else:
+                continue
+            known.failures += 1
+            pause = min(2 ** (known.failures - 1), LONGEST_PAUSE_ROUNDS)
+            known.until = done.round + 1 + pause
+            told[agent] = f"for {counted(pause, 'round')}: {known.reason}"
+        return told
+
+    def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
+        """Agent -> reason, of those that round ``number`` is to do without."""
+        found = {}
+        for agent, known in sorted(self._failures.items()):
+            is_restarted = known.boot and boots(agent) not in {"", known.boot}
+            if known.until > number and not is_restarted:
+                found[agent] = known.reason
+        return found
+
+    def asked_again_in(self, agent: str) -> int:
+        """The first round that an agent is asked in again; 0 for one that is not left out."""
+        known = self._failures.get(agent)
+        return known.until if known is not None else 0
+
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """Agents that have failed and have not delivered since."""
+        return frozenset(self.failing)
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """Agent -> reason, of those that have failed and have not delivered since."""
+        return {agent: known.reason for agent, known in sorted(self._failures.items()) if known.failures}
+
+    def body(self) -> dict[str, Any]:
+        """Agent -> the rounds that did without it and the reason for the last of them, as JSON."""
+        return {
+            agent: {"rounds": sorted(rounds), "reason": reason}
+            for agent, (rounds, reason) in sorted(self._rounds.items())
+            if rounds
+        }
+
+
+def without(agents: Iterable[str], left_out: Container[str]) -> list[str]:
+    """Those of ``agents`` that are not left out, in their order."""
+    return [agent for agent in agents if agent not in left_out]
+
 
 IDLE_HEARTBEATS = 3
 """Heartbeats in a row that name other work, or none, although the agent was asked again after each of them."""
@@ -38,27 +166,27 @@ class Addition:
 class Selection:
     """Who takes part in the rounds of one run."""
 
-    fleet: Fleet
+    context: RunContext
     seed: int
     exclusions: Exclusions = field(default_factory=Exclusions)
     _idle: Counter[str] = field(default_factory=Counter)
 
     def left_out(self, number: int) -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` is to do without."""
-        return self.exclusions.left_out(number, self.boot) if self.fleet.leaves_out else {}
+        return self.exclusions.left_out(number, self.boot) if self.context.excludes_failing else {}
 
     @property
     def on_trial(self) -> frozenset[str]:
         """Agents that have failed and have not delivered since: asked now and then, and never waited for alone."""
-        return self.exclusions.on_trial if self.fleet.leaves_out else frozenset()
+        return self.exclusions.on_trial if self.context.excludes_failing else frozenset()
 
     def least(self, collection: Collection) -> int:
         """How many updates a round needs in any case, however few of its cohort can still deliver."""
-        return self.fleet.config.cohort.min_agents if self.fleet.leaves_out else len(collection.cohort)
+        return self.context.config.cohort.min_agents if self.context.excludes_failing else len(collection.cohort)
 
     def has_quorum(self, collection: Collection) -> bool:
         """Whether the updates that are here are enough to close the round."""
-        return collection.has_quorum(self.fleet.config.round.quorum, self.least(collection))
+        return collection.has_quorum(self.context.config.round.quorum, self.least(collection))
 
     def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are there; returns the cohort (as the generator's value).
@@ -66,15 +194,15 @@ class Selection:
         Those who are left out are asked all the same where the others are too few. After a restart of the coordinator
         those who have delivered before get the time to come back, or the first to come would be the whole cohort.
         """
-        config = self.fleet.config.cohort
+        config = self.context.config.cohort
         while returning := self._returning():
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
-            present = self.fleet.roster.present("train")
+            present = self.context.roster.present("train")
             for available in (without(present, self.left_out(number)), present):
                 if chosen := choose(available, config, seed=self.seed, round_number=number):
                     return chosen
-            yield Waiting(f"round {number} needs {lack(present, self.fleet.config)}")
+            yield Waiting(f"round {number} needs {lack(present, self.context.config)}")
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
         """Cohort members that may still deliver. The others are given up: they do not count in the quorum any more.
@@ -82,15 +210,15 @@ class Selection:
         Members that are there and do not take up the work are given up only where the others are enough. Whoever has
         only lost its connection and is back counts again: it continued its work. One that was restarted begins again.
         """
-        patience = {agent: self.fleet.roster.patience(agent) for agent in collection.outstanding}
+        patience = {agent: self.context.roster.patience(agent) for agent in collection.outstanding}
         there = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
         working = tuple(agent for agent in there if self._idle[agent] < IDLE_HEARTBEATS)
-        awaited = working if collection.delivered + len(working) >= self.fleet.config.cohort.min_agents else there
+        awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else there
         for agent in working:
             if self.boot(agent) and collection.given_up.get(agent) in {"", self.boot(agent)}:
                 del collection.given_up[agent]
         for agent in without(collection.outstanding, awaited):
-            member = self.fleet.roster.get(agent)
+            member = self.context.roster.get(agent)
             collection.given_up.setdefault(agent, member.boot if member is not None else "")
         return awaited
 
@@ -99,9 +227,9 @@ class Selection:
 
         An agent that was restarted during the round has not had that time.
         """
-        waited = f"no update within {self.fleet.config.round.deadline_s:g} s"
+        waited = f"no update within {self.context.config.round.deadline_s:g} s"
         idle = f"did not take up the work of round {collection.round}"
-        present = set(self.fleet.roster.present())
+        present = set(self.context.roster.present())
         late = without(collection.outstanding, collection.given_up) if is_late else ()
         return {
             agent: idle if self._idle[agent] >= IDLE_HEARTBEATS else waited
@@ -110,12 +238,12 @@ class Selection:
         }
 
     def collect(self, collection: Collection, deadline: float) -> Steps:
-        """Until everybody who still can has answered, or quorum and grace, or the deadline (of `Fleet.heard_s`)."""
-        grace_s = self.fleet.config.round.grace_s
+        """Until all who still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`)."""
+        grace_s = self.context.config.round.grace_s
         self._idle.clear()
         quorum_at: float | None = None
         while awaited := self.awaited(collection):
-            now = self.fleet.heard_s()
+            now = self.context.roster.heard_s()
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
@@ -126,8 +254,8 @@ class Selection:
             offline = without(collection.outstanding, awaited)
             got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
             beside = f", without {listed(offline)}" if offline else ""
-            about = f"round {collection.round}"
-            yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.fleet.roster.deaf_s, about)
+            about = str(collection)
+            yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Whether a round without a quorum ends all the same, for want of those who have had their time.
@@ -138,11 +266,11 @@ class Selection:
         Raises:
             RunFailed: it was the last one, and too few have delivered.
         """
-        is_last = overdue >= self.fleet.config.round.max_attempts
+        is_last = overdue >= self.context.config.round.max_attempts
         has_half = 2 * collection.delivered >= len(collection.training)
         if unanswered and (is_last or has_half) and collection.delivered >= max(1, self.least(collection)):
             return True
-        if is_last or not (unanswered or self.fleet.leaves_out):
+        if is_last or not (unanswered or self.context.excludes_failing):
             raise RunFailed(self._why_failed(collection, overdue))
         return False
 
@@ -157,7 +285,7 @@ class Selection:
                 return Addition()
             if (addition := self._addition(collection)) is not None:
                 return addition
-            others = self.exclusions.delivered - collection.refused.keys()
+            others = self.exclusions.delivered - collection.rejected.keys()
             if collection.is_hopeless and not others:
                 raise RunFailed(
                     f"round {collection.round}: every agent that was asked has failed: {failures(collection)}"
@@ -169,16 +297,16 @@ class Selection:
 
         ``boots``: the start of each agent that has not delivered.
         """
-        if not self.fleet.leaves_out:
+        if not self.context.excludes_failing:
             return
-        found = collection.accepted, collection.refused, collection.failed_boots
+        found = collection.accepted, collection.rejected, collection.failed_boots
         done = OpenRound(collection.round, 1, collection.cohort, {}, *found)
         for agent, why in self.exclusions.closed(done, unanswered, boots).items():
             log.warning("left_out run=%s agent=%s %s", collection.run, agent, why)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
         """Agent -> reason, of those that are there and that round ``number`` does without."""
-        present = self.fleet.roster.present()
+        present = self.context.roster.present()
         return {a: why for a, why in self.left_out(number).items() if a in present and a not in cohort}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
@@ -190,24 +318,24 @@ class Selection:
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
         """A heartbeat of a member of the open round: does it work on what it was asked to do?"""
-        if is_at_work or self.fleet.collector.is_uploading(agent):
+        if is_at_work or self.context.collector.is_uploading(agent):
             del self._idle[agent]
         else:
             self._idle[agent] += 1
 
     def boot(self, agent: str) -> str:
         """The start of an agent that is there; empty for one that is not."""
-        member = self.fleet.roster.get(agent)
+        member = self.context.roster.get(agent)
         return member.boot if member is not None and member.is_present else ""
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _addition(self, collection: Collection) -> Addition | None:
         """Whom to ask in addition, perhaps nobody; None while the round would still have too few members."""
-        present, again = self.fleet.roster.present(), self._restarted(collection)
+        present, again = self.context.roster.present(), self._restarted(collection)
         awaited = [agent for agent in self.awaited(collection) if agent in present]
-        strangers = without(self.fleet.roster.present("train"), collection.cohort)
-        least = max(1, self.fleet.config.cohort.min_agents)
+        strangers = without(self.context.roster.present("train"), collection.cohort)
+        least = max(1, self.context.config.cohort.min_agents)
         for new in (without(strangers, self.left_out(collection.round)), strangers):
             able = len(awaited) + len(again) + len(new)
             if able and collection.delivered + able >= least:
@@ -217,7 +345,7 @@ class Selection:
 
     def _returning(self) -> tuple[str, ...]:
         """Agents that have delivered in this run and may be between two tries to connect since the coordinator came."""
-        roster = self.fleet.roster
+        roster = self.context.roster
         unheard = (agent for agent in sorted(self.exclusions.delivered) if roster.get(agent) is None)
         return tuple(agent for agent in unheard if (roster.patience(agent) or 0) > 0)
 
@@ -228,13 +356,13 @@ class Selection:
 
     def _restarted(self, collection: Collection) -> tuple[str, ...]:
         """Members that have failed in this round and were started anew since: somebody may have repaired them."""
-        if not self.fleet.leaves_out:
+        if not self.context.excludes_failing:
             return ()
         boots = collection.failed_boots
-        return tuple(a for a in collection.refused if boots.get(a) and self.boot(a) not in {"", boots[a]})
+        return tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
 
     def _why_failed(self, collection: Collection, times: int) -> str:
-        needed = counted(collection.needed(self.fleet.config.round.quorum, self.least(collection)), "update")
+        needed = counted(collection.needed(self.context.config.round.quorum, self.least(collection)), "update")
         often = f" {counted(times, 'time')}" if times else ""
         return (
             f"round {collection.round} missed its quorum{often}: {collection.delivered} of {needed}; missing: "
@@ -243,16 +371,16 @@ class Selection:
         )
 
     def _lack(self, collection: Collection) -> Waiting:
-        number, needed = collection.round, max(1, self.fleet.config.cohort.min_agents)
+        number, needed = collection.round, max(1, self.context.config.cohort.min_agents)
         got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
-        failed = f"; failed: {failures(collection)}" if collection.refused else ""
+        failed = f"; failed: {failures(collection)}" if collection.rejected else ""
         what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
         return Waiting(what, collection.outstanding, None, f"round {number}")
 
 
 def failures(collection: Collection) -> str:
     """Who has failed in a round, and why, on one line."""
-    return "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.refused.items()))
+    return "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.rejected.items()))
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:

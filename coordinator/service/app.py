@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 
 from edge_agent.config import BrokerConfig
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Transport
 from edge_agent.worker import ThreadWorker
 
@@ -50,7 +50,7 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         )
         probe_s = 0.0 if config.broker is None else PROBE_S  # nobody serves at a broker that has just been started
         service = Coordinator(
-            config, state, transport, worker=worker, aside=hooks, broker_url=broker.url, probe_s=probe_s
+            config, state, transport, worker=worker, hooks=hooks, broker_url=broker.url, probe_s=probe_s
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

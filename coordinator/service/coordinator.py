@@ -6,45 +6,46 @@ in a worker thread so that agents are heard meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
 from edge_agent.methods import Method
+from edge_agent.task import Task
 from edge_agent.wire import messages as wire
-from edge_agent.wire.envelope import SPOKEN
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.messages import SPOKEN, Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
-from ..fleet.commands import Orders
+from ..fleet.commands import CommandSender, RunIds, begin
 from ..fleet.downloads import Distributor
-from ..fleet.duplicate_ids import Doubles
-from ..fleet.registry import Roster
-from ..fleet.rejections import Refusals
+from ..fleet.registry import DuplicateIds, Roster
+from ..fleet.rejections import Rejections
 from ..fleet.uploads import Collector, reason_of
-from ..runs.context import Aside, Fleet, Waiting
-from ..runs.finish import Finisher
-from ..runs.release import Encoders, Releases
+from ..hosted import CombinedTransport
+from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
+from ..runs.release import EncoderReleaser, ReleaseOffers
+from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
-from ..state.identity import RunIds, begin
-from ..state.run_request import Request
+from ..state.journal import utc_now
 from ..state.store import StateFolder
-from .inbox import Inbox
 from .peers import PROBE_S, Peers
-from .status import Voice, status_of
+from .status import AgentStatus, StatusReport, StatusWriter, agent_status, unknown_client_status
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """Longest time between two looks at leases and acknowledgements while a run is under way."""
+MAX_PRESENCE_BYTES = 100
 CHUNKS_AT_ONCE = 16
 """Chunks of updates that are taken in between two looks at everything else: some milliseconds."""
 
@@ -63,7 +64,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] | None = None,
         worker: Worker | None = None,
-        aside: Aside | None = None,
+        hooks: RunHooks | None = None,
         boot: str | None = None,
         broker_url: str = "",
         probe_s: float = PROBE_S,
@@ -75,34 +76,32 @@ class Coordinator:
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
-        self.worker, self.aside = worker or InlineWorker(), aside or Aside()
+        self.worker, self.hooks = worker or InlineWorker(), hooks or RunHooks()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self._boot = boot or secrets.token_hex(8)
         self._run_ids = run_ids or RunIds(state.journal)
-        self.orders = Orders(self.topics, self._publish, self._run_ids, self._boot)
-        self.peers = Peers(config.federation, self._boot, self.orders.to_coordinators, clock, probe_s)
+        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot)
+        self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
-        self.doubles = Doubles(self.roster, self.send, clock)
+        self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish, clock)
         self.storage = Storage(clock)
         is_stalled = lambda: self.storage.stall is not None  # noqa: E731 - one line says it
         self.collector = Collector(state.blobs, state.journal, self.send, clock, is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
-        self.refused = Refusals(clock)
-        self.releases = Releases(state, self.distributor, self.send)
-        self.inbox = Inbox(
-            self.roster,
-            self.doubles,
-            self.orders,
-            self.distributor,
-            self.collector,
-            self.releases,
-            task=config.task,
-            loop=lambda: self.loop,
-            is_alone=self.peers.is_alone,
-        )
-        self._voice = Voice(state.path / "status.json", self.stopwatch)
+        self.rejected = Rejections(clock)
+        self.releases = ReleaseOffers(state, self.distributor, self.send)
+        self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
+            wire.UpdateManifest: self._on_update,
+            wire.Have: self._on_have,
+            wire.Want: self._on_want,
+            wire.Progress: self._on_progress,
+            wire.Fault: self._on_fault,
+            wire.Heartbeat: self._on_heartbeat,
+            wire.Report: self._on_report,
+        }
+        self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._chunks = self._finished_uploads = 0
         self._away: Waiting | None = None
 
@@ -110,9 +109,9 @@ class Coordinator:
 
     def start(self) -> None:
         """Note the start and listen; serving begins when no other coordinator is there."""
-        self.orders.federation, self.orders.epoch = begin(self.state.journal, version=__version__, boot=self._boot)
+        self.commands.federation, self.commands.epoch = begin(self.state.journal, version=__version__, boot=self._boot)
         self.peers.start(self.federation_id, self.epoch)
-        self.aside.start(self.state)
+        self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
@@ -133,12 +132,12 @@ class Coordinator:
             self.catch_up()
         self.collector.pause()
         self.worker.close()
-        self.aside.close()
+        self.hooks.close()
         self.transport.close()
 
     def catch_up(self, pause_s: float = 0.0) -> None:
         """Let the status file tell how things stand before nothing is said for a while; not more often than that."""
-        self._voice.catch_up(self.status, pause_s)
+        self._status_writer.catch_up(self.status, pause_s)
 
     def step(self, timeout_s: float) -> bool:
         """Handle at most one event and whatever is due; True when there was an event.
@@ -161,7 +160,7 @@ class Coordinator:
             self.roster.connected()
             log.info("connected federation=%s id=%s epoch=%d", self.config.federation, self.federation_id, self.epoch)
             if self.is_serving:
-                self.orders.announce()
+                self.commands.announce()
         elif isinstance(event, Subscribed):
             self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
@@ -169,7 +168,7 @@ class Coordinator:
             self.roster.disconnected()
         try:
             self.worker.collect()
-            self.aside.collect()
+            self.hooks.collect()
         except (StateError, OSError) as error:
             self.storage.note(error, "what was computed")
         self._advance()
@@ -196,12 +195,12 @@ class Coordinator:
     @property
     def federation_id(self) -> str:
         """Of the state folder; empty before the start."""
-        return self.orders.federation
+        return self.commands.federation
 
     @property
     def epoch(self) -> int:
         """How often a coordinator has started on the state folder; 0 before the start."""
-        return self.orders.epoch
+        return self.commands.epoch
 
     @property
     def is_serving(self) -> bool:
@@ -236,16 +235,16 @@ class Coordinator:
 
     def send(self, agent: str, message: wire.Command) -> None:
         """One control message to one agent; a run in it is named as the journal names it."""
-        self.orders.send(agent, message)
+        self.commands.send(agent, message)
 
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Timers, then the run under way as far as it can go."""
         if self.peers.tick():
-            self.orders.announce()
+            self.commands.announce()
         if not self.is_serving:
-            self._voice.say(self.waits, self.status)
+            self._status_writer.update(self.waits, self.status)
             return
         for agent in self.roster.expire():
             log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
@@ -253,27 +252,27 @@ class Coordinator:
         self.collector.tick()
         self.distributor.pump()
         self.runs.advance()
-        self._voice.say(self.waits, self.status)
+        self._status_writer.update(self.waits, self.status)
 
     def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
         self._run_ids.check(run)
-        encoders = Encoders(self.worker)
+        context = self.run_context()
         loop = RunLoop(
-            run, request, method, self._fleet(), encoders=encoders, finish=Finisher(encoders), aside=self.aside
+            Run(run, request, method, context, Reports(context)), EncoderReleaser(self.worker), hooks=self.hooks
         )
         for agent in self.roster.present("head"):
-            self.inbox.tell_task(agent, request.task)
+            self.tell_task(agent, request.task)
         return loop
 
-    def _fleet(self) -> Fleet:
-        return Fleet(
+    def run_context(self) -> RunContext:
+        """What each run of this coordinator uses."""
+        return RunContext(
             config=self.config,
             state=self.state,
             roster=self.roster,
             distributor=self.distributor,
             collector=self.collector,
             send=self.send,
-            transport=self.transport,
             clock=self.clock,
             stopwatch=self.stopwatch,
         )
@@ -289,7 +288,7 @@ class Coordinator:
             self._ignore("topic", error)
             return
         try:
-            self.inbox.take(agent, kind, event.payload)
+            self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
             self.send(agent, wire.Refused(error=type(error).__name__, message=_for_peer(error)))
@@ -299,6 +298,126 @@ class Coordinator:
             elif not isinstance(error, HeadwaterError):
                 log.exception("message_broke from=%s", agent)
             self._ignore(agent, error)
+
+    def handle(self, agent: str, kind: str, payload: bytes) -> None:
+        """One message of an agent; ``kind`` is that of its topic, as `Topics.sender` tells it.
+
+        Raises:
+            HeadwaterError: the message is invalid; it is dropped without other effects.
+        """
+        if kind == "ub":
+            self.collector.chunk(agent, decode_frame(payload))
+        elif kind == "s":
+            self._on_presence(agent, payload)
+        else:
+            self._on_control(agent, wire.parse_from_agent(payload))
+
+    def _on_presence(self, agent: str, payload: bytes) -> None:
+        """The last will of an agent's connection: news only of the newest one, which its hello has named."""
+        if len(payload) > MAX_PRESENCE_BYTES:
+            raise MessageError(f"presence of {len(payload)} bytes, at most {MAX_PRESENCE_BYTES} are read")
+        state, *said = payload.decode("ascii", "replace").split(" ")
+        member = self.roster.get(agent)
+        if state != "offline" or member is None or not said or said[0] != member.boot:
+            return
+        if said[1:] != [str(member.connection)]:
+            log.info("will_ignored agent=%s of=%s: not of its connection %d", agent, said[1:2], member.connection)
+            return
+        log.info("agent_offline agent=%s", agent)
+        self._lose(agent)
+
+    def _on_control(self, agent: str, message: wire.Control) -> None:
+        if isinstance(message, wire.Hello):
+            self._on_hello(agent, message)
+            return
+        if self.duplicate_ids.is_claiming(agent, message.boot):
+            return
+        is_known = self.roster.heard(agent, message.boot)
+        if isinstance(message, wire.Bye):
+            if is_known:  # else it is of another start of that id
+                self._lose(agent)
+            return
+        if not is_known:
+            self.commands.send(agent, wire.Who())
+        if is_known or not self._is_of_another_start(agent, message):
+            self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
+
+    def _is_of_another_start(self, agent: str, message: wire.Control) -> bool:
+        """Whether a message that is not of the start on the roster says nothing of that start, and changes nothing.
+
+        ``edge-agent doctor`` sends heartbeats under the id of an agent that works meanwhile. What else an agent says
+        before its hello is taken: an update is known by its content, and an agent whose lease ran out is still itself.
+        """
+        if isinstance(message, wire.Heartbeat):
+            return True
+        member = self.roster.get(agent)
+        return isinstance(message, wire.Fault) and member is not None and member.boot != message.boot
+
+    def _on_update(self, agent: str, message: wire.UpdateManifest) -> None:
+        self.collector.manifest(agent, message)
+
+    def _on_have(self, agent: str, message: wire.Have) -> None:
+        self.distributor.have(agent, message.digest)
+
+    def _on_want(self, agent: str, message: wire.Want) -> None:
+        if not self.distributor.want(agent, message.digest, message.ranges):
+            self.releases.offer_again(agent, message.digest)
+
+    def _on_progress(self, agent: str, message: wire.Progress) -> None:
+        self.distributor.progress(agent, message.digest, message.seen)
+
+    def _on_fault(self, agent: str, message: wire.Fault) -> None:
+        self.roster.failed(agent, message)
+        if (loop := self.loop) is not None and loop.run.id == message.run:
+            loop.on_fault(agent, message)
+
+    def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
+        if not self.roster.is_as(agent, message.condition):
+            self.commands.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
+        if (loop := self.loop) is not None:
+            loop.on_heartbeat(agent, message)
+
+    def _on_report(self, agent: str, message: wire.Report) -> None:
+        """Add the report of an agent on the roster; another agent sends its report again after its hello."""
+        loop = self.loop
+        if self.roster.reported(agent, message) and loop is not None and loop.run.id == message.run:
+            loop.run.reports.add(agent, message)
+
+    def _on_hello(self, agent: str, message: wire.Hello) -> None:
+        if not self.duplicate_ids.accept(agent, message):
+            return
+        if message.federation not in {
+            "",
+            self.commands.federation,
+        }:  # it decides whether its own coordinator is offline
+            self.commands.announce_to(agent)
+            return
+        if message.federation and not self.commands.may_give(agent, message.epoch, self.peers.is_alone):
+            return
+        before = self.roster.get(agent)
+        self.collector.greet(agent)
+        self.roster.hello(agent, message)
+        if before is None or before.boot != message.boot or not before.is_present:
+            self.distributor.forget(agent)
+            event = "agent_joined" if before is None else "agent_back"
+            log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
+        now = utc_now().isoformat(timespec="seconds")
+        welcome = wire.Welcome(software=__version__, lease_s=self.roster.lease_s, time=now)
+        self.commands.send(agent, welcome)
+        if (loop := self.loop) is not None:
+            loop.invite(agent)
+        if message.tier == "head":
+            self.tell_task(agent, self.config.task if loop is None else loop.run.request.task)
+            self.releases.offer(agent, message.bundle_id)
+
+    def tell_task(self, agent: str, task: Task) -> None:
+        """Let an agent that gets the task only with a bundle check its data and head now."""
+        with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
+            self.commands.send(agent, wire.TaskNotice(task=task))
+
+    def _lose(self, agent: str) -> None:
+        self.roster.gone(agent)
+        self.distributor.forget(agent)
 
     def _on_coordinator(self, event: Message) -> None:
         """Another coordinator of this federation, or our own message."""
@@ -318,13 +437,57 @@ class Coordinator:
 
     def _ignore(self, who: str, error: Exception) -> None:
         """Count a message that was not believed, and say so now and then."""
-        times = self.refused.note(f"{who}: {type(error).__name__}")
+        times = self.rejected.note(f"{who}: {type(error).__name__}")
         level = logging.DEBUG if times is None else logging.WARNING
         log.log(level, "message_refused from=%s times=%d reason=%s", who, times or 0, reason_of(error))
 
-    def status(self) -> dict[str, Any]:
-        """What goes on, as JSON."""
-        return status_of(self)
+    def status(self) -> StatusReport:
+        """The coordinator's state now."""
+        loop, waits = self.loop, self.waits
+        run, stall = None if loop is None else loop.status(), self.storage.stall
+        if stall is not None:
+            run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
+        return {
+            "federation": self.config.federation,
+            "broker": self.broker_url,
+            "federation_id": self.federation_id,
+            "epoch": self.epoch,
+            "other_coordinator": self.peers.note or None,
+            "at": utc_now().isoformat(timespec="milliseconds"),
+            "run": run,
+            "waiting": {
+                "for": waits.what,
+                "whom": list(waits.whom),
+                "seconds_left": None if waits.until is None else round(max(0.0, waits.until - self.clock()), 1),
+            },
+            "agents": list(self._agents(run)),
+            "storage": self.storage.trouble or None,
+            "broker_away": self.is_without_broker,
+            "rejected_messages": self.rejected.total,
+            "rejected_updates": self.collector.rejected.total,
+            "rejected_most": {"messages": self.rejected.top(), "updates": self.collector.rejected.top()},
+        }
+
+    def _agents(self, run: dict[str, Any] | None) -> Iterator[AgentStatus]:
+        """All agents heard of, with notes on why one is left out of ``run``; then hosted clients not heard of yet."""
+        hosted = {client.id for client in self.config.hosted}
+        notes = self.transport.notes() if isinstance(self.transport, CombinedTransport) else {}
+        left_out = {} if run is None else run["left_out"]
+        for m in self.roster.members():
+            own = list(notes.get(m.id, ()))
+            if run is not None and (told := left_out.get(m.id)) is not None:
+                own.insert(0, f"left out of {run['id']} until round {told['until_round']}: {told['reason']}")
+            yield agent_status(
+                m,
+                transport="hosted" if m.id in hosted else "mqtt",
+                silent_s=self.clock() - m.heard_at,
+                bytes_up=self.collector.bytes_from.get(m.id, 0),
+                bytes_down=self.distributor.bytes_to.get(m.id, 0),
+                notes=own,
+            )
+        for name in sorted(hosted):
+            if self.roster.get(name) is None:
+                yield unknown_client_status(name, notes.get(name, ()))
 
 
 def _for_peer(error: ProtocolMismatch) -> str:

@@ -96,7 +96,7 @@ def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
     path = config.run.weights
     if path is None or path.exists():
         return config
-    log.warning("weights_missing path=%s: runs that begin with them will be refused", path)
+    log.warning("weights_missing path=%s: runs that begin with them will be rejected", path)
     return config.model_copy(update={"run": config.run.model_copy(update={"weights": None})})
 
 

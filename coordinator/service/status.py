@@ -1,27 +1,21 @@
-"""What the coordinator says of itself: log lines when a wait begins, and ``status.json`` for those who ask."""
+"""The coordinator's status: a log line when a wait begins, and ``status.json`` for ``headwater status``."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
 
 from edge_agent.errors import cause
 from edge_agent.storage import write_atomic
 
-from ..fleet.rejections import Refusals
-from ..hosted import CombinedTransport
+from ..fleet.registry import Member
+from ..fleet.rejections import Rejections
 from ..runs.context import Waiting
-from ..state.journal import utc_now
 from ..text import listed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ..fleet.registry import Member
-    from .coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +26,54 @@ PAUSE_S = 0.2
 """Least time between two status files: a round of a thousand updates changes what is waited for a thousand times."""
 
 
-class Voice:
-    """Says what is waited for: a line at INFO for each wait, what changes within it at DEBUG."""
+class AgentStatus(TypedDict):
+    """One agent in ``status.json``."""
+
+    id: str
+    tier: str | None
+    transport: str
+    present: bool
+    samples: int | None
+    bundle_id: str
+    software: str
+    notes: list[str]
+    condition: str
+    fault: dict[str, str] | None
+    silent_s: float | None
+    bytes_up: int
+    bytes_down: int
+
+
+class StatusReport(TypedDict):
+    """The content of ``status.json``."""
+
+    federation: str
+    broker: str
+    federation_id: str
+    epoch: int
+    other_coordinator: str | None
+    at: str
+    run: dict[str, Any] | None
+    waiting: dict[str, Any]
+    agents: list[AgentStatus]
+    storage: str | None
+    broker_away: bool
+    rejected_messages: int
+    rejected_updates: int
+    rejected_most: dict[str, dict[str, int]]
+
+
+class StatusWriter:
+    """Logs each new wait at INFO, changes within it at DEBUG, and writes the status file."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path, self._clock = path, clock
         self._said: Waiting | None = None
         self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
-        self._troubles = Refusals(clock)
+        self._troubles = Rejections(clock)
 
-    def say(self, waiting: Waiting, status: Callable[[], dict[str, Any]]) -> None:
-        """Log what is waited for when it changes, and keep the status file fresh."""
+    def update(self, waiting: Waiting, status: Callable[[], StatusReport]) -> None:
+        """Log what is waited for when it changes, and keep the status file up to date."""
         before, self._said = self._said, waiting
         changed = before is None or (waiting.what, waiting.whom) != (before.what, before.whom)
         if changed:
@@ -53,16 +84,16 @@ class Voice:
         if self._clock() - self._written_at >= (PAUSE_S if self._has_news else STATUS_EVERY_S):
             self._write(status)
 
-    def catch_up(self, status: Callable[[], dict[str, Any]], pause_s: float = 0.0) -> None:
+    def catch_up(self, status: Callable[[], StatusReport], pause_s: float = 0.0) -> None:
         """Write what is not in the status file yet, unless this was called less than ``pause_s`` ago.
 
-        For the moments before silence: nobody may call `say` for a long time, or ever.
+        Call it before a long pause, or before the end.
         """
         if self._has_news and self._clock() - self._caught_up_at >= pause_s:
             self._caught_up_at = self._clock()
             self._write(status)
 
-    def _write(self, status: Callable[[], dict[str, Any]]) -> None:
+    def _write(self, status: Callable[[], StatusReport]) -> None:
         self._has_news, self._written_at = False, self._clock()
         content = json.dumps(status()).encode()
         try:
@@ -89,67 +120,31 @@ def _overwritten(path: Path, content: bytes) -> bool:
         return False
 
 
-def status_of(c: Coordinator) -> dict[str, Any]:
-    """What goes on, as JSON."""
-    loop, waits = c.loop, c.waits
-    run, stall = None if loop is None else loop.status(), c.storage.stall
-    if stall is not None:
-        run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
-    hosted = {client.id for client in c.config.hosted}
-    notes = c.transport.notes() if isinstance(c.transport, CombinedTransport) else {}
+def agent_status(
+    member: Member, *, transport: str, silent_s: float, bytes_up: int, bytes_down: int, notes: Sequence[str]
+) -> AgentStatus:
+    """One agent's entry; ``notes`` come after those of the member itself."""
     return {
-        "federation": c.config.federation,
-        "broker": c.broker_url,
-        "federation_id": c.federation_id,
-        "epoch": c.epoch,
-        "other_coordinator": c.peers.note or None,
-        "at": utc_now().isoformat(timespec="milliseconds"),
-        "run": run,
-        "waiting": {
-            "for": waits.what,
-            "whom": list(waits.whom),
-            "seconds_left": None if waits.until is None else round(max(0.0, waits.until - c.clock()), 1),
-        },
-        "agents": [
-            *(_agent(c, m, hosted, (*_left_out(run, m.id), *notes.get(m.id, ()))) for m in c.roster.members()),
-            *(_unheard(name, notes.get(name, ())) for name in sorted(hosted) if c.roster.get(name) is None),
-        ],
-        "storage": c.storage.trouble or None,
-        "broker_away": c.is_without_broker,
-        "refused_messages": c.refused.total,
-        "refused_updates": c.collector.refused.total,
-        "refused_most": {"messages": c.refused.top(), "updates": c.collector.refused.top()},
+        "id": member.id,
+        "tier": member.tier,
+        "transport": transport,
+        "present": member.is_present,
+        "samples": member.samples or None,
+        "bundle_id": member.bundle_id,
+        "software": member.software,
+        "notes": [*member.notes.values(), *notes],
+        "condition": member.condition,
+        "fault": member.fault,
+        "silent_s": round(silent_s, 1),
+        "bytes_up": bytes_up,
+        "bytes_down": bytes_down,
     }
 
 
-def _agent(c: Coordinator, m: Member, hosted: Collection[str], notes: tuple[str, ...]) -> dict[str, Any]:
+def unknown_client_status(name: str, notes: Sequence[str]) -> AgentStatus:
+    """The entry of a hosted client that has not connected yet."""
     return {
-        "id": m.id,
-        "tier": m.tier,
-        "transport": "hosted" if m.id in hosted else "mqtt",
-        "present": m.is_present,
-        "samples": m.samples or None,
-        "bundle_id": m.bundle_id,
-        "software": m.software,
-        "notes": [*m.notes.values(), *notes],
-        "condition": m.condition,
-        "fault": m.fault,
-        "silent_s": round(c.clock() - m.heard_at, 1),
-        "bytes_up": c.collector.bytes_from.get(m.id, 0),
-        "bytes_down": c.distributor.bytes_to.get(m.id, 0),
-    }
-
-
-def _left_out(run: dict[str, Any] | None, agent: str) -> Iterator[str]:
-    """That the run does without an agent for a while, and why."""
-    if run is not None and (told := run["left_out"].get(agent)) is not None:
-        yield f"left out of {run['id']} until round {told['until_round']}: {told['reason']}"
-
-
-def _unheard(hosted: str, notes: tuple[str, ...]) -> dict[str, Any]:
-    """A hosted client that has yet to say that it is there."""
-    return {
-        "id": hosted,
+        "id": name,
         "tier": "train",
         "transport": "hosted",
         "present": False,

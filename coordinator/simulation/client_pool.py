@@ -19,10 +19,9 @@ import numpy as np
 from edge_agent import __version__
 from edge_agent.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.flow import Sending
+from edge_agent.wire.chunks import Outgoing, Sending
 from edge_agent.wire.memory import MemoryBroker
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.transport import Message
 
 from ..fleet.downloads import Distributor
@@ -193,8 +192,10 @@ class SimulatedClients:
         self._held.pop(client, None)
 
     def _cancel(self, client: str, message: wire.Cancel) -> None:
-        over = (message.run, message.round)
-        self._jobs = [item for item in self._jobs if item[2] != client or (item[3].run, item[3].round) != over]
+        over = (message.run, message.round, message.purpose)
+        self._jobs = [
+            item for item in self._jobs if item[2] != client or (item[3].run, item[3].round, item[3].purpose) != over
+        ]
         heapq.heapify(self._jobs)
         self._forget(client)
 
@@ -206,7 +207,7 @@ class SimulatedClients:
 
 def _costs_only_itself(work: Work, said: wire.Fault) -> bool:
     """Whether the run ends without this reply, as it would with devices: it is the last one, and will not change."""
-    return work.job.purpose == "finish" and said.error == TrainingFailed.__name__
+    return work.job.purpose == "personalize" and said.error == TrainingFailed.__name__
 
 
 def _trouble(work: Work, said: wire.Fault) -> TrainingFailed | RunFailed | StateError:

@@ -29,8 +29,8 @@ from edge_agent.task import Task, Tensors
 from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES
+from edge_agent.wire.messages import metrics_of
 from edge_agent.wire.tensors import pieces
-from edge_agent.wire.text import metrics_of
 
 from ..fleet.uploads import reason_of
 from .datasets import Pools
@@ -58,13 +58,22 @@ class MemoryOutbox(Outbox):
         self.content: list[bytes | memoryview] = []
 
     def put(
-        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: Mapping[str, float]
+        self,
+        tensors: Tensors,
+        *,
+        run: str,
+        round_number: int,
+        samples: int,
+        metrics: Mapping[str, float],
+        purpose: wire.Purpose = "train",
     ) -> wire.UpdateManifest:
         """Hold an update, in pieces, until it is taken."""
         self.content = [*pieces(tensors)]
         size = sum(memoryview(piece).nbytes for piece in self.content)
         ref = wire.BlobRef(digest=sha256_of(*self.content), size_bytes=size, chunk_bytes=CHUNK_BYTES)
-        return wire.UpdateManifest(run=run, round=round_number, blob=ref, samples=samples, metrics=metrics_of(metrics))
+        return wire.UpdateManifest(
+            run=run, round=round_number, purpose=purpose, blob=ref, samples=samples, metrics=metrics_of(metrics)
+        )
 
 
 class Sessions:
@@ -207,7 +216,7 @@ def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Ans
     def work() -> wire.UpdateManifest | wire.Report:
         resources = shared.resources(client)
         tasks = resources.tasks()
-        if job.purpose == "finish" and client in shared.new_clients:
+        if job.purpose == "personalize" and client in shared.new_clients:
             return tasks.report(job, *fit_head(tasks.session(job), received, rounds=job.rounds))
         said = tasks.do(job, received)
         content.extend(resources.outbox.content)

@@ -25,12 +25,12 @@ from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
 from edge_agent.wire.transport import Message
 
+from ..fleet.commands import RunNames
 from ..fleet.uploads import reason_of
-from ..runs.context import Fleet
+from ..runs.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
-from ..state.identity import RunNames
 from ..state.store import StateFolder
 from ..text import listed
 from .client_pool import GO_ON, Dropouts, SimulatedClients
@@ -264,10 +264,11 @@ class StrictCoordinator(Coordinator):
 
     def _on_message(self, event: Message) -> None:
         agent, kind = self.topics.sender(event.topic)
-        self.inbox.take(agent, kind, event.payload)
+        self.handle(agent, kind, event.payload)
 
-    def _fleet(self) -> Fleet:
-        return replace(super()._fleet(), leaves_out=False)
+    def run_context(self) -> RunContext:
+        """As of every coordinator, but a failing client ends the run."""
+        return replace(super().run_context(), excludes_failing=False)
 
 
 @contextlib.contextmanager

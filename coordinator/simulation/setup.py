@@ -23,8 +23,8 @@ from edge_agent.training.weights import read_weights
 
 from ..config import CoordinatorConfig
 from ..processes.pipe import SharedBuffer
+from ..runs.request import Request, Weights
 from ..state.journal import RunRecord
-from ..state.run_request import Request, Weights
 from ..state.store import StateFolder
 from .client_tasks import kept_in
 from .datasets import Pools, prepare

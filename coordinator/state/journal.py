@@ -116,14 +116,14 @@ class OpenRound:
     cohort: tuple[str, ...]
     body: dict[str, Any]
     updates: dict[str, Accepted] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
     failed_boots: dict[str, str] = field(default_factory=dict)
-    """The start of each agent that was refused, when it failed; an agent that was restarted since has another."""
+    """The start of each agent that was rejected, when it failed; an agent that was restarted since has another."""
 
     def next_attempt(
         self,
         updates: Mapping[str, Accepted],
-        refused: Mapping[str, str],
+        rejected: Mapping[str, str],
         failed_boots: Mapping[str, str],
         *,
         new: Sequence[str] = (),
@@ -135,7 +135,7 @@ class OpenRound:
         ``overdue``: how many attempts have ended because agents that were there did not deliver in time.
         """
         body = {**self.body, "again": list(again), "overdue": overdue}
-        still = {agent: why for agent, why in refused.items() if agent not in again}
+        still = {agent: why for agent, why in rejected.items() if agent not in again}
         return OpenRound(
             self.round, self.attempt + 1, (*self.cohort, *new), body, dict(updates), still, dict(failed_boots)
         )
@@ -183,7 +183,7 @@ def _opened(record: RunRecord, entry: Entry) -> OpenRound:
         return OpenRound(entry.round, int(body.get("attempt", 1)), cohort, body)
     known = set(before.cohort)
     new, again = [agent for agent in cohort if agent not in known], body.get("again", ())
-    attempt = before.next_attempt(before.updates, before.refused, before.failed_boots, new=new, again=again)
+    attempt = before.next_attempt(before.updates, before.rejected, before.failed_boots, new=new, again=again)
     return replace(attempt, attempt=int(body.get("attempt", 1)), body=body)
 
 
@@ -199,9 +199,9 @@ def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None
     if open_round is None or entry.round != open_round.round or entry.agent is None:
         return open_round
     if entry.kind == "update_refused":
-        refused = {**open_round.refused, entry.agent: str(entry.body.get("reason", ""))}
+        rejected = {**open_round.rejected, entry.agent: str(entry.body.get("reason", ""))}
         boots = {**open_round.failed_boots, entry.agent: str(entry.body.get("boot", ""))}
-        return replace(open_round, refused=refused, failed_boots=boots)
+        return replace(open_round, rejected=rejected, failed_boots=boots)
     if entry.agent in open_round.updates or entry.digest is None:
         return open_round  # the first one has the receipt
     update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))

@@ -20,12 +20,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
-
 from .journal import Journal
+
+
 
 _BEGAN_S = time.time()
 """When this process began, in seconds since 1970: what was being written then, nobody writes any more."""
@@ -46,26 +46,6 @@ class BlobStore:
         if not self._is_sound(sha):
             write_atomic(self.path(sha), *data)
         return sha
-
-    def adopt(self, source: Path, sha: str) -> Path:
-        """Where the file ``source`` now lives under its hash; it is moved, and on disk when this returns.
-
-        Raises:
-            StateError: its content is not what ``sha`` says; the file stays where it is.
-        """
-        target = self.path(sha)
-        found = sha256_file(source)
-        if found != sha:
-            raise StateError(f"{source}: its SHA-256 is {found}, expected {sha}; fetch it again")
-        if self._is_sound(sha):
-            source.unlink()
-            return target
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as file:
-            sync(file.fileno())
-        shutil.move(source, target)
-        sync_folder(self.folder)
-        return target
 
     def path(self, sha: str) -> Path:
         """Where a blob of that hash is or would be.
@@ -119,10 +99,6 @@ class BlobStore:
                 freed += path.stat().st_size
                 path.unlink()
         return freed
-
-    def usage_bytes(self) -> int:
-        """Bytes that all blobs take together."""
-        return sum(path.stat().st_size for path in self._files())
 
     def sweep(self) -> None:
         """Remove what interrupted writes left; only for the process that holds the folder's lock."""
@@ -313,3 +289,34 @@ def _cut_torn_line(file: Any) -> None:
     if position < end:
         file.truncate(position)
     file.seek(0, os.SEEK_END)
+
+
+def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, digest: str) -> None:
+    """Record that the state after round ``number`` (0: the initial one) stays on disk, by ``keep_every``.
+
+    Call it before the round's end is written, so that a kill between the two loses nothing.
+    """
+    if keep_every and number % keep_every == 0:
+        journal.append("state_kept", run=run, round=number, digest=digest)
+
+
+def prune_blobs(state: StateFolder, checkpoint: str) -> None:
+    """Remove blobs that nothing needs any more: updates of closed rounds, older checkpoints than this one."""
+    state.blobs.prune({checkpoint, *blobs_in_use(state.journal)})
+
+
+def blobs_in_use(journal: Journal) -> set[str]:
+    """Digests that entries of the journal need: releases, newest checkpoints of all runs, retained states."""
+    kept = {e.digest for e in journal.entries(kinds=("release_made", "norm_pooled", "state_kept")) if e.digest}
+    return kept | set(journal.checkpoints().values())
+
+
+def states_of(state: StateFolder, run: str) -> dict[int, str]:
+    """Round -> digest of the state after it, for those still on disk, in order; 0 is the initial state."""
+    record = state.journal.replay(run)
+    known = {entry.round or 0: entry.digest for entry in state.journal.entries(run, ("state_kept",))}
+    if record.checkpoint is not None:
+        known[record.round] = record.checkpoint
+    # A round that a kill left without its end was kept all the same: it does not count before it is closed.
+    there = {n: sha for n, sha in known.items() if sha is not None and n <= record.round and sha in state.blobs}
+    return dict(sorted(there.items()))

@@ -123,7 +123,7 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
     told_at, was_welcomed = float("-inf"), False
     while not stop.is_set():
         agent.step(agent.idle_s())
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
         if agent.clock() - told_at >= STATUS_EVERY_S or agent.welcomed != was_welcomed:
             told_at, was_welcomed = agent.clock(), agent.welcomed
             _notify("WATCHDOG=1")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChunkError
-from ..wire.chunks import BlobCache, Frame, transfer_id
-from ..wire.flow import DOWNLOAD_REPORT_EVERY, IDLE_S, Receiving
+from ..wire.chunks import DOWNLOAD_REPORT_EVERY, IDLE_S, BlobCache, Frame, Receiving, transfer_id
 from ..wire.messages import BlobRef, Control, Have, Progress, Want
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,7 @@ from ..storage import write_atomic
 from ..task import Task
 from ..wire import messages as wire
 from ..wire.chunks import BlobCache, decode_frame
-from ..wire.envelope import SPOKEN
-from ..wire.messages import run_name
-from ..wire.topics import Topics
+from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker
 from .downloads import Downloads
@@ -76,13 +74,27 @@ class Agent:
         self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
         self.membership = Membership(config.state / "federation.json", clock)
         self.welcomed = False
-        self.refused: HeadwaterError | None = None
+        self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
         self._seq = self._connection = 0
         self._beat_at = self._hello_at = float("-inf")
         self._silence = Silence(self._mismatch, clock)
         self._told_condition = self.condition.name
         self._checked: Task | None = None
+        self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
+            wire.Announce: self._on_announce,
+            wire.Welcome: self._on_welcome,
+            wire.Who: self._on_who,
+        }
+        self._work: dict[type[wire.Command], Callable[[Any], None]] = {
+            wire.TaskNotice: self._on_task,
+            wire.Job: self.jobs.on_job,
+            wire.Install: self.jobs.on_install,
+            wire.Cancel: self.jobs.on_cancel,
+            wire.Grant: self._on_grant,
+            wire.Ack: self.uploads.ack,
+            wire.Receipt: self.jobs.on_receipt,
+        }
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -102,17 +114,17 @@ class Agent:
         """
         while not stop.is_set():
             self.step(self.idle_s())
-            self.raise_if_refused()
+            self.raise_if_rejected()
 
-    def raise_if_refused(self) -> None:
+    def raise_if_rejected(self) -> None:
         """Return quietly unless the coordinator will never take this agent.
 
         Raises:
             ProtocolMismatch: the coordinator has spoken another protocol for minutes.
             DuplicateId: another agent with this id is alive.
         """
-        if self.refused is not None:
-            raise self.refused
+        if self.rejected is not None:
+            raise self.rejected
 
     def close(self) -> None:
         """Say goodbye; downloads and the outbox stay on disk."""
@@ -174,7 +186,7 @@ class Agent:
         self._silence.begin()
 
     def _hello(self, answers: str = "") -> None:
-        if self.refused is not None:
+        if self.rejected is not None:
             return
         self._hello_at = self.clock()
         presence = f"online {self.boot} {self._connection}".encode()
@@ -196,8 +208,9 @@ class Agent:
         self._beat_at = self.clock()
         self._told_condition = self.condition.name
         busy = self.jobs.job
-        run, number = (busy.run, busy.round) if busy else ("", 0)
-        beat = wire.Heartbeat(run=run, round=number, condition=self._told_condition)
+        beat = wire.Heartbeat(condition=self._told_condition)
+        if busy is not None:
+            beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
         self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
 
     # --- what arrives ----------------------------------------------------------------------------------------------
@@ -247,44 +260,32 @@ class Agent:
                 self.disk.safely(self.jobs.go_on)
 
     def _on_control(self, message: wire.Command) -> None:
+        kind = type(message)
         if isinstance(message, wire.Refused):
             self._on_refused(message)
         elif not message.federation:
-            raise MessageError(f"{type(message).__name__} names no federation; expected the id of one")
+            raise MessageError(f"{kind.__name__} names no federation; expected the id of one")
         elif not self.membership.allows(message):
             self._not_obeyed(message)
-        elif isinstance(message, wire.Announce):
-            self._on_announce(message)
-        elif isinstance(message, wire.Welcome):
-            self._on_welcome(message)
-        elif isinstance(message, wire.Who):
-            self._hello(message.question)
-        elif self.membership.is_current(message):
-            self._on_work(message)
-        else:
+        elif kind in self._introductions:
+            self._introductions[kind](message)
+        elif not self.membership.is_current(message):
             self._ask_who_is_there()
-
-    def _on_work(self, message: wire.Command) -> None:
-        if self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
+        elif self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
             log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
-        elif isinstance(message, wire.TaskNotice):
-            self._on_task(message.task)
-        elif isinstance(message, wire.Job):
-            self.jobs.on_job(message)
-        elif isinstance(message, wire.Install):
-            self.jobs.on_install(message)
-        elif isinstance(message, wire.Cancel):
-            self.jobs.on_cancel(message)
-        elif isinstance(message, wire.Grant):
-            self.uploads.grant(message)
-            self.jobs.go_on()  # an update that is gone from the disk is made again
-        elif isinstance(message, wire.Ack):
-            self.uploads.ack(message)
-        elif isinstance(message, wire.Receipt):
-            self.jobs.on_receipt(message)
+        else:
+            self._work[kind](message)
 
-    def _on_task(self, task: Task) -> None:
-        """Look whether data and head of this device fit, unless that is known."""
+    def _on_who(self, message: wire.Who) -> None:
+        self._hello(message.question)
+
+    def _on_grant(self, message: wire.Grant) -> None:
+        self.uploads.grant(message)
+        self.jobs.go_on()  # an update that was lost from the disk is computed again
+
+    def _on_task(self, message: wire.TaskNotice) -> None:
+        """Check whether data and head of this device fit, unless that is known."""
+        task = message.task
         if task == self._checked and self.condition.name == "ok":
             return
 
@@ -348,14 +349,14 @@ class Agent:
             self._not_obeyed(message)
             return
         if message.whom not in {"", self.boot}:
-            log.warning("duplicate_id another agent with the id '%s' was refused; give it another id", self.config.id)
+            log.warning("duplicate_id another agent with the id '%s' was rejected; give it another id", self.config.id)
             return
         if message.error == ProtocolMismatch.__name__:
             self._on_mismatch(message.message)
             return
         log.error("refused error=%s message=%s", message.error, message.message)
         if message.error == DuplicateId.__name__:
-            self.refused = DuplicateId(message.message)
+            self.rejected = DuplicateId(message.message)
 
     def _on_mismatch(self, reason: str) -> None:
         """Somebody speaks another protocol: ask again, and end only when that is all that comes for minutes."""
@@ -365,8 +366,8 @@ class Agent:
                 "protocol_mismatch reason=%s: %s; says hello again in %.0f s", spoken, reason, self._mismatch.next_s()
             )
         if self._mismatch.is_final():
-            self.refused = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
-            log.error("protocol_mismatch_final reason=%s", self.refused)
+            self.rejected = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
+            log.error("protocol_mismatch_final reason=%s", self.rejected)
 
     # --- sending ---------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from .. import errors
 from ..config import AgentConfig
 from ..errors import HeadwaterError, cause
 from ..storage import write_atomic
-from ..wire.messages import Fault
-from ..wire.text import DISK_ERROR, ConditionName
+from ..wire.messages import DISK_ERROR, ConditionName, Fault, Purpose
 
 Kind = Literal["disk", "data", "work", "bundle", "start"]
 """What failed: writing to the disk, a look at local data, a job of a run, a bundle, the start of the agent."""
@@ -55,9 +54,9 @@ class Problem:
     remedy: str
     at: str
 
-    def to_coordinator(self, run: str = "", number: int = 0) -> Fault:
+    def to_coordinator(self, run: str = "", number: int = 0, purpose: Purpose | None = None) -> Fault:
         """The fault as the coordinator gets to see it, about that job; about none where no run is given."""
-        return Fault(error=self.error, message=self.public, remedy=self.remedy, run=run, round=number)
+        return Fault(error=self.error, message=self.public, remedy=self.remedy, run=run, round=number, purpose=purpose)
 
     def as_json(self) -> dict[str, str]:
         """For the status of this device."""

@@ -47,9 +47,9 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         bundle = bundles.install(path, config.state / "bundles", check=trial)
     except BundleError:
         kept = trial.old_id
-        if not trial.refusal or kept in {"", message.bundle_id}:
+        if not trial.rejection or kept in {"", message.bundle_id}:
             raise
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], kept[:12], trial.refusal)
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], kept[:12], trial.rejection)
         return trial.report(message, kept)
     log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], trial.personal)
     return trial.report(message, bundle.id)
@@ -83,7 +83,7 @@ class _Trial:
     def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: Split) -> None:
         self._config, self._announced, self._old, self._samples = config, announced, old, samples
         self._result: Result | None = None
-        self.refusal = ""
+        self.rejection = ""
 
     def __call__(self, bundle: Bundle) -> None:
         _check_announced(bundle, self._announced)
@@ -91,7 +91,7 @@ class _Trial:
             self._result = _refit(self._config, bundle, self._samples)
             self._compare()
         except BundleError as error:
-            self.refusal = str(error)
+            self.rejection = str(error)
             raise
         self._result.save(self._config.state / "head")
 
@@ -107,7 +107,7 @@ class _Trial:
 
     def report(self, message: Install, runs: str) -> Report:
         """The figures of the new encoder, as far as it got, and the bundle that this device runs now."""
-        why = f"keeps bundle {runs[:12]} because {self.refusal}"[:1000] if self.refusal else ""
+        why = f"keeps bundle {runs[:12]} because {self.rejection}"[:1000] if self.rejection else ""
         report = Report(
             run=message.run,
             about=message.bundle_id,

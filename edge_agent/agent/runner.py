@@ -57,11 +57,11 @@ class TaskQueue:
         """The coordinator asks for a job. A repeated message changes nothing; asking anew means doing it anew."""
         if self._is_repeated(job):
             return
-        if job.purpose != "finish" and self._uploads.holds(job.run, job.round):
+        if self._uploads.holds(*_key(job)):
             self._uploads.offer_again()
             return
         if (error := self._cannot_hold(job.refs)) is not None:
-            self._tell(error, job.run, job.round)
+            self._tell(error, *_key(job))
             return
         if self.job is None or _key(self.job) != _key(job):
             where = f"round={job.round}/{job.rounds} purpose={job.purpose} method={job.method}"
@@ -78,7 +78,7 @@ class TaskQueue:
         try:
             declined = self._tasks.declined(message)
         except StateError as damage:  # what somebody rolled back must not come back because its record is damaged
-            self._tell(damage, message.run, 0, "bundle")
+            self._tell(damage, message.run, kind="bundle")
             return
         if declined is not None:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
@@ -88,7 +88,7 @@ class TaskQueue:
             self._send(self._installed[1].model_copy(update={"run": message.run}))
             return
         if (error := self._cannot_hold((message.blob,))) is not None:
-            self._tell(error, message.run, 0, "bundle")
+            self._tell(error, message.run, kind="bundle")
             return
         self._install = message
         self._fetch()
@@ -97,8 +97,8 @@ class TaskQueue:
     def on_cancel(self, message: wire.Cancel) -> None:
         """The round is over for us."""
         log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
-        self._drop(message.run, message.round)
-        self._uploads.drop(message.run, message.round)
+        self._drop(message)
+        self._uploads.drop(message.run, message.round, message.purpose)
         self._fetch()
 
     def on_receipt(self, message: wire.Receipt) -> None:
@@ -107,7 +107,7 @@ class TaskQueue:
             log.warning("update_refused reason=%s", message.reason)
         done = self._uploads.receipt(message)
         if done is not None:
-            self._drop(done.run, done.round)
+            self._drop(done)
             self._fetch_bundle()
             self.go_on()
 
@@ -135,7 +135,7 @@ class TaskQueue:
                 self._condition.clear("bundle")
                 done()
             else:
-                self._tell(error, "", 0, "bundle")
+                self._tell(error, kind="bundle")
             self.go_on()
 
         self._working_on = "refit"
@@ -178,7 +178,7 @@ class TaskQueue:
         return False
 
     def _is_to_do(self, job: wire.Job) -> bool:
-        return job.purpose == "finish" or not self._uploads.holds(job.run, job.round)
+        return not self._uploads.holds(*_key(job))
 
     def _fetch(self) -> None:
         """See that what is needed now comes, and nothing else: job and bundle at once only where both fit."""
@@ -205,13 +205,12 @@ class TaskQueue:
             f"raise cache_bytes in its configuration to {size} or more"
         )
 
-    def _drop(self, run: str, number: int) -> None:
-        job = self.job
-        if job is not None and job.purpose != "finish" and (job.run, job.round) == (run, number):
+    def _drop(self, about: wire.Cancel | wire.UpdateManifest) -> None:
+        if self.job is not None and _key(self.job) == _key(about):
             self.job = None
 
     def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
-        if job.purpose == "join" and job.bundle is not None:
+        if job.purpose == "contribute" and job.bundle is not None:
             return self._tasks.contribute(job, self._received(job), self._cache.path(job.bundle.digest))
         try:
             return self._tasks.do(job, self._received(job))
@@ -239,8 +238,8 @@ class TaskQueue:
                 self._fetch()
                 return
             else:
-                self._tell(error, job.run, job.round)
-            if wanted and (error is not None or job.purpose == "finish"):
+                self._tell(error, *_key(job))
+            if wanted and (error is not None or job.purpose == "personalize"):
                 self.job = None
                 self._fetch_bundle()
             self.go_on()
@@ -263,12 +262,20 @@ class TaskQueue:
                 self._installed = (install.blob.digest, result)
                 self._send(result)
             else:
-                self._tell(error, install.run, 0, "bundle")
+                self._tell(error, install.run, kind="bundle")
             self.go_on()
 
         return done
 
-    def _tell(self, error: BaseException, run: str, number: int, kind: Kind = "work") -> None:
+    def _tell(
+        self,
+        error: BaseException,
+        run: str = "",
+        number: int = 0,
+        purpose: wire.Purpose | None = None,
+        *,
+        kind: Kind = "work",
+    ) -> None:
         """Tell the coordinator, and go on: a job that cannot be done here must not end the agent."""
         problem = self._condition.note(kind, error)
         if isinstance(error, HeadwaterError | OSError):
@@ -278,15 +285,16 @@ class TaskQueue:
         if problem.kind == "disk":  # which passes: whoever waits is told by the agent's condition
             self._send(problem.to_coordinator())
         else:
-            self._send(problem.to_coordinator(run, number))
+            self._send(problem.to_coordinator(run, number, purpose))
 
 
-def fault(error: BaseException, run: str = "", number: int = 0) -> wire.Fault:
+def fault(error: BaseException, run: str = "", number: int = 0, purpose: wire.Purpose | None = None) -> wire.Fault:
     """An error in full, for who is on the same machine."""
-    return wire.Fault(error=type(error).__name__[:64], message=whole_message(error), run=run, round=number)
+    message = whole_message(error)
+    return wire.Fault(error=type(error).__name__[:64], message=message, run=run, round=number, purpose=purpose)
 
 
-def _key(job: wire.Job) -> tuple[str, int, str]:
+def _key(job: wire.Job | wire.Cancel | wire.UpdateManifest) -> tuple[str, int, wire.Purpose]:
     return (job.run, job.round, job.purpose)
 
 

@@ -148,13 +148,13 @@ class TaskRunner:
 
         keep_freed_memory()
         kept = ClientState(*files.before(kept_before(job)))
-        if job.purpose == "finish":
+        if job.purpose == "personalize":
             outcome = session.finish(received, kept, rounds=job.rounds)
             files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
             metrics = outcome.metrics
             return self.report(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
-        if job.purpose == "pool":
-            return self._give_norm(job, session, kept)
+        if job.purpose == "batch_norm_stats":
+            return self._batch_norm_stats(job, session, kept)
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         return self.deliver(job, outcome)
 
@@ -197,7 +197,7 @@ class TaskRunner:
         self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = contribute_round(self.config, job, received, encoder, samples)
-        return self.outbox.put(sent, run=job.run, round_number=job.round, samples=len(samples[0]), metrics={**metrics})
+        return self._put(job, sent, len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
@@ -316,17 +316,18 @@ class TaskRunner:
     def deliver(self, job: Job, outcome: Outcome) -> UpdateManifest:
         """Save the client state, then put the update into the outbox."""
         self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
+        return self._put(job, outcome.update, outcome.samples, outcome.metrics)
+
+    def _put(self, job: Job, tensors: Tensors, samples: int, metrics: dict[str, float]) -> UpdateManifest:
         return self.outbox.put(
-            outcome.update, run=job.run, round_number=job.round, samples=outcome.samples, metrics=outcome.metrics
+            tensors, run=job.run, round_number=job.round, samples=samples, metrics=metrics, purpose=job.purpose
         )
 
-    def _give_norm(self, job: Job, session: Session, kept: ClientState) -> UpdateManifest:
+    def _batch_norm_stats(self, job: Job, session: Session, kept: ClientState) -> UpdateManifest:
         if not self.config.training.share_norm:
             raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
         train, _ = self._samples(job.task)
-        return self.outbox.put(
-            session.norm_tensors(kept), run=job.run, round_number=job.round, samples=len(train), metrics={}
-        )
+        return self._put(job, session.norm_tensors(kept), len(train), {})
 
     def report(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
         """The report of these accuracies, and of what logistic regression on raw inputs reaches."""
@@ -349,9 +350,9 @@ class TaskRunner:
 
 def kept_before(job: Job) -> int:
     """What a job starts from is what was kept last before this round."""
-    if job.purpose == "finish":
+    if job.purpose == "personalize":
         return LAST_ROUND
-    return job.round - job.rounds + 1 if job.purpose == "pool" else job.round
+    return job.round + 1 if job.purpose == "batch_norm_stats" else job.round
 
 
 def resident_mb() -> float:

@@ -10,10 +10,8 @@ from pathlib import Path
 from ..errors import HeadwaterError, StateError
 from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
-from ..wire.chunks import CHUNK_BYTES, Outgoing
-from ..wire.flow import Sending
-from ..wire.messages import Ack, BlobRef, Control, Grant, Receipt, UpdateManifest
-from ..wire.text import metrics_of
+from ..wire.chunks import CHUNK_BYTES, Outgoing, Sending
+from ..wire.messages import Ack, BlobRef, Control, Grant, Purpose, Receipt, UpdateManifest, metrics_of
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,14 @@ class Outbox:
         return self.folder / f"update-{digest}.safetensors"
 
     def put(
-        self, tensors: Tensors, *, run: str, round_number: int, samples: int, metrics: dict[str, float]
+        self,
+        tensors: Tensors,
+        *,
+        run: str,
+        round_number: int,
+        samples: int,
+        metrics: dict[str, float],
+        purpose: Purpose = "train",
     ) -> UpdateManifest:
         """Keep an update in place of any other; on disk, and safe from a power cut, when this returns.
 
@@ -47,7 +52,9 @@ class Outbox:
         data = pieces(tensors)
         digest, size = sha256_of(*data), sum(map(len, data))
         blob = BlobRef(digest=digest, size_bytes=size, chunk_bytes=CHUNK_BYTES)
-        manifest = UpdateManifest(run=run, round=round_number, blob=blob, samples=samples, metrics=metrics_of(metrics))
+        manifest = UpdateManifest(
+            run=run, round=round_number, purpose=purpose, blob=blob, samples=samples, metrics=metrics_of(metrics)
+        )
         with self._lock:
             write_atomic(self.path_of(digest), *data)
             write_json(self.note, manifest.model_dump(mode="json"))
@@ -104,9 +111,10 @@ class Uploads:
         self._sending: Sending | None = None
         self._heard_at = clock()
 
-    def holds(self, run: str, round_number: int) -> bool:
-        """Whether the update of that round is waiting here."""
-        return self._manifest is not None and (self._manifest.run, self._manifest.round) == (run, round_number)
+    def holds(self, run: str, round_number: int, purpose: Purpose = "train") -> bool:
+        """Whether the update of that job is waiting here."""
+        waits = self._manifest
+        return waits is not None and (waits.run, waits.round, waits.purpose) == (run, round_number, purpose)
 
     def offer(self, manifest: UpdateManifest) -> None:
         """Announce a new update, which lies in the outbox."""
@@ -160,9 +168,9 @@ class Uploads:
         self._forget()
         return done
 
-    def drop(self, run: str, round_number: int) -> None:
+    def drop(self, run: str, round_number: int, purpose: Purpose = "train") -> None:
         """The round is over: the update would come too late."""
-        if self.holds(run, round_number):
+        if self.holds(run, round_number, purpose):
             self._forget()
 
     def drop_all(self) -> UpdateManifest | None:

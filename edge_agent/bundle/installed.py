@@ -17,7 +17,7 @@ from ..storage import read_json, read_tensors, sha256_file, write_json
 from ..task import Tensors
 from ..wire.tensors import first_non_finite
 from .archive import open_bundle, unpack
-from .manifest import CHECKSUM, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Precision, Variant, parse_manifest
+from .manifest import CHECKSUM, MANIFEST, MAX_MANIFEST_BYTES, EncoderPrecision, Manifest, Variant, parse_manifest
 
 _POINTER = "current.json"
 
@@ -35,7 +35,7 @@ class Bundle:
         return self.manifest.bundle_id
 
     @property
-    def fingerprints(self) -> dict[Precision, str]:
+    def fingerprints(self) -> dict[EncoderPrecision, str]:
         """What heads are bound to, for each precision that the bundle has."""
         return {precision: variant.fingerprint for precision, variant in self.manifest.variants.items()}
 
@@ -43,7 +43,7 @@ class Bundle:
         """Where one of the bundle's files lies."""
         return self.folder / name
 
-    def encoder_path(self, precision: Precision) -> Path:
+    def encoder_path(self, precision: EncoderPrecision) -> Path:
         """The ONNX file of one precision.
 
         Raises:
@@ -51,7 +51,7 @@ class Bundle:
         """
         return self.folder / self.variant(precision).file
 
-    def variant(self, precision: Precision) -> Variant:
+    def variant(self, precision: EncoderPrecision) -> Variant:
         """The encoder in one precision.
 
         Raises:

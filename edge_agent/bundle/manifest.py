@@ -31,7 +31,7 @@ MAX_FILES = 64
 FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,98}$"
 """Flat, no leading dot: also the longest name that a plain tar header holds."""
 
-Precision = Literal["fp32", "int8"]
+EncoderPrecision = Literal["fp32", "int8"]
 SHA256 = r"^[0-9a-f]{64}$"
 
 
@@ -84,7 +84,7 @@ class Manifest(Frozen):
     norm_note: str = Field("", description="how batch norm was settled for one common encoder")
     task: Task
     feature_dim: int = Field(ge=1, le=1 << 20)
-    variants: dict[Precision, Variant]
+    variants: dict[EncoderPrecision, Variant]
     opset: int
     exporter: Literal["dynamo", "legacy"]
     parity: Parity

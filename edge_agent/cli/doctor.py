@@ -166,8 +166,8 @@ class _Visit:
     """A short connection with an agent's user and password, beside that of the agent."""
 
     def __init__(self, config: AgentConfig, timeout_s: float) -> None:
+        from ..wire.messages import Topics
         from ..wire.mqtt import MqttTransport, user_of
-        from ..wire.topics import Topics
 
         self._config, self._timeout_s = config, timeout_s
         self._user = user_of(config.broker, config.id)
@@ -208,11 +208,11 @@ class _Visit:
             raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
         beat = wire.encode(wire.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
-        refused = refused_topics(self._broker, agent, spoken, self._timeout_s)
-        if refused:
-            raise self._forbidden(f"speak on {', '.join(sorted(refused))} ({next(iter(refused.values()))})")
+        rejected = refused_topics(self._broker, agent, spoken, self._timeout_s)
+        if rejected:
+            raise self._forbidden(f"speak on {', '.join(sorted(rejected))} ({next(iter(rejected.values()))})")
         return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
-            "" if refused is not None else ", as far as this broker tells"
+            "" if rejected is not None else ", as far as this broker tells"
         )
 
     def coordinator(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle, Precision
+    from ..bundle import Bundle, EncoderPrecision
     from ..data import Samples
     from ..encoder import Encoder
 
@@ -138,14 +138,14 @@ def parts(arguments: argparse.Namespace, found: Bundle) -> tuple[Samples, Sample
     return split(samples(arguments, found), arguments.test_fraction, arguments.seed)
 
 
-def encoder(arguments: argparse.Namespace, found: Bundle, precision: Precision | None = None) -> Encoder:
+def encoder(arguments: argparse.Namespace, found: Bundle, precision: EncoderPrecision | None = None) -> Encoder:
     """The bundle's encoder after its self-test; ``precision`` (a saved head's) wins over ``--precision``.
 
     Without either it is fp32: there is nothing to tell by whether int8 is as accurate.
     """
     from ..encoder import Encoder
 
-    wanted: Precision = "int8" if arguments.precision == "int8" else "fp32"
+    wanted: EncoderPrecision = "int8" if arguments.precision == "int8" else "fp32"
     return Encoder.open(found, precision or wanted, threads(arguments))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ..bundle import Precision
+from ..bundle import EncoderPrecision
 from ..config import mistakes_of
 from ..errors import FingerprintMismatch, StateError
 from ..storage import write_atomic, write_json
@@ -40,7 +40,7 @@ class SavedCard(Frozen):
     head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
     params: dict[str, Any]
     fingerprint: str = Field(pattern=_SHA256, description="of the encoder's variant that it was fitted on")
-    precision: Precision
+    precision: EncoderPrecision
     class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000)
     feature_dim: int = Field(ge=1, le=1 << 20)
     metrics: dict[str, float | int | str | None]
@@ -54,7 +54,7 @@ class SavedHead:
 
     head: Head
     fingerprint: str
-    precision: Precision
+    precision: EncoderPrecision
     class_names: tuple[str, ...]
     metrics: Mapping[str, float | int | str | None]
 
@@ -64,7 +64,7 @@ def save(
     head: Head,
     *,
     fingerprint: str,
-    precision: Precision,
+    precision: EncoderPrecision,
     class_names: Sequence[str],
     metrics: Mapping[str, float | int | str | None],
 ) -> Path:
@@ -95,7 +95,7 @@ def save(
     return folder / CARD
 
 
-def load(folder: Path, fingerprints: Mapping[Precision, str] | None = None) -> SavedHead:
+def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedHead:
     """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
 
     Raises:
@@ -130,7 +130,7 @@ def _read_card(path: Path) -> SavedCard:
         raise StateError(f"{path}: is not JSON ({error}); fit the head again") from error
 
 
-def _check_binding(card: SavedCard, fingerprints: Mapping[Precision, str]) -> None:
+def _check_binding(card: SavedCard, fingerprints: Mapping[EncoderPrecision, str]) -> None:
     if card.precision not in fingerprints:
         raise FingerprintMismatch(
             f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "

@@ -101,7 +101,7 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
         TensorsError: the model has no tensor of such a name.
     """
     state, wanted = model.state_dict(), tuple(names)
-    _refuse([f"no tensor '{name}'" for name in wanted if name not in state])
+    _reject([f"no tensor '{name}'" for name in wanted if name not in state])
     return {name: _array(state[name]) for name in wanted}
 
 
@@ -119,7 +119,7 @@ def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
     """
     state = model.state_dict()
     sources = {name: torch.tensor(array) for name, array in tensors.items()}  # copies: arrays may be read-only
-    _refuse([mistake for name, source in sources.items() for mistake in _misfits(name, source, state.get(name))])
+    _reject([mistake for name, source in sources.items() for mistake in _misfits(name, source, state.get(name))])
     with torch.no_grad():
         for name, source in sources.items():
             state[name].copy_(source)
@@ -137,7 +137,7 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _refuse(mistakes: Sequence[str], shown: int = 5) -> None:
+def _reject(mistakes: Sequence[str], shown: int = 5) -> None:
     if mistakes:
         more = f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else ""
         raise TensorsError("; ".join(mistakes[:shown]) + more)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import MessageError
-from .topics import matches
+from .messages import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 DEFAULT_MAX_PAYLOAD_BYTES = 122_880

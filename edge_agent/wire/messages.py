@@ -1,4 +1,4 @@
-"""Control messages: small JSON objects, checked before anything is believed.
+"""Control messages: small JSON objects, checked before use, and the topics that they are published on.
 
 Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
 repeated message is recognised, and the id of the federation that its sender belongs to, so that nobody works for two.
@@ -11,17 +11,233 @@ and a random part: ``run-0001-`` and 32 hexadecimal digits. So two runs never ha
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from ..config import NAME_PATTERN, mistakes_of
-from ..errors import MessageError
+from ..errors import MessageError, ProtocolMismatch, UsageError, cause
 from ..task import Frozen, Task
-from .envelope import MAX_MESSAGE_BYTES, PROTOCOL, check_version, is_sealed, json_object, sealed, unsealed
-from .text import ConditionName, Fact, FactText, Metrics, Start, Text, printable
+
+
+def printable(text: str) -> str:
+    """``text`` with a space for each character that could steer a terminal or break a line of a log."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+Text = Annotated[str, AfterValidator(printable)]
+"""No control characters, no line breaks, nothing that changes the direction of writing."""
+
+Start = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,32}$")]
+"""What one start of a program is known by, or a question to it; logs, status and reports show it."""
+
+METRIC_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_NAME)], float | None], Field(max_length=64)]
+Fact = Annotated[Text, Field(max_length=64)]
+FactText = Annotated[Text, Field(max_length=256)]
+
+DISK_ERROR = "DiskError"
+"""The error of a `Fault` that says that an agent's disk cannot be written."""
+
+ConditionName = Literal["ok", "fault", "stalled"]
+"""How an agent is: able to work, failed at something last, or unable to keep anything on its disk now."""
+
+
+def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
+    """What a client has computed, as it travels: None for what is not finite.
+
+    Raises:
+        UsageError: a name that no other side would take.
+    """
+    if wrong := [name for name in log if not re.fullmatch(METRIC_NAME, name)]:
+        raise UsageError(
+            f"metric {wrong[0][:80]!r} cannot be sent; its name must be 1 to 64 letters, digits, dots, underscores and "
+            "hyphens, the first a letter or digit: rename it in the method's client.log"
+        )
+    return {name: value if math.isfinite(value) else None for name, value in log.items()}
+
+
+PROTOCOL = 2
+OLDEST_PROTOCOL = 2
+"""Versions from this one up to `PROTOCOL` are understood."""
+
+MAX_MESSAGE_BYTES = 48 * 1024
+_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
+
+
+SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
+"""What this side says of itself where the other side is not understood."""
+
+
+def sealed(payload: bytes) -> bytes:
+    """A JSON object with its checksum as the last field."""
+    return payload[:-1] + b',"crc":"%08x"}' % zlib.crc32(payload)
+
+
+def unsealed(payload: bytes) -> bytes:
+    """The message without its checksum, which must be right where there is one (whoever writes by hand may omit it).
+
+    TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
+    """
+    found = _SEAL.search(payload)
+    if found is None:
+        return payload
+    body = payload[: found.start()] + b"}"
+    if zlib.crc32(body) != int(found[1], 16):
+        raise MessageError("checksum is wrong, the message was changed on the way")
+    return body
+
+
+def is_sealed(payload: bytes) -> bool:
+    """Whether a checksum ends the message; one flipped bit there leaves a message that seems to have none."""
+    return _SEAL.search(payload) is not None
+
+
+def check_version(version: object) -> None:
+    """Return quietly for a protocol version that we understand.
+
+    Raises:
+        ProtocolMismatch: names both versions and the side to upgrade.
+        MessageError: no version at all.
+    """
+    if type(version) is not int:
+        raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
+    shown = str(version)[:40]
+    if version > PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side up to {PROTOCOL}; upgrade this side")
+    if version < OLDEST_PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
+
+
+def json_object(payload: bytes) -> dict[str, Any]:
+    """The JSON object in a payload.
+
+    Raises:
+        MessageError: too large, not JSON, not an object, or with a key that occurs twice.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is no JSON either.
+        raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"not JSON: {cause(error)[:120]}") from error
+    if not isinstance(raw, dict):
+        raise MessageError(f"JSON {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+GENERATION = 1
+"""Topic level that changes only when old and new peers must not even hear each other."""
+
+_AGENT = re.compile(NAME_PATTERN)
+
+
+@dataclass(frozen=True)
+class Topics:
+    """All topics of one federation."""
+
+    federation: str
+    prefix: str = "fl"
+
+    @property
+    def root(self) -> str:
+        """What every topic of this federation begins with."""
+        return f"{self.prefix}/{GENERATION}/{self.federation}"
+
+    @property
+    def announce(self) -> str:
+        """Topic of the coordinator's announcements."""
+        return f"{self.root}/ann"
+
+    @property
+    def coordinators(self) -> str:
+        """Topic on which coordinators of the same federation find each other."""
+        return f"{self.root}/co"
+
+    def up(self, agent: str) -> str:
+        """Control from an agent."""
+        return f"{self.root}/a/{agent}/up"
+
+    def down(self, agent: str) -> str:
+        """Control to an agent."""
+        return f"{self.root}/a/{agent}/dn"
+
+    def up_chunks(self, agent: str) -> str:
+        """Chunks from an agent."""
+        return f"{self.root}/a/{agent}/ub"
+
+    def down_chunks(self, agent: str) -> str:
+        """Chunks to one agent."""
+        return f"{self.root}/a/{agent}/db"
+
+    def broadcast(self, digest: str) -> str:
+        """Chunks of one blob to many."""
+        return f"{self.root}/b/{digest[:16]}"
+
+    def presence(self, agent: str) -> str:
+        """Online, offline."""
+        return f"{self.root}/s/{agent}"
+
+    def heartbeat(self, agent: str) -> str:
+        """Signs of life."""
+        return f"{self.root}/h/{agent}"
+
+    def for_coordinator(self) -> tuple[str, ...]:
+        """Filters that a coordinator subscribes to."""
+        from_agents = (f"{self.root}/a/+/up", f"{self.root}/a/+/ub", f"{self.root}/s/+", f"{self.root}/h/+")
+        return (*from_agents, self.coordinators)
+
+    def for_agent(self, agent: str) -> tuple[str, ...]:
+        """Filters that an agent always subscribes to."""
+        return (self.down(agent), self.down_chunks(agent), self.announce)
+
+    def sender(self, topic: str) -> tuple[str, str]:
+        """(agent, kind) of a topic that a coordinator hears; kind is ``up``, ``ub``, ``s`` or ``h``.
+
+        Raises:
+            MessageError: not such a topic, or an agent name that cannot be.
+        """
+        inside = topic.startswith(f"{self.root}/")
+        levels = topic[len(self.root) + 1 :].split("/") if inside else []
+        if len(levels) == 3 and levels[0] == "a" and levels[2] in {"up", "ub"}:
+            _, agent, kind = levels
+        elif len(levels) == 2 and levels[0] in {"s", "h"}:
+            kind, agent = levels
+        else:
+            raise MessageError(f"topic {topic[:120]!r} is not one that agents speak on")
+        if not _AGENT.fullmatch(agent):
+            raise MessageError(f"agent name {agent[:80]!r} does not match {NAME_PATTERN}")
+        return agent, kind
+
+
+def matches(topic_filter: str, topic: str) -> bool:
+    """Whether a topic falls under a filter with ``+`` (one level) and ``#`` (all that follow)."""
+    wanted, levels = topic_filter.split("/"), topic.split("/")
+    for position, level in enumerate(wanted):
+        if level == "#":
+            return True
+        if position >= len(levels) or level not in {"+", levels[position]}:
+            return False
+    return len(wanted) == len(levels)
+
 
 SHA256 = r"^[0-9a-f]{64}$"
 MAX_RANGES = 64
@@ -42,6 +258,9 @@ FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """Empty: of a sender that belongs to no federation yet."""
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
+Purpose = Literal["train", "contribute", "personalize", "batch_norm_stats"]
+"""What an agent is asked to do, see `Job`."""
+
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
@@ -121,6 +340,7 @@ class UpdateManifest(Control):
     type: Literal["update"] = "update"
     run: RunId
     round: RoundNumber
+    purpose: Purpose = "train"
     blob: BlobRef
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     metrics: Metrics = Field(default_factory=dict)
@@ -157,6 +377,9 @@ class Fault(Control):
     remedy: Text = Field("", max_length=500, description="what somebody should do about it")
     run: AnyRun = ""
     round: RoundNumber = 0
+    purpose: Purpose | None = Field(
+        None, description="of the job; None: no job, or one of a purpose that is unknown here"
+    )
 
 
 class Heartbeat(Control):
@@ -165,6 +388,7 @@ class Heartbeat(Control):
     type: Literal["heartbeat"] = "heartbeat"
     run: AnyRun = ""
     round: RoundNumber = 0
+    purpose: Purpose = "train"
     condition: ConditionName = "ok"
 
 
@@ -209,16 +433,12 @@ class Refused(Command):
     message: Text = Field(max_length=2000)
 
 
-Purpose = Literal["train", "finish", "pool", "join"]
-
-
 class Job(Command):
-    """Work for one round.
+    """One task for one agent; run, round and purpose identify it.
 
-    ``train``: train and send an update. ``finish``, after the last round: personalize and report, send no update.
-    ``pool``: send the encoder's batch norm tensors that stay on devices otherwise; an encoder for others needs some.
-    Its round is ``rounds`` more than that of the state that it belongs to: never to be taken for a training round.
-    ``join``: a device without torch sends what it can compute on features of the encoder in ``bundle``.
+    ``train``: train and send an update. ``contribute``: the same for a device without torch, which sends what it can
+    compute on features of the encoder in ``bundle``. ``personalize``: after the last round, personalize and report.
+    ``batch_norm_stats``: after round ``round``, send the encoder's batch norm tensors that stay on devices otherwise.
     """
 
     type: Literal["job"] = "job"
@@ -247,6 +467,7 @@ class Cancel(Command):
     type: Literal["cancel"] = "cancel"
     run: RunId
     round: RoundNumber
+    purpose: Purpose = "train"
     reason: Text = Field(max_length=500)
 
 

@@ -24,7 +24,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig, credential
 from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, UsageError, cause
-from .topics import matches
+from .messages import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class MqttTransport:
         self._client: paho.Client | None = None
         self._last_words: paho.MQTTMessageInfo | None = None
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
-        self._first_failure = self._refusal = ""
+        self._first_failure = self._rejection = ""
         self._is_shut_out = False
         self._thread: threading.Thread | None = None
         self._first = self._rng.randrange(1 << 24)
@@ -190,7 +190,7 @@ class MqttTransport:
         was_up = self._up.is_set()
         self._up.clear()
         self._client = self._last_words = None  # its sockets close with it
-        return self._refusal or reason, was_up
+        return self._rejection or reason, was_up
 
     def _loop(self, client: paho.Client) -> str:
         """Do this session's reading and writing until it ends; why it ended."""
@@ -204,7 +204,7 @@ class MqttTransport:
 
     def _new_client(self) -> paho.Client:
         self._connection += 1
-        self._refusal = ""
+        self._rejection = ""
         self._pending_filters.clear()
         client = paho.Client(
             CallbackAPIVersion.VERSION2,
@@ -228,7 +228,7 @@ class MqttTransport:
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
             self._is_shut_out = str(code) in _SHUT_OUT
-            self._refusal = _refused_login(self.config, self.client_id, code)
+            self._rejection = _refused_login(self.config, self.client_id, code)
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -253,10 +253,10 @@ class MqttTransport:
     ) -> None:
         with self._subscribing:
             filters = self._pending_filters.pop(mid, ())
-        refused = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
-        if refused:
-            log.error("subscription_refused filters=%s", ",".join(refused))
-        self._inbox.events.put(Subscribed(tuple(f for f in filters if f not in refused)))
+        rejected = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
+        if rejected:
+            log.error("subscription_refused filters=%s", ",".join(rejected))
+        self._inbox.events.put(Subscribed(tuple(f for f in filters if f not in rejected)))
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.

@@ -24,9 +24,9 @@ from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.tensors import Spec, encode
-from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Message
 
 LIMIT_S = 120.0
@@ -59,7 +59,7 @@ class Hub:
         self.holders, self.reports = set(), set()
         begin = time.monotonic()
         self.distributor.offer(blob, self.agents)
-        self._ask(number, blob, "finish", {})
+        self._ask(number, blob, "personalize", {})
         self.until(lambda: self.holders == self.agents)
         seconds = time.monotonic() - begin
         self.until(lambda: self.reports == self.agents)
@@ -82,8 +82,8 @@ class Hub:
         self.until(lambda: not collection.outstanding)
         seconds = time.monotonic() - begin
         self.collector.close()
-        if collection.refused:
-            raise MeasuringFailed(f"updates were refused: {collection.refused}")
+        if collection.rejected:
+            raise MeasuringFailed(f"updates were rejected: {collection.rejected}")
         return seconds
 
     def until(self, done: Callable[[], bool]) -> None:

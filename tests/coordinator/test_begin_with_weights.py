@@ -17,10 +17,10 @@ from simulation_harness import learned_anywhere, run, small_plan, write_images
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.warm_start import train_warm
 from coordinator.research.analyze.simulations import SimulationTarget
+from coordinator.runs.request import Request, Weights
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
-from coordinator.state.run_request import Request, Weights
 from edge_agent import methods
 from edge_agent.errors import ConfigError, UsageError, WeightsError
 from edge_agent.storage import read_tensors
@@ -113,7 +113,7 @@ def test_agents_receive_them_in_the_first_round_and_a_changed_file_fails_the_run
             fed.run = fed.state.journal.request_run(wanted.body())
             fed.until(lambda: fed.record.is_over)
             assert fed.record.status == status
-        assert "has changed since the run was asked for" in fed.record.outcome["reason"]
+        assert "has changed since the run was requested" in fed.record.outcome["reason"]
         state = fed.state.blobs.path(fed.state.journal.entries(kinds=("round_closed",))[-1].digest)
         found = read_tensors(state)
     for name, array in made.items():

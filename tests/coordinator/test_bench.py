@@ -180,7 +180,7 @@ def test_uploads_of_another_size_than_the_download_can_be_asked_for(tasks):
 
 
 def test_the_end_of_a_run_asks_the_idle_agent_for_nothing(tasks):
-    assert isinstance(tasks.do(job("finish"), {}), Report)
+    assert isinstance(tasks.do(job("personalize"), {}), Report)
     assert tasks.outbox.get() is None
 
 

@@ -21,7 +21,7 @@ def written(tmp_path, text):
 
 def test_a_task_is_all_that_has_to_be_said():
     config = parse(CoordinatorConfig, MINIMAL, where="test")
-    assert config.has_embedded_broker
+    assert config.broker is None
     assert (config.embedded.bind, config.embedded.port) == ("127.0.0.1", 1883)
     assert (config.round.quorum, config.round.deadline_s, config.round.grace_s, config.round.lease_s) == (
         0.8,
@@ -44,7 +44,7 @@ def test_relative_paths_count_from_the_file(tmp_path):
 
 def test_a_broker_that_is_there_and_one_to_start_exclude_each_other(tmp_path):
     text = '[broker]\nurl = "mqtt://broker.example"\n[task]\nclass_names = ["cat"]\n'
-    assert not load(CoordinatorConfig, written(tmp_path, text)).has_embedded_broker
+    assert load(CoordinatorConfig, written(tmp_path, text)).broker is not None
     with pytest.raises(ConfigError, match="exclude each other"):
         load(CoordinatorConfig, written(tmp_path, text + "[embedded]\nport = 1884\n"))
 

@@ -10,9 +10,8 @@ from federation_harness import Federation
 from coordinator.fleet.downloads import GATHER_S, Distributor
 from edge_agent.errors import ChunkError
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, decode_frame
-from edge_agent.wire.flow import AHEAD_BYTES, STALL_S
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.chunks import AHEAD_BYTES, STALL_S, Outgoing, decode_frame
+from edge_agent.wire.messages import Topics
 
 TOPICS = Topics("home")
 

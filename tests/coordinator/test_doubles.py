@@ -31,14 +31,14 @@ def test_the_second_of_two_agents_with_one_id_is_refused_and_the_first_goes_on(f
     fed.wait(5)
     second = fed.agents["porch"]
     with pytest.raises(DuplicateId, match=r"the id 'porch' is in use: .* both answered .* another id") as told:
-        second.raise_if_refused()
+        second.raise_if_rejected()
     assert second.boot in str(told.value)
     assert first.boot in str(told.value)
     assert told.value.exit_code == 2
-    first.raise_if_refused()
+    first.raise_if_rejected()
     assert fed.coordinator.roster.get("porch").boot == first.boot
-    assert f"duplicate_id agent=porch has={first.boot} refused={second.boot}" in caplog.text
-    assert "another agent with the id 'porch' was refused" in caplog.text, "the first is warned, too"
+    assert f"duplicate_id agent=porch has={first.boot} rejected={second.boot}" in caplog.text
+    assert "another agent with the id 'porch' was rejected" in caplog.text, "the first is warned, too"
 
 
 def test_the_status_says_that_there_were_two(fed):
@@ -58,7 +58,7 @@ def test_the_second_one_stays_out_however_often_it_starts(fed):
     first = twin(fed)
     for _ in range(3):
         fed.wait(5)
-        assert fed.agents["porch"].refused is not None
+        assert fed.agents["porch"].rejected is not None
         fed.agents.pop("porch").close()
         fed.add("porch")
     assert fed.coordinator.roster.get("porch").boot == first.boot
@@ -69,7 +69,7 @@ def test_after_a_restart_of_the_coordinator_there_is_still_only_one(fed):
     fed.kill_coordinator()
     fed.start_coordinator()
     fed.wait(5)
-    assert sum(agent.refused is not None for agent in (first, fed.agents["porch"])) == 1
+    assert sum(agent.rejected is not None for agent in (first, fed.agents["porch"])) == 1
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped", "without a will", "asleep and back"])
@@ -89,7 +89,7 @@ def test_a_restarted_agent_is_not_refused(fed, end):
     agent = fed.agents["porch"]
     assert fed.until(lambda: agent.welcomed) <= 4.5
     fed.wait(60)
-    assert agent.refused is None
+    assert agent.rejected is None
     assert fed.coordinator.roster.get("porch").boot == agent.boot
     assert fed.coordinator.roster.get("porch").notes == {}
 
@@ -100,14 +100,14 @@ def test_an_agent_that_restarts_again_while_it_is_asked_about_is_let_in(fed):
         fed.add("porch")
         fed.wait(1)
     assert fed.until(lambda: fed.agents["porch"].welcomed) <= 4.5
-    assert fed.agents["porch"].refused is None
+    assert fed.agents["porch"].rejected is None
 
 
 def test_a_broken_broker_makes_no_doubles(fed):
     for _ in range(5):
         restart_broker(fed)
         fed.wait(3)
-    assert fed.agents["porch"].refused is None
+    assert fed.agents["porch"].rejected is None
     assert fed.coordinator.status()["agents"][0]["notes"] == []
 
 

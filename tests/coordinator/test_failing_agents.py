@@ -15,7 +15,7 @@ from federation_harness import Federation
 
 from coordinator.cli.run import footnotes
 from coordinator.config import RoundConfig
-from coordinator.fleet.exclusion import Exclusions
+from coordinator.runs.selection import Exclusions
 from coordinator.state.journal import Accepted, OpenRound
 from edge_agent.errors import TrainingFailed
 from edge_agent.wire import messages as wire
@@ -67,7 +67,7 @@ def test_an_agent_whose_updates_are_always_rejected_costs_no_time_and_no_run(tmp
     assert asked(fed) == [1, 3, 6]
     names = [f"a{number}" for number in range(honest)]
     assert [line["agents"] for line in fed.metrics()] == [names] * 10
-    assert [line["round"] for line in fed.metrics() if line["refused"]] == [1, 3, 6]
+    assert [line["round"] for line in fed.metrics() if line["rejected"]] == [1, 3, 6]
     assert [line["round"] for line in fed.metrics() if line["left_out"]] == [2, 4, 5, 7, 8, 9, 10]
     summary = fed.state.run(fed.run).summary()
     reason = {"nan": "NaN", "names": "other.", "fault": "the loss became nan"}[spoils]
@@ -288,16 +288,16 @@ def test_when_only_those_remain_who_fail_the_run_waits_for_the_one_that_has_deli
 # --- pauses, by hand --------------------------------------------------------------------------------------------------
 
 
-def closed(number, delivered=(), refused=(), missing=()):
+def closed(number, delivered=(), rejected=(), missing=()):
     updates = {agent: Accepted("00" * 32, 1.0, {}) for agent in delivered}
-    cohort = (*delivered, *refused, *missing)
-    return OpenRound(number, 1, cohort, {}, updates, dict.fromkeys(refused, "not finite"))
+    cohort = (*delivered, *rejected, *missing)
+    return OpenRound(number, 1, cohort, {}, updates, dict.fromkeys(rejected, "not finite"))
 
 
 def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():
     book, number, pauses = Exclusions(), 1, []
     for _ in range(7):
-        book.closed(closed(number, refused=["m"]), {}, {})
+        book.closed(closed(number, rejected=["m"]), {}, {})
         again = next(n for n in range(number + 1, number + 100) if not book.left_out(n))
         pauses.append(again - number - 1)
         number = again
@@ -305,7 +305,7 @@ def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():
     assert book.on_trial == {"m"}
     book.closed(closed(number, delivered=["m"]), {}, {})
     assert book.on_trial == frozenset()
-    book.closed(closed(number + 1, refused=["m"]), {}, {})
+    book.closed(closed(number + 1, rejected=["m"]), {}, {})
     assert (book.left_out(number + 2), book.left_out(number + 3)) == ({"m": "not finite"}, {})
 
 

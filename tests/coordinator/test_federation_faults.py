@@ -50,7 +50,7 @@ def test_the_run_ends_with_the_same_bits_on_a_network_that(tmp_path, undisturbed
         assert fed.encoder_sha256 == undisturbed["wide"]
         assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2"]] * ROUNDS
         for agent in fed.agents.values():
-            agent.raise_if_refused()
+            agent.raise_if_rejected()
         assert took < 300, "recovery must not wait for deadlines"
 
 
@@ -70,8 +70,8 @@ def test_flipped_control_messages_are_noticed(tmp_path):
     ) as fed:
         fed.request(rounds=ROUNDS)
         fed.finish(3600)
-        assert fed.coordinator.refused.total > 5
-        assert {key.rpartition(" ")[2] for key in fed.coordinator.refused.counts} == {"MessageError"}
+        assert fed.coordinator.rejected.total > 5
+        assert {key.rpartition(" ")[2] for key in fed.coordinator.rejected.counts} == {"MessageError"}
         accepted = fed.entries("update_accepted")
         assert {entry.body["samples"] for entry in accepted} == {10}
 

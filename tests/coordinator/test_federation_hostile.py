@@ -62,7 +62,7 @@ def test_an_update_with_bad_tensors_is_refused_with_its_reason(fed, case):
     (noted,) = refusals(fed)
     assert noted == receipt.reason
     assert re.search(reason, noted)
-    assert fed.coordinator.collector.refused.counts == {f"mallory: {noted}": 1}
+    assert fed.coordinator.collector.rejected.counts == {f"mallory: {noted}": 1}
     assert_honest_result(fed)
 
 
@@ -76,7 +76,7 @@ def test_after_a_refusal_another_try_in_the_same_round_is_refused_too(fed):
     fed.mallory.deliver({name: np.full_like(array, np.nan) for name, array in fed.final.items()})
     receipt = fed.mallory.deliver(fed.final)
     assert not receipt.accepted
-    assert receipt.reason.startswith("already refused in round 1")
+    assert receipt.reason.startswith("already rejected in round 1")
     assert_honest_result(fed)
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_chunk_costs_itself_and_the_upload_can_go_on(fed, spoil):
     assert fed.mallory.heard(wire.Grant)
     fed.mallory.chunk(spoil(blob.frame(0)))
     fed.settle()
-    assert fed.coordinator.refused.total == 1
+    assert fed.coordinator.rejected.total == 1
     assert not fed.mallory.heard(wire.Receipt)
     fed.mallory.chunk(blob.frame(0))
     fed.settle()
@@ -189,7 +189,7 @@ def test_a_whole_blob_with_another_hash_is_asked_for_again(fed):
 def test_a_chunk_without_a_grant_is_refused_and_counted(fed):
     fed.mallory.send(Outgoing.of(encode(fed.final)))
     fed.settle()
-    assert fed.coordinator.refused.counts == {"mallory: ChunkError": 1}
+    assert fed.coordinator.rejected.counts == {"mallory: ChunkError": 1}
     assert_honest_result(fed)
 
 
@@ -205,7 +205,7 @@ def test_a_chunk_for_the_upload_of_somebody_else_changes_nothing(tmp_path):
         fed.settle()
         mallory.chunk(blob.frame(0))
         fed.settle()
-        assert fed.coordinator.refused.counts == {"mallory: ChunkError": 1}
+        assert fed.coordinator.rejected.counts == {"mallory: ChunkError": 1}
         assert not victim.heard(wire.Receipt)
 
 
@@ -230,7 +230,7 @@ def test_an_agent_outside_the_cohort_is_refused(fed):
     fed.settle()
     receipt = eve.deliver(fed.final)
     assert receipt.reason == "eve was not asked for an update in round 1"
-    assert fed.coordinator.collector.refused.counts == {f"eve: {receipt.reason}": 1}
+    assert fed.coordinator.collector.rejected.counts == {f"eve: {receipt.reason}": 1}
     assert_honest_result(fed)
 
 
@@ -249,7 +249,7 @@ def test_metrics_that_are_no_numbers_are_refused_and_do_not_hold_the_round(fed):
     fed.settle()
     fed.mallory.send(blob)
     fed.settle()
-    assert fed.coordinator.refused.counts == {"mallory: MessageError": 1, "mallory: ChunkError": 1}
+    assert fed.coordinator.rejected.counts == {"mallory: MessageError": 1, "mallory: ChunkError": 1}
     assert_honest_result(fed)
 
 

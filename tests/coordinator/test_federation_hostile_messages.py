@@ -11,7 +11,7 @@ from federation_harness import Federation
 
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.envelope import sealed
+from edge_agent.wire.messages import sealed
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def fed(tmp_path):
 
 def garbage():
     dice = np.random.default_rng(7)
-    deep = b'{"v":1,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    deep = b'{"v":2,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
     yield from (
         b"",
         b"\x00",
@@ -33,21 +33,21 @@ def garbage():
         b"1",
         b"\xff\xfe",
         deep,
-        b'{"v":1}',
+        b'{"v":2}',
         b'{"v":"1","type":"bye"}',
     )
-    yield b'{"v":1,"v":1,"type":"bye"}'
-    yield b'{"v":1,"type":["bye"]}'
-    yield b'{"v":1,"type":"bye","more":1}'
+    yield b'{"v":2,"v":2,"type":"bye"}'
+    yield b'{"v":2,"type":["bye"]}'
+    yield b'{"v":2,"type":"bye","more":1}'
     yield b'{"v":true,"type":"bye"}'
-    yield b'{"v":1.0,"type":"bye"}'
+    yield b'{"v":2.0,"type":"bye"}'
     yield b'{"v":' + b"9" * 3000 + b',"type":"bye"}'
     yield b'{"v":-' + b"9" * 3000 + b',"type":"bye"}'
     yield b'{"v":' + b"9" * 5000 + b',"type":"bye"}'
-    yield b'{"v":1,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[0,99999999999999]]}'
-    yield b'{"v":1,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[5,1]]}'
-    yield b'{"v":1,"type":"progress","digest":"' + b"0" * 64 + b'","seen":' + b"9" * 3000 + b"}"
-    yield b'{"v":1,"type":"hello","software":"x","tier":"train","samples":NaN}'
+    yield b'{"v":2,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[0,99999999999999]]}'
+    yield b'{"v":2,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[5,1]]}'
+    yield b'{"v":2,"type":"progress","digest":"' + b"0" * 64 + b'","seen":' + b"9" * 3000 + b"}"
+    yield b'{"v":2,"type":"hello","software":"x","tier":"train","samples":NaN}'
     yield b"x" * 60_000
     for size in (1, 39, 40, 41, 500, 5000):
         yield dice.bytes(size)
@@ -59,7 +59,7 @@ def test_garbage_on_every_topic_an_agent_speaks_on_harms_nobody(fed, kind):
     for payload in garbage():
         fed.mallory.raw(payload, topic("mallory"))
         fed.settle()
-    assert kind == "s" or fed.coordinator.refused.total > 20
+    assert kind == "s" or fed.coordinator.rejected.total > 20
     assert_honest_result(fed)
 
 
@@ -75,7 +75,7 @@ def test_garbage_on_every_topic_an_agent_listens_to_harms_nobody(fed):
         for topic in topics:
             fed.mallory.raw(payload, topic)
     fed.settle()
-    fed.agents["a0"].raise_if_refused()
+    fed.agents["a0"].raise_if_rejected()
     assert_honest_result(fed)
 
 
@@ -83,7 +83,7 @@ def test_a_long_presence_of_a_peer_does_not_reach_the_log(fed, caplog):
     boot = fed.coordinator.roster.get("mallory").boot
     fed.mallory.raw(f"offline {boot} {'9' * 100_000}".encode(), fed.topics.presence("mallory"))
     fed.settle()
-    assert fed.coordinator.refused.counts == {"mallory: MessageError": 1}
+    assert fed.coordinator.rejected.counts == {"mallory: MessageError": 1}
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert_honest_result(fed)
 
@@ -94,7 +94,7 @@ def test_names_that_cannot_be_agents_are_not_remembered(fed):
         fed.mallory.raw(b"x", f"{root}/a/UPPER{number}/up")
         fed.mallory.raw(b"online x", f"{root}/s/..")
     fed.settle()
-    assert fed.coordinator.refused.counts == {"topic: MessageError": 40}
+    assert fed.coordinator.rejected.counts == {"topic: MessageError": 40}
     assert [member.id for member in fed.coordinator.roster.members()] == ["a0", "a1", "mallory"]
 
 
@@ -102,8 +102,8 @@ def test_what_strangers_can_make_the_coordinator_remember_is_bounded(fed):
     for number in range(1500):
         fed.mallory.raw(b"x", fed.topics.up(f"n{number}"))
     fed.settle()
-    assert len(fed.coordinator.refused.counts) <= 1000
-    assert fed.coordinator.refused.total == 1500
+    assert len(fed.coordinator.rejected.counts) <= 1000
+    assert fed.coordinator.rejected.total == 1500
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_an_agent_of_another_protocol_is_told_so_and_the_coordinator_says_it_too
     fed.mallory.heard()
     fed.mallory.raw(json.dumps(raw).encode())
     fed.settle()
-    (refused,) = fed.mallory.heard(wire.Refused)
-    assert refused.error == "ProtocolMismatch"
-    for text in (refused.message, caplog.text):
+    (rejected,) = fed.mallory.heard(wire.Refused)
+    assert rejected.error == "ProtocolMismatch"
+    for text in (rejected.message, caplog.text):
         assert f"speaks protocol {version}"[:50] in text
         assert upgrade in text
-    assert fed.coordinator.refused.counts == {"mallory: ProtocolMismatch": 1}
+    assert fed.coordinator.rejected.counts == {"mallory: ProtocolMismatch": 1}
     assert_honest_result(fed)
 
 
@@ -132,13 +132,13 @@ def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed,
     raw = {**json.loads(fed.order(wire.Welcome(software="x", lease_s=1))), "v": version}
     raw.pop("crc", None)
     fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
-    fed.mallory.raw(b'{"v":2}', fed.topics.announce)
+    fed.mallory.raw(b'{"v":3}', fed.topics.announce)
     fed.settle()
-    assert "speaks protocol 1..1: peer speaks protocol" in caplog.text
+    assert "speaks protocol 2..2: peer speaks protocol" in caplog.text
     assert upgrade in caplog.text
     fed.wait(4)
     for agent in fed.agents.values():
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
         assert agent.welcomed
     assert_honest_result(fed)
 
@@ -174,7 +174,7 @@ def test_a_retained_message_of_another_protocol_does_not_stop_an_agent(tmp_path,
         mallory.transport.publish(topic, b'{"v":99,"type":"announce","epoch":1,"software":"x"}', retain=True)
         agent = fed.add("a0")
         fed.settle()
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
         assert agent.welcomed
 
 
@@ -192,7 +192,7 @@ def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path,
         fed.start_coordinator()
         fed.finish()
         assert fed.record.status == "finished"
-        assert fed.metrics()[0]["refused"] == []
+        assert fed.metrics()[0]["rejected"] == []
 
 
 def test_a_lower_epoch_is_not_listened_to(fed):
@@ -248,7 +248,7 @@ def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits
     """A newer coordinator may ask for something this agent has no words for; the round need not wait for it."""
     with Federation(tmp_path, agents=1, cohort={"min_agents": 1}, capture=True) as fed:
         fed.settle()
-        raw = b'{"v":1,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
+        raw = b'{"v":2,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
         Stranger(fed, "x").raw(sealed(raw), fed.topics.down("a0"))
         fed.settle()
         (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)

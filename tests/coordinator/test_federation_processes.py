@@ -17,7 +17,7 @@ from datetime import datetime
 import pytest
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
-from coordinator.state.run_request import Request
+from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.task import ImageInput, Task
 

@@ -23,11 +23,11 @@ def exports(monkeypatch):
     """Exports that write 200 kB and say so; the list holds the runs."""
     made = []
 
-    def fake(loop, path, purpose):
-        made.append(loop.run)
-        path.write_bytes(loop.run.encode() * 20_000)
+    def fake(run, path, purpose):
+        made.append(run.id)
+        path.write_bytes(run.id.encode() * 20_000)
         parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
-        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id(loop.run), parity=parity))
+        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id(run.id), parity=parity))
 
     monkeypatch.setattr(release, "export_run", fake)
     return made

@@ -12,7 +12,7 @@ from federation_duties import TinyDuties
 from federation_harness import Federation, TimedWorker
 
 from coordinator.runs import release
-from coordinator.runs.early_stopping import why_stop
+from coordinator.runs.release import stop_reason
 from edge_agent import methods
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire import messages as wire
@@ -150,7 +150,7 @@ def test_a_late_answer_about_an_earlier_release_does_not_pass_for_one_about_the_
 def test_when_a_run_stops(means, patience, stops):
     lines = [{"kind": "round", "round": 1}]
     lines += [{"kind": "release", "round": number, "mean": mean} for number, mean in enumerate(means, 1)]
-    assert bool(why_stop(lines, patience)) is stops
+    assert bool(stop_reason(lines, patience)) is stops
 
 
 # --- taking part -----------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_the_encoder_is_the_mean_of_those_who_train_it(tmp_path):
 
 def test_it_gets_its_own_combination_back_and_its_accuracies_are_on_record(tmp_path):
     fed = with_head_tier(tmp_path)
-    jobs = [m for m in fed.messages(fed.topics.down("h1"), wire.Job) if m.purpose == "join"]
+    jobs = [m for m in fed.messages(fed.topics.down("h1"), wire.Job) if m.purpose == "contribute"]
     assert {job.round for job in jobs} == {1, 2}
     assert all(job.bundle is not None for job in jobs)
     assert {"a0", "a1", "h1"} == set(fed.lines[1]["agents"])

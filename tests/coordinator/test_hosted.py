@@ -19,7 +19,7 @@ from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
 from edge_agent.wire.memory import MemoryBroker
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.transport import Message
 from edge_agent.worker import InlineWorker
 
@@ -179,7 +179,7 @@ def test_an_agent_with_the_id_of_a_hosted_client_is_refused_and_everybody_can_re
         fed.wait(1)
         second = fed.agents["c0"]
         with pytest.raises(DuplicateId, match="the id 'c0' is in use: the coordinator itself hosts a client") as told:
-            second.raise_if_refused()
+            second.raise_if_rejected()
         assert told.value.exit_code == 2
         assert second.boot in str(told.value)
         notes = {agent["id"]: agent["notes"] for agent in fed.coordinator.status()["agents"]}

@@ -21,10 +21,10 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import HostedTransport, transport
 from coordinator.processes import supervisor
 from coordinator.processes.supervisor import exit_reason
+from coordinator.runs.request import Request
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
-from coordinator.state.run_request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.wire import messages as wire

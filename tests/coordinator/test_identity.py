@@ -13,10 +13,10 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
+from coordinator.fleet.commands import RunIds, begin
+from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
-from coordinator.state.identity import RunIds, begin
 from coordinator.state.journal import Journal, draft
-from coordinator.state.run_request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.agent.local_state import FOLLOW_S
 from edge_agent.errors import DuplicateCoordinator

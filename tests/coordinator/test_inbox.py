@@ -53,7 +53,7 @@ def test_words_of_another_start_leave_the_condition_of_an_agent(fed, stray):
     fed.settle()
     member = fed.coordinator.roster.get("a0")
     before = member.fault
-    fed.coordinator.inbox.take("a0", "up", wire.encode(stray))
+    fed.coordinator.handle("a0", "up", wire.encode(stray))
     assert (member.condition, member.fault) == ("fault", before)
     assert before["error"] == "ValueError"
 
@@ -113,7 +113,9 @@ def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(
 def test_a_fault_while_reports_are_gathered_counts(fed):
     fed.add("a0")
     broken = fed.add("a1")
-    fed.tasks["a1"].before = lambda job: (_ for _ in ()).throw(ValueError("no")) if job.purpose == "finish" else None
+    fed.tasks["a1"].before = lambda job: (
+        (_ for _ in ()).throw(ValueError("no")) if job.purpose == "personalize" else None
+    )
     fed.settle()
     fed.request(rounds=1)
     fed.finish()

@@ -223,7 +223,7 @@ def test_replay_follows_a_run_through_its_life(journal):
     assert record.open_round is not None
     assert record.open_round.cohort == ("a", "b", "c")
     assert record.open_round.updates == {"b": Accepted("bb" * 32, 5.0, {"loss": 0.5})}
-    assert record.open_round.refused == {"c": "not finite"}
+    assert record.open_round.rejected == {"c": "not finite"}
     assert record.open_round.body["deadline_s"] == 60
     journal.append("round_closed", run=run, round=1, digest="11" * 32)
     record = journal.replay(run)
@@ -252,7 +252,7 @@ def test_new_attempt_keeps_the_updates_of_the_earlier_one(journal):
     open_round = journal.replay(run).open_round
     assert (open_round.attempt, open_round.cohort) == (2, ("a", "b", "d", "e", "c"))
     assert open_round.updates == {"a": Accepted("aa" * 32, 1.0, {})}
-    assert open_round.refused == {"d": "not finite"}
+    assert open_round.rejected == {"d": "not finite"}
 
 
 def test_update_of_a_round_that_is_not_open_changes_nothing(journal):

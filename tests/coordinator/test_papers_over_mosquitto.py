@@ -369,7 +369,7 @@ def test_devices_without_torch_take_part_in_fedpac_and_send_the_extra_arrays_alo
     made = methods.create("fedpac", PARAMS["fedpac"])
     extras = set(made.sends(made.build(TASK), TASK))
     for name in HEAD:
-        asked = [job.round for job in run.messages(run.topics.down(name), wire.Job) if job.purpose == "join"]
+        asked = [job.round for job in run.messages(run.topics.down(name), wire.Job) if job.purpose == "contribute"]
         assert sorted(set(asked)) == [1, 2, 3, 4, 5]
         assert [set(tensors) for tensors in run.uploads(name).values()] == [extras] * ROUNDS
     assert [set(tensors) for tensors in run.uploads("a0").values()] == [declared("fedpac")[0]] * ROUNDS

@@ -16,7 +16,7 @@ from coordinator.hosted.run_hooks import PROXY_LIMIT_S, OwnDataHooks, _pending_s
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
-from coordinator.runs.proxy_metrics import told
+from coordinator.runs.proxy_metrics import metric_lines
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.storage import write_tensors
@@ -152,7 +152,7 @@ class Watched(Federation):
 
     def start_coordinator(self):
         def prepare(coordinator):
-            coordinator.aside = OwnDataHooks(self.proxy, self.desk, self.worker)
+            coordinator.hooks = OwnDataHooks(self.proxy, self.desk, self.worker)
 
         return super().start_coordinator(prepare)
 
@@ -257,7 +257,7 @@ def test_what_is_asked_for_a_run_that_ends_is_dropped_and_hinders_no_other(tmp_p
         over = fed.state.journal.last_id()
         slow.work()
         assert fed.state.journal.last_id() == over, "a figure that comes too late is nobody's"
-        fed.coordinator.aside._worker = InlineWorker()
+        fed.coordinator.hooks._worker = InlineWorker()
         fed.request("fedavg", rounds=2, params=SMALL)
         fed.finish()
         assert sorted(fed.told()) == [1, 2]
@@ -317,7 +317,7 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
     assert (entry.round, entry.body) == (1, {"reason": "RunFailed: no memory for round 1"})
     assert summary["proxy_failed"] == [{"round": 1, **entry.body}]
     line = "acc.proxy could not be computed, first after round 1: RunFailed: no memory for round 1"
-    assert list(told(summary)) == [line]
+    assert list(metric_lines(summary)) == [line]
     assert line in page
     shown = CliRunner().invoke(
         command_tree(["status"]), ["status", "--state", str(fed.config.state)], terminal_width=200
@@ -329,9 +329,9 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
 def test_what_is_not_known_is_not_shown_as_an_accuracy():
     warm = {"samples": 3, "data": "npz:x", "epochs": 1, "accuracy": None}
     proxy = {"round": 2, "acc": None, "samples": 0, "by": "global head"}
-    first, second = told({"warm_start": warm, "proxy": [proxy]})
-    assert first == "warm start: 3 samples of npz:x, 1 epoch, not scored, for no samples were held back"
-    assert second == "acc.proxy after round 2: not known on 0 samples, by global head"
+    first, second = metric_lines({"warm_start": warm, "proxy": [proxy]})
+    assert first == "warm start: 3 samples of npz:x, 1 epoch, not evaluated (no held-out samples)"
+    assert second == "acc.proxy after round 2: unknown on 0 samples, by global head"
     assert "3 samples, 1 epochs, not scored" in render(read_run("run-1", {"warm_start": warm}, []))
 
 

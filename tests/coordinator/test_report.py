@@ -50,7 +50,7 @@ class Page(HTMLParser):
 
 def round_record(number, **changes):
     acc = {"global": {"a": 0.5, "b": 0.25 * number}, "personal": {"a": 0.75, "b": 0.8}}
-    record = {"kind": "round", "round": number, "seconds": 1.5, "agents": ["a", "b"], "missing": [], "refused": []}
+    record = {"kind": "round", "round": number, "seconds": 1.5, "agents": ["a", "b"], "missing": [], "rejected": []}
     return {**record, "bytes_up": 3_000_000, "bytes_down": 1_000_000, "acc": acc, "loss": {"a": 0.1}, **changes}
 
 
@@ -122,11 +122,11 @@ def test_charts_are_told_in_words_for_those_who_cannot_see():
 
 
 def test_missing_and_refused_updates_are_listed_with_reasons():
-    records = [round_record(1, missing=["b"]), round_record(2, refused=[{"agent": "a", "reason": "not finite"}])]
+    records = [round_record(1, missing=["b"]), round_record(2, rejected=[{"agent": "a", "reason": "not finite"}])]
     text = page_of(SUMMARY, records).text
     assert "1 b no update before the round closed" in text
-    assert "2 a refused: not finite" in text
-    assert "Missing and refused" not in page_of(SUMMARY, [round_record(1)]).text
+    assert "2 a rejected: not finite" in text
+    assert "Missing and rejected" not in page_of(SUMMARY, [round_record(1)]).text
 
 
 def test_round_recorded_twice_counts_once_as_recorded_last():
@@ -143,7 +143,7 @@ def test_nothing_from_agents_or_requests_becomes_markup():
             1,
             agents=[HOSTILE],
             missing=[HOSTILE],
-            refused=[{"agent": HOSTILE, "reason": HOSTILE}],
+            rejected=[{"agent": HOSTILE, "reason": HOSTILE}],
             acc={"global": {HOSTILE: 0.5}},
         ),
         agent_record(HOSTILE, tier=HOSTILE, head=HOSTILE),
@@ -183,7 +183,7 @@ KEYS = (
     "seconds",
     "agents",
     "missing",
-    "refused",
+    "rejected",
     "bytes_up",
     "acc",
     "loss",

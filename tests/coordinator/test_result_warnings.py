@@ -40,11 +40,11 @@ def test_a_client_below_its_local_baseline_by_more_than_noise():
 
 
 def test_agents_that_are_absent_at_the_end():
-    def closed(number, agents, missing=(), refused=()):
-        told = [{"agent": agent, "reason": "NaN"} for agent in refused]
-        return {"round": number, "agents": agents, "missing": missing, "refused": told}
+    def closed(number, agents, missing=(), rejected=()):
+        told = [{"agent": agent, "reason": "NaN"} for agent in rejected]
+        return {"round": number, "agents": agents, "missing": missing, "rejected": told}
 
-    records = [closed(1, ["a", "b"], refused=["c"]), closed(2, ["a"], missing=["b"], refused=["c"]), closed(3, ["a"])]
+    records = [closed(1, ["a", "b"], rejected=["c"]), closed(2, ["a"], missing=["b"], rejected=["c"]), closed(3, ["a"])]
     found = list(absent_of(records, 3, lambda agent: agent == "b", {"c": "NaN"}))
     assert [(one["kind"], one["clients"]) for one in found] == [("offline", ["b"]), ("left_out", ["c"])]
     assert "last heard in round 2 of 3; its last update is of round 1" in found[0]["message"]

@@ -80,7 +80,9 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.add("a0", seconds=10)
         fed.add("head", tier="head")
         fed.request(rounds=1)
-        fed.until(lambda: (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.purpose == "finish")
+        fed.until(
+            lambda: (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.purpose == "personalize"
+        )
         fed.wait(3)
         fed.agents["head"]._hello()
         fed.finish()
@@ -301,7 +303,7 @@ def test_a_report_that_was_lost_is_asked_for_again(tmp_path):
 def test_a_finish_job_that_was_lost_is_sent_again(tmp_path):
     with Federation(tmp_path, agents=2, heartbeat_s=5) as fed:
         fed.request(rounds=1)
-        lost = lose(fed.coordinator.transport, lambda m: isinstance(m, wire.Job) and m.purpose == "finish")
+        lost = lose(fed.coordinator.transport, lambda m: isinstance(m, wire.Job) and m.purpose == "personalize")
         assert fed.finish() < 15
         assert len(lost) == 1
         assert [a["id"] for a in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
@@ -341,7 +343,7 @@ def test_a_fault_is_not_waited_for_and_its_reason_is_kept(tmp_path):
         fed.tasks["a1"].before = broken
         fed.request(rounds=1)
         assert fed.until(lambda: fed.entries("round_closed")) < 1
-        assert fed.metrics()[0]["refused"] == [{"agent": "a1", "reason": "ValueError: the camera is unplugged"}]
+        assert fed.metrics()[0]["rejected"] == [{"agent": "a1", "reason": "ValueError: the camera is unplugged"}]
 
 
 def test_work_that_fails_while_the_agent_is_asked_again_fails_once(tmp_path):

@@ -12,7 +12,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
 from coordinator.runs.context import Waiting
-from coordinator.service.status import Voice
+from coordinator.service.status import StatusWriter
 from edge_agent.wire import messages as wire
 
 
@@ -93,8 +93,8 @@ def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "pwrite", full)
         agent.send(blob)
         fed.settle()
-        assert fed.coordinator.refused.counts
-        assert {key.rpartition(" ")[2] for key in fed.coordinator.refused.counts} <= {"OSError", "ChunkError"}
+        assert fed.coordinator.rejected.counts
+        assert {key.rpartition(" ")[2] for key in fed.coordinator.rejected.counts} <= {"OSError", "ChunkError"}
         assert not [r for r in agent.heard(wire.Receipt) if r.accepted]
         monkeypatch.setattr(os, "pwrite", real)
         fed.clock.now += 2
@@ -123,7 +123,7 @@ def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_
         monkeypatch.setattr(fed.coordinator.distributor, "progress", broken)
         Stranger(fed, "x").say(wire.Progress(digest="0" * 64, seen=1))
         fed.settle()
-        assert fed.coordinator.refused.counts == {"x: ZeroDivisionError": 1}
+        assert fed.coordinator.rejected.counts == {"x: ZeroDivisionError": 1}
         assert "message_broke" in caplog.text
         fed.request(rounds=1)
         fed.finish()
@@ -185,10 +185,10 @@ def test_a_round_of_many_agents_takes_few_lines_of_the_log(tmp_path, caplog):
 
 def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(tmp_path):
     now, path = [0.0], tmp_path / "status.json"
-    voice = Voice(path, lambda: now[0])
+    writer = StatusWriter(path, lambda: now[0])
 
     def say(place):
-        voice.say(Waiting(f"update {place}"), lambda: {"waiting": place})
+        writer.update(Waiting(f"update {place}"), lambda: {"waiting": place})
         return json.loads(path.read_bytes())["waiting"]
 
     assert [say(place) for place in range(5)] == [0] * 5
@@ -201,24 +201,24 @@ def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(
 
 def test_what_is_not_written_yet_is_before_a_silence_but_not_too_often(tmp_path):
     now, path = [0.0], tmp_path / "status.json"
-    voice = Voice(path, lambda: now[0])
+    writer = StatusWriter(path, lambda: now[0])
 
     def said():
         return json.loads(path.read_bytes())["waiting"]
 
     for place in range(3):
-        voice.say(Waiting(f"update {place}"), lambda place=place: {"waiting": place})
+        writer.update(Waiting(f"update {place}"), lambda place=place: {"waiting": place})
     assert said() == 0
-    voice.catch_up(lambda: {"waiting": 2}, 1.0)
+    writer.catch_up(lambda: {"waiting": 2}, 1.0)
     assert said() == 2
     now[0] = 0.1
-    voice.say(Waiting("update 3"), lambda: {"waiting": 3})
-    voice.catch_up(lambda: {"waiting": 3}, 1.0)
+    writer.update(Waiting("update 3"), lambda: {"waiting": 3})
+    writer.catch_up(lambda: {"waiting": 3}, 1.0)
     assert said() == 2
-    voice.catch_up(lambda: {"waiting": 3})
+    writer.catch_up(lambda: {"waiting": 3})
     assert said() == 3
     path.unlink()
-    voice.catch_up(lambda: {"waiting": 3})
+    writer.catch_up(lambda: {"waiting": 3})
     assert not path.exists(), "there is no news"
 
 

@@ -323,7 +323,7 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
                 trained, seconds[0] = trained + 1, seconds[0] + 4.0
                 told.count(job)
         assert told.left_s() == pytest.approx(3 * 0.25 * 4.0)
-        told.count(job.model_copy(update={"purpose": "finish"}))
+        told.count(job.model_copy(update={"purpose": "personalize"}))
         assert told.left_s() == pytest.approx(24.0 / 6.25 * 0.5)
 
 

@@ -282,7 +282,7 @@ def test_the_longest_go_first_by_samples_and_then_by_what_was_measured():
     durations.note("a", "train", 9.0)
     durations.note("b", "train", 2.0)
     assert [durations.expected(client, "train") for client in "abc"] == [9.0, 2.0, pytest.approx(11.0)]
-    assert durations.expected("c", "finish") == 30.0
+    assert durations.expected("c", "personalize") == 30.0
 
 
 # --- who takes part --------------------------------------------------------------------------------------------------

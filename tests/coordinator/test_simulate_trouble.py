@@ -13,6 +13,7 @@ from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
+from coordinator.fleet import commands
 from coordinator.fleet.uploads import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
@@ -20,7 +21,6 @@ from coordinator.simulation import results
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, PLAN, Prepared, planned
-from coordinator.state import identity
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import methods
@@ -221,7 +221,7 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
         path.unlink()
     with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
         if started:
-            identity.begin(journal, version="0.1.0", boot="later")
+            commands.begin(journal, version="0.1.0", boot="later")
     with pytest.raises(StateError, match=words):
         run(plan, folder)
     assert list((folder / "clients").rglob("kept-*"))

@@ -151,7 +151,7 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
             fed.wait(60)
             assert (fed.record.is_over, fed.record.round) == (False, 3)
             assert "No space left on device" in status_file(fed)["storage"]
-            finished = [number for _, number, what in fed.tasks["a0"].done if what == "finish"]
+            finished = [number for _, number, what in fed.tasks["a0"].done if what == "personalize"]
             assert len(finished) < 10, "tried again with growing pauses"
         fed.finish()
         assert fed.encoder_sha256 == undisturbed

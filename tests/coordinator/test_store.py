@@ -33,7 +33,6 @@ def test_same_content_is_kept_once(blobs):
     first = blobs.path(ABC).stat()
     blobs.put(memoryview(b"abc"))
     assert blobs.path(ABC).stat().st_ino == first.st_ino, "not written again"
-    assert blobs.usage_bytes() == 3
 
 
 def test_damaged_blob_is_refused_when_read_and_healed_when_put_again(blobs):
@@ -55,25 +54,6 @@ def test_what_is_no_hash_is_never_a_path(blobs, name):
     with pytest.raises(StateError, match="not a SHA-256") as caught:
         blobs.path(name)
     assert len(str(caught.value)) < 300
-
-
-def test_adopted_file_moves_and_a_wrong_one_stays(blobs, tmp_path):
-    source = tmp_path / "partial"
-    source.write_bytes(b"abc")
-    with pytest.raises(StateError, match="expected 0000"):
-        blobs.adopt(source, "0" * 64)
-    assert source.exists()
-    assert blobs.adopt(source, ABC) == blobs.path(ABC)
-    assert not source.exists()
-    assert blobs.read(ABC) == b"abc"
-
-
-def test_adopting_what_is_there_already_removes_the_second_copy(blobs, tmp_path):
-    blobs.put(b"abc")
-    (tmp_path / "partial").write_bytes(b"abc")
-    blobs.adopt(tmp_path / "partial", ABC)
-    assert not (tmp_path / "partial").exists()
-    assert blobs.read(ABC) == b"abc"
 
 
 def test_prune_keeps_what_it_is_told_and_counts_what_it_frees(blobs):

@@ -19,8 +19,8 @@ from coordinator.hosted.run_hooks import OwnDataHooks
 from coordinator.hosted.warm_start import train_warm
 from coordinator.processes import compute, supervisor
 from coordinator.processes.compute import ComputeProcess
+from coordinator.runs.request import Request
 from coordinator.service.preflight import checked_method
-from coordinator.state.run_request import Request
 from edge_agent import methods
 from edge_agent.config import parse
 from edge_agent.errors import ConfigError, RunFailed, UsageError
@@ -68,7 +68,7 @@ class Warmed(Federation):
 
     def start_coordinator(self):
         def prepare(coordinator):
-            coordinator.aside = OwnDataHooks(None, self.desk, InlineWorker())
+            coordinator.hooks = OwnDataHooks(None, self.desk, InlineWorker())
 
         return super().start_coordinator(prepare)
 
@@ -154,7 +154,7 @@ def test_a_cancelled_run_does_not_keep_the_process_busy(tmp_path, images):
             pass
 
     with Warmed(tmp_path / "fed", images, agents=1) as fed:
-        fed.coordinator.aside = OwnDataHooks(None, fed.desk, Never())
+        fed.coordinator.hooks = OwnDataHooks(None, fed.desk, Never())
         run = fed.request()
         fed.settle()
         assert "before the first round" in fed.coordinator.status()["waiting"]["for"]
@@ -271,15 +271,15 @@ def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_
         return start(*words, **options)
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
-    refused = threading.Event()
+    rejected = threading.Event()
 
     def ask():
         with pytest.raises(RunFailed, match="request cancelled"):
             asked.submit(question)
-        refused.set()
+        rejected.set()
 
     threading.Thread(target=ask, daemon=True).start()
-    assert refused.wait(20)
+    assert rejected.wait(20)
     asked.close()
 
 

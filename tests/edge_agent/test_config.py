@@ -18,7 +18,7 @@ from edge_agent.config import (
 )
 from edge_agent.errors import ConfigError
 from edge_agent.task import Task
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.messages import Topics
 
 MINIMAL = {"data": {"source": "folder:pictures"}}
 

@@ -150,7 +150,7 @@ def besieged(folder: Path) -> Iterator[Federation]:
         federation.mallory.hello()
         federation.request(rounds=1)
         federation.wait(1)
-        assert federation.coordinator.loop.fleet.collector.open_round.cohort == ("a0", "a1", "mallory")
+        assert federation.coordinator.collector.open_round.cohort == ("a0", "a1", "mallory")
         yield federation
 
 
@@ -163,7 +163,7 @@ def assert_honest_result(fed: Federation) -> None:
         np.testing.assert_allclose(array, start[name] + mean, rtol=1e-6)
     assert fed.metrics()[0]["agents"] == ["a0", "a1"]
     known = {"MessageError", "ChunkError", "ProtocolMismatch"}
-    assert {key.rpartition(" ")[2] for key in fed.coordinator.refused.counts} <= known
+    assert {key.rpartition(" ")[2] for key in fed.coordinator.rejected.counts} <= known
 
 
 def refusals(fed: Federation, agent: str = "mallory") -> list[str]:

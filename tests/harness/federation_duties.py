@@ -80,12 +80,17 @@ class FakeDuties:
     def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
         self.before(job)
         self.done.append((wire.run_name(job.run), job.round, job.purpose))
-        if job.purpose == "finish":
+        if job.purpose == "personalize":
             return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
         move = np.float32(step_of(self.config.id) * job.round)
         tensors = {name: array + move for name, array in received.items()}
         manifest = self.outbox.put(
-            tensors, run=job.run, round_number=job.round, samples=self.samples, metrics={"loss": 1.0}
+            tensors,
+            run=job.run,
+            round_number=job.round,
+            samples=self.samples,
+            metrics={"loss": 1.0},
+            purpose=job.purpose,
         )
         self.after(job)
         return manifest

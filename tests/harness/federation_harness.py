@@ -15,16 +15,16 @@ from typing import Any
 from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
+from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
-from coordinator.state.run_request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
 from edge_agent.wire.memory import Faults, MemoryBroker, MemoryTransport
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.tensors import decode
-from edge_agent.wire.topics import Topics
 from edge_agent.worker import InlineWorker
 
 LONGEST_PAUSE_S = 0.5

@@ -19,8 +19,7 @@ from edge_agent.methods.values import Client
 from edge_agent.wire.tensors import decode
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
-from ...state.retention import states_of
-from ...state.store import StateFolder
+from ...state.store import StateFolder, states_of
 from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, Mixing, Settings, mixing_of, split_mask
 
 

@@ -25,9 +25,8 @@ from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
 from ...runs.batch_norm import pooled_before
-from ...state.retention import states_of
-from ...state.run_request import Request
-from ...state.store import StateFolder
+from ...runs.request import Request
+from ...state.store import StateFolder, states_of
 from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, LeftOut, Mixing, Settings, mixing_of
 
 

@@ -12,8 +12,8 @@ from edge_agent import __version__
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import MeasuringFailed
 from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ...broker import find_mosquitto
@@ -23,7 +23,7 @@ from .processes import Measured, Usage, answer, module, usage, wait_for
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
-    from edge_agent.bundle import Bundle, Precision
+    from edge_agent.bundle import Bundle, EncoderPrecision
 
 HEADS = {"lr": "LR", "svm": "SVM", "dualfed": "DualFed", "fedpick": "FedPick"}
 LIMIT_S = 60.0
@@ -58,7 +58,7 @@ def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
     yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in found]), "s")
 
 
-def encoder_rows(bundle: Bundle, precision: Precision, folder: Path) -> Iterator[Row]:
+def encoder_rows(bundle: Bundle, precision: EncoderPrecision, folder: Path) -> Iterator[Row]:
     """ResNet18 in a process with all of the agent's code, one thread, one image at a time."""
     # The first child makes the .ort file, which the second only maps into memory.
     for _ in range(2):

@@ -18,8 +18,8 @@ from edge_agent.task import ImageInput, Task
 from ...broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from ...broker.supervise import SupervisedBroker
 from ...cli.follow import read_status
+from ...runs.request import Request
 from ...state.journal import Journal
-from ...state.run_request import Request
 from ...state.store import StateFolder
 from .figures import Row, quantile
 from .processes import Measured, Usage, answer, forget_peak, module, usage, wait_for

@@ -17,9 +17,9 @@ from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
 from edge_agent.storage import read_json, write_json
 
+from ...runs.request import Weights
 from ...simulation.plan import HOW_NOT_WHAT, Plan
 from ...simulation.setup import WEIGHTS, planned
-from ...state.run_request import Weights
 from ...state.store import StateFolder
 from .definition import Column, Row, Table, data_of, slug
 

@@ -6,8 +6,7 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 
 from coordinator.cli import main
-from coordinator.state.retention import states_of
-from coordinator.state.store import StateFolder
+from coordinator.state.store import StateFolder, states_of
 from edge_agent.agent.local_state import ClientStateFiles
 
 
@@ -42,7 +41,7 @@ def test_another_runs_end_leaves_kept_states_alone(images, folder):
     path, _ = simulated(images, folder / "again")
     state = StateFolder(path)
     with state.open("test"):
-        from coordinator.state.retention import blobs_in_use
+        from coordinator.state.store import blobs_in_use
 
         before = states_of(state, "run-0001")
         state.blobs.prune(blobs_in_use(state.journal))
@@ -76,7 +75,7 @@ def test_the_file_says_how_many_states_to_keep_and_the_option_wins(tmp_path):
 
 
 def test_a_request_from_before_states_could_be_kept_keeps_none():
-    from coordinator.state.run_request import Request
+    from coordinator.runs.request import Request
     from edge_agent.task import Task
 
     request = Request("fedavg", {}, 3, 0, Task(class_names=("a",)), keep_every=4)

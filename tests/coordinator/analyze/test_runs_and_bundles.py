@@ -19,7 +19,7 @@ from edge_agent.wire.tensors import decode
 
 @pytest.fixture(scope="module")
 def bundle(coordinator, folder):
-    from coordinator.state.run_request import Request
+    from coordinator.runs.request import Request
     from export.bundle import export_bundle, model_from_state, synthetic_inputs
 
     state = StateFolder(coordinator)

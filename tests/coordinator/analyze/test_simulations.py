@@ -12,8 +12,7 @@ from federation_duties import SMALL
 from simulation_harness import write_images
 
 from coordinator.research.analyze import Location, Settings, find
-from coordinator.state.retention import states_of
-from coordinator.state.store import StateFolder
+from coordinator.state.store import StateFolder, states_of
 from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.errors import StateError

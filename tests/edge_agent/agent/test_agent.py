@@ -17,7 +17,7 @@ from edge_agent.agent.tasks import TaskRunner
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.topics import Topics
+from edge_agent.wire.messages import Topics
 
 TOPICS = Topics("home")
 
@@ -224,7 +224,7 @@ def test_a_new_run_during_the_end_of_the_old_one_is_not_lost(fed):
     """While the agent personalizes for the old run, the coordinator (restarted without it) asks for a new round."""
     agent = fed.add("a0", seconds=5)
     fed.request(rounds=1)
-    fed.until(lambda: agent.jobs.job is not None and agent.jobs.job.purpose == "finish")
+    fed.until(lambda: agent.jobs.job is not None and agent.jobs.job.purpose == "personalize")
     fed.wait(1)
     job = agent.jobs.job.model_copy(update={"run": "run-0099", "purpose": "train", "round": 1, "boot": "c9", "seq": 9})
     Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))

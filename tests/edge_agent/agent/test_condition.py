@@ -69,14 +69,14 @@ def local(agent) -> dict:
 def test_an_agent_whose_disk_cannot_be_written_stalls_and_resumes(fed, monkeypatch, code):
     """Also a status that cannot be written, as an idle agent's."""
 
-    def refused(*_, **__):
+    def rejected(*_, **__):
         raise OSError(code, os.strerror(code), "status.json")
 
     agent = fed.add("a0")
     fed.settle()
     with monkeypatch.context() as patch:
-        patch.setattr("edge_agent.agent.event_loop.write_atomic", refused)
-        patch.setattr("edge_agent.agent.health.write_atomic", refused)
+        patch.setattr("edge_agent.agent.event_loop.write_atomic", rejected)
+        patch.setattr("edge_agent.agent.health.write_atomic", rejected)
         try:
             agent.write_status()
         except OSError as error:
@@ -297,7 +297,7 @@ def test_words_of_a_peer_cannot_steer_a_terminal_or_forge_a_line(fed, caplog):
     fed.add("a0")
     fed.settle()
     agent = fed.agents["a0"]
-    fault = wire.Fault.model_construct(v=1, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
+    fault = wire.Fault.model_construct(v=2, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
     agent.transport.publish(fed.topics.up("a0"), wire.encode(fault))
     fed.settle()
     said = member(fed)["fault"]["message"]

@@ -6,8 +6,7 @@ import pytest
 
 from edge_agent.agent.downloads import Downloads
 from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S
+from edge_agent.wire.chunks import IDLE_S, REPORT_AFTER_S, BlobCache, Outgoing, decode_frame
 from edge_agent.wire.messages import Have, Progress, Want
 
 

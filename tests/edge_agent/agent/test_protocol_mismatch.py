@@ -13,7 +13,7 @@ from edge_agent.agent.health import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mis
 from edge_agent.errors import ProtocolMismatch
 from edge_agent.wire import messages as wire
 
-SEVEN_BYTES = b'{"v":2}'
+SEVEN_BYTES = b'{"v":3}'
 
 
 @pytest.fixture
@@ -28,12 +28,14 @@ def hellos(fed, name="a0"):
 
 
 def newer_coordinator(fed, *, as_refusal):
-    """In place of ours: answers every hello, in words of version 2 or with what version 2 says to version 1."""
+    """In place of ours: answers every hello, in words of version 3 or with what version 3 says to version 2."""
     fed.kill_coordinator()
     ears = Stranger(fed, "newer")
     ears.transport.subscribe(fed.topics.up("+"))
     step = fed.step
-    refusal = wire.encode(wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 2..2: upgrade"))
+    rejection = wire.encode(
+        wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 3..3: upgrade")
+    )
 
     def both():
         busy = step()
@@ -41,7 +43,7 @@ def newer_coordinator(fed, *, as_refusal):
             busy = True
             topic = getattr(event, "topic", "")
             if topic.endswith("/up") and b'"hello"' in event.payload:
-                ears.raw(refusal if as_refusal else SEVEN_BYTES, topic.replace("/up", "/dn"))
+                ears.raw(rejection if as_refusal else SEVEN_BYTES, topic.replace("/up", "/dn"))
         return busy
 
     fed.step = both
@@ -59,7 +61,7 @@ def test_seven_bytes_end_no_agent(fed, announced, caplog):
     fed.wait(5)
     assert hellos(fed) == before + 1
     for agent in fed.agents.values():
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
         assert agent.welcomed
     fed.request(rounds=1)
     fed.finish()
@@ -75,7 +77,7 @@ def test_seven_bytes_every_ten_seconds_end_no_agent_whose_coordinator_answers(fe
         fed.wait(10)
     assert fed.record.status == "finished"
     for agent in fed.agents.values():
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
         assert agent.welcomed
 
 
@@ -85,7 +87,7 @@ def test_an_upgraded_coordinator_is_asked_with_growing_pauses_and_then_given_up(
     newer_coordinator(fed, as_refusal=as_refusal).raw(SEVEN_BYTES, fed.topics.announce)
     before = hellos(fed)
     fed.wait(FINAL_S - 40)
-    agent.raise_if_refused()
+    agent.raise_if_rejected()
     asked = hellos(fed) - before
     assert LEAST_ANSWERS <= asked <= 20
     agent.welcomed = False
@@ -94,8 +96,8 @@ def test_an_upgraded_coordinator_is_asked_with_growing_pauses_and_then_given_up(
     assert "speaks another protocol" in waits
     assert "ends when that goes on for 5 minutes" in waits
     fed.wait(40 + LONGEST_PAUSE_S)
-    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 1\.\.1: .*for more than 5 minutes") as end:
-        agent.raise_if_refused()
+    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 2\.\.2: .*for more than 5 minutes") as end:
+        agent.raise_if_rejected()
     assert end.value.exit_code == 3
 
 
@@ -108,7 +110,7 @@ def test_an_upgrade_that_is_taken_back_within_minutes_costs_no_agent(fed):
     fed.until(lambda: fed.coordinator.roster.present() == ["a0", "a1"], limit_s=5)
     fed.wait(FINAL_S)
     for agent in fed.agents.values():
-        agent.raise_if_refused()
+        agent.raise_if_rejected()
 
 
 class Bench:

@@ -68,7 +68,7 @@ def test_doing_a_round_again_gives_the_same_bits(make):
 def test_the_report_tells_what_was_got_and_the_personal_part_is_kept(make):
     tasks = make()
     tasks.do(job(), received())
-    report = tasks.do(job(purpose="finish"), received(0.2))
+    report = tasks.do(job(purpose="personalize"), received(0.2))
     assert 0 <= report.acc_personal <= 1
     assert 0 <= report.acc_local <= 1
     assert report.acc_global is None, "FedPer shares no classifier"

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import Incoming, decode_frame
-from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S, REPORT_EVERY, STALL_S, Receiving, Sending
+from edge_agent.wire.chunks import (
+    IDLE_S,
+    REPORT_AFTER_S,
+    REPORT_EVERY,
+    STALL_S,
+    Incoming,
+    Receiving,
+    Sending,
+    decode_frame,
+)
 
 
 def sending(chunks=20, receivers=("a",), window=4, ranges=None, now=0.0) -> Sending:

@@ -11,8 +11,7 @@ from chunked_blobs import CHUNK, blob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.wire.chunks import Incoming, decode_frame
-from edge_agent.wire.flow import Receiving, Sending
+from edge_agent.wire.chunks import Incoming, Receiving, Sending, decode_frame
 
 
 class World:

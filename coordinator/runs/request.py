@@ -1,11 +1,13 @@
-"""What somebody asked for when they started a run."""
+"""The request of a run: method, parameters, rounds, seed, task, and the weights it starts with."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from edge_agent.errors import WeightsError, cause
 from edge_agent.storage import sha256_file
@@ -21,21 +23,21 @@ log = logging.getLogger(__name__)
 
 
 class Weights(Frozen):
-    """A file that the encoder begins with, as it was when it was asked for."""
+    """A file of initial encoder weights, and its hash when the run was requested."""
 
     path: Path
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> Weights:
-        """The file as it is now.
+        """The file with its current hash.
 
         Raises:
             WeightsError: it cannot be read.
         """
         try:
             if path.exists() and not path.is_file():
-                raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
+                raise WeightsError(f"{path}: is not a file; give a safetensors file of weights")
             return cls(path=path.absolute(), sha256=sha256_file(path))
         except OSError as error:
             raise WeightsError(
@@ -43,15 +45,17 @@ class Weights(Frozen):
             ) from error
 
     def load_into(self, model: Parts) -> None:
-        """Let the model's encoder begin with them.
+        """Load the weights into the model's encoder.
 
         Raises:
-            WeightsError: the file is gone or has changed, or does not hold this encoder.
+            WeightsError: the file is missing or has changed, or does not contain this encoder.
         """
         from edge_agent.training.weights import put_weights, read_weights
 
         if Weights.of(self.path).sha256 != self.sha256:
-            raise WeightsError(f"{self.path}: has changed since the run was asked for; bring it back, or ask anew")
+            raise WeightsError(
+                f"{self.path}: has changed since the run was requested; restore it, or request a new run"
+            )
         weights, left_out = read_weights(model.encoder, self.path)
         put_weights(model, weights)
         log.info("weights_loaded path=%s left_out=%s", self.path, listed(left_out, "-"))
@@ -59,7 +63,7 @@ class Weights(Frozen):
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for; the body of the journal's ``run_requested``."""
+    """What a run was requested with; the body of the journal's ``run_requested``."""
 
     method: str
     params: dict[str, Any]
@@ -67,35 +71,27 @@ class Request:
     seed: int
     task: Task
     keep_every: int = 0
-    """The states after every so many rounds stay on disk when the run goes on; 0 = the newest only."""
+    """Retain the checkpoints after every so many rounds; 0: the newest only."""
 
     warm_start: WarmStartConfig | None = None
-    """What the encoder learns at the coordinator before the first round."""
+    """Training of the encoder at the coordinator before the first round."""
 
     weights: Weights | None = None
-    """What the encoder begins with, before that; None: fresh from the seed."""
+    """Initial weights of the encoder, before a warm start; None: initialised from the seed."""
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
-        parts = {"task": self.task, "warm_start": self.warm_start, "weights": self.weights}
-        return vars(self) | {
-            name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()
-        }
+        body: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
+        return body
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Request:
-        """From JSON.
+        """From JSON; other keys are ignored.
 
         Raises:
-            KeyError: a field is missing.
-            ValueError: the task is not one.
+            ValueError: a field is missing or invalid.
         """
-        fields = {key: body[key] for key in ("method", "params", "rounds", "seed")}
-        warm, weights = body.get("warm_start"), body.get("weights")
-        return cls(
-            **fields,
-            task=Task.model_validate(body["task"]),
-            keep_every=int(body.get("keep_every", 0)),
-            warm_start=None if warm is None else WarmStartConfig.model_validate(warm),
-            weights=None if weights is None else Weights.model_validate(weights),
-        )
+        return _REQUEST.validate_python(body)
+
+
+_REQUEST = TypeAdapter(Request)
