@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 MOST_FLOORS = 8
 """The longest chain of folders and root modules of ``coordinator`` that import each other."""
 
-KNOWN_CIRCLES = {"edge_agent.methods.base"}
+KNOWN_CIRCLES: set[str] = set()
 """A module of each circle that is still to be cut. This set only shrinks."""
 
 KNOWN_UPWARD = {("research", "cli"), ("demo", "cli")}
