@@ -240,7 +240,7 @@ def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationRe
 
 
 def _row(one: Mapping[str, Any]) -> dict[str, Any]:
-    accuracies = {f"acc.{scope}": found["clients_mean"] for scope, found in one["acc"].items()}
+    accuracies = {f"acc.{scope}": result["clients_mean"] for scope, result in one["acc"].items()}
     return {
         "round": one["round"],
         **accuracies,

@@ -89,7 +89,7 @@ def run_demo(folder: Path, *, method: str, rounds: int, seed: int) -> DemoResult
 
     Raises:
         UsageError: the folder holds something else.
-        HeadwaterError: the run failed; the agents' last words are in the message.
+        HeadwaterError: the run failed; the message holds the agents' stderr tail.
     """
     begin = time.monotonic()
     folder = folder.absolute()
@@ -178,7 +178,7 @@ def _check_alive(agents: dict[str, subprocess.Popen[bytes]], folder: Path) -> No
         if code is not None:
             log = (folder / "logs" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
             last = "\n".join(log.splitlines()[-5:])
-            raise HeadwaterError(f"agent {name} ended with code {code}; its last words:\n{last}")
+            raise HeadwaterError(f"agent {name} ended with code {code}; the end of its output:\n{last}")
 
 
 def _empty(folder: Path) -> None:

@@ -48,10 +48,10 @@ def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
             return bundles.install(path, place / "bundles", keep=4)
     if (path / "manifest.json").is_file():
         return bundles.open_folder(path)
-    found = bundles.current(path / "bundles") or bundles.current(path)
-    if found is None:
+    result = bundles.current(path / "bundles") or bundles.current(path)
+    if result is None:
         raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
-    return found
+    return result
 
 
 class Personalizer:
@@ -118,8 +118,8 @@ class Personalizer:
         samples = self._samples(X, y)
         features = features_of(samples, self.encoder)
         none = samples.take(np.array([], np.int64))
-        found = Features(samples, none, features, features[:0], self.encoder.precision, self.encoder.fingerprint)
-        fitted = fit(self.bundle, found, head, params, seed)
+        result = Features(samples, none, features, features[:0], self.encoder.precision, self.encoder.fingerprint)
+        fitted = fit(self.bundle, result, head, params, seed)
         metrics: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
         self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, self.classes, metrics)
         return self
@@ -137,8 +137,8 @@ class Personalizer:
         """Name (n,) of the most probable class of each input; as `predict_proba`."""
         import numpy as np
 
-        found: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
-        return found
+        result: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
+        return result
 
     def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.

@@ -67,20 +67,24 @@ class Capabilities(Frozen):
 
     def advice(self) -> tuple[str, ...]:
         """What would let this device do more, one sentence each."""
-        found = []
+        result = []
         if not self.is_64bit:
-            found.append("this Python is a 32-bit program: ONNX Runtime needs a 64-bit system (Raspberry Pi OS 64-bit)")
+            result.append(
+                "this Python is a 32-bit program: ONNX Runtime needs a 64-bit system (Raspberry Pi OS 64-bit)"
+            )
         elif "onnxruntime" not in self.packages:
-            found.append("no onnxruntime: pip install 'headwater[agent]' (on a Jetson: NVIDIA's wheel) to run encoders")
+            result.append(
+                "no onnxruntime: pip install 'headwater[agent]' (on a Jetson: NVIDIA's wheel) to run encoders"
+            )
         if "pillow" not in self.packages:
-            found.append("no pillow: pip install 'headwater[agent]' to read image files")
+            result.append("no pillow: pip install 'headwater[agent]' to read image files")
         if "scikit-learn" not in self.packages:
-            found.append(
+            result.append(
                 "no scikit-learn: head 'svm' cannot be fitted with kernel rbf here; linear and other heads can"
             )
         if "torch" in self.packages and self.tier != "train":
-            found.append(f"torch is installed, but less than {_TRAIN_BYTES >> 20} MB of memory: tier head is safer")
-        return tuple(found)
+            result.append(f"torch is installed, but less than {_TRAIN_BYTES >> 20} MB of memory: tier head is safer")
+        return tuple(result)
 
 
 def find() -> Capabilities:

@@ -269,22 +269,22 @@ def _mistake(detail: Any, model: type[BaseModel]) -> str:
 
 def _fields_at(model: type[BaseModel], place: Iterable[str]) -> list[str]:
     """Field names of the nested model that ``place`` leads to; empty where that cannot be told."""
-    found = [model]
+    result = [model]
     for step in place:
         if step.isdigit():  # one of a list, which has all models of one kind
             continue
-        if len(found) > 1:  # one of several, chosen by its kind, which is a step of its own
-            found = [one for one in found if "kind" in one.model_fields and one.model_fields["kind"].default == step]
+        if len(result) > 1:  # one of several, chosen by its kind, which is a step of its own
+            result = [one for one in result if "kind" in one.model_fields and one.model_fields["kind"].default == step]
             continue
-        field = found[0].model_fields.get(step) if found else None
-        found = _models_in(field.annotation) if field is not None else []
-    return list(found[0].model_fields) if len(found) == 1 else []
+        field = result[0].model_fields.get(step) if result else None
+        result = _models_in(field.annotation) if field is not None else []
+    return list(result[0].model_fields) if len(result) == 1 else []
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
-    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]
+    return [result for part in getattr(annotation, "__args__", ()) for result in _models_in(part)]
 
 
 def _short(value: object, limit: int = 60) -> str:

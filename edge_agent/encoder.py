@@ -81,7 +81,7 @@ class Encoder:
         kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
         if session is None:
             session = _onnx_session(runtime, onnx, wanted, threads)
-        found = cls(
+        result = cls(
             session=session,
             input_name=session.get_inputs()[0].name,
             input_shape=bundle.manifest.task.input_shape,
@@ -92,10 +92,10 @@ class Encoder:
             format=kind,
         )
         give_freed_memory_back()
-        _log.debug("encoder_loaded precision=%s format=%s providers=%s", precision, kind, ",".join(found.providers))
-        device = {**arithmetic(), "providers": list(found.providers)}
-        self_test.run(bundle, precision, found.features, device, record=cache)
-        return found
+        _log.debug("encoder_loaded precision=%s format=%s providers=%s", precision, kind, ",".join(result.providers))
+        device = {**arithmetic(), "providers": list(result.providers)}
+        self_test.run(bundle, precision, result.features, device, record=cache)
+        return result
 
     @property
     def batch_size(self) -> int:
@@ -113,14 +113,14 @@ class Encoder:
             raise DataError(
                 f"inputs {inputs.shape}, expected (n, {', '.join(map(str, self.input_shape))}); see the task"
             )
-        found = np.empty((len(inputs), self.feature_dim), np.float32)
+        result = np.empty((len(inputs), self.feature_dim), np.float32)
         for begin in range(0, len(inputs), self.batch_size):
             batch = np.ascontiguousarray(inputs[begin : begin + self.batch_size], np.float32)
-            found[begin : begin + len(batch)] = self._run(batch)
+            result[begin : begin + len(batch)] = self._run(batch)
             if progress is not None:
                 progress(begin + len(batch), len(inputs))
         give_freed_memory_back()  # 9 MB for ResNet18, unused between two requests
-        return found
+        return result
 
     def _run(self, batch: np.ndarray) -> np.ndarray:
         try:
@@ -153,8 +153,8 @@ def onnxruntime() -> ModuleType:
         import onnxruntime as module
     except ImportError as error:
         raise MissingCapability.package("onnxruntime", "agent", "running an encoder") from error
-    found: ModuleType = module
-    return found
+    result: ModuleType = module
+    return result
 
 
 def write_ort(onnx: str, target: str) -> None:

@@ -146,7 +146,7 @@ class RunFailed(HeadwaterError):
 
 
 class MeasuringFailed(HeadwaterError):
-    """Something that was being measured ended or did not answer; the message holds its last words."""
+    """Something that was being measured ended or did not answer; the message holds its stderr tail."""
 
 
 class ExportRejected(HeadwaterError):
@@ -181,7 +181,7 @@ def without_home(error: RuntimeError) -> UsageError | None:
 def cause(error: BaseException) -> str:
     """Why something failed, in words: what Python or the system says, without class names and error numbers."""
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON at line {error.lineno}, column {error.colno}"
+        return f"invalid JSON at line {error.lineno}, column {error.colno}"
     if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
         return f"the certificate is not trusted ({str(untrusted).rstrip('.')})"
     for kind, words in _CAUSES:

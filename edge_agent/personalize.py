@@ -132,11 +132,11 @@ def personalize(
         DataError: samples that do not fit the task.
     """
     begin = clock()
-    found = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
-    fitted = fit(bundle, found, head, params, seed)
-    overall, local = score_global(bundle, found), score_local(found, bundle.manifest.task.num_classes, seed)
-    scores = Scores(accuracy(fitted.predict_proba, found.test_features, found.test.labels), overall, local)
-    return _result(bundle, found, fitted, scores, clock() - begin)
+    result = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
+    fitted = fit(bundle, result, head, params, seed)
+    overall, local = score_global(bundle, result), score_local(result, bundle.manifest.task.num_classes, seed)
+    scores = Scores(accuracy(fitted.predict_proba, result.test_features, result.test.labels), overall, local)
+    return _result(bundle, result, fitted, scores, clock() - begin)
 
 
 def evaluate_heads(
@@ -155,18 +155,18 @@ def evaluate_heads(
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
     """
-    found = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
-    overall, local = score_global(bundle, found), score_local(found, bundle.manifest.task.num_classes, seed)
+    answer = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
+    overall, local = score_global(bundle, answer), score_local(answer, bundle.manifest.task.num_classes, seed)
     results: list[Result] = []
     failed: dict[str, str] = {}
     for name in names if names is not None else (bundle.manifest.heads or heads.names()):
         begin = clock()
-        outcome = _try_fit(bundle, found, name, seed)
+        outcome = _try_fit(bundle, answer, name, seed)
         if isinstance(outcome, str):
             failed[name] = outcome
             continue
-        scores = Scores(accuracy(outcome.predict_proba, found.test_features, found.test.labels), overall, local)
-        results.append(_result(bundle, found, outcome, scores, clock() - begin))
+        scores = Scores(accuracy(outcome.predict_proba, answer.test_features, answer.test.labels), overall, local)
+        results.append(_result(bundle, answer, outcome, scores, clock() - begin))
     results.sort(key=lambda result: -(result.scores.personal or 0.0))
     return results, failed
 
@@ -206,9 +206,9 @@ def features_of(
     known = _cached(place, (len(samples), encoder.feature_dim))
     if known is not None:
         return known
-    found = encoder.features(samples.inputs, progress)
-    write_tensors(place, {"features": found})
-    return found
+    result = encoder.features(samples.inputs, progress)
+    write_tensors(place, {"features": result})
+    return result
 
 
 def fit(bundle: Bundle, features: Features, head: str, params: Mapping[str, Any] | None = None, seed: int = 0) -> Head:
@@ -288,13 +288,13 @@ def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "
         StateError: no head there, damaged, or for other classes than the bundle's.
     """
     known = bundle.fingerprints
-    found = saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})
-    if found.class_names != bundle.manifest.task.class_names:
+    result = saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})
+    if result.class_names != bundle.manifest.task.class_names:
         raise StateError(
-            f"{folder}: head for classes {', '.join(found.class_names[:10])}; the bundle has "
+            f"{folder}: head for classes {', '.join(result.class_names[:10])}; the bundle has "
             f"{', '.join(bundle.manifest.task.class_names[:10])}; fit the head again"
         )
-    return found
+    return result
 
 
 def _try_fit(bundle: Bundle, found: Features, name: str, seed: int) -> Head | str:
@@ -338,9 +338,9 @@ def _cache_key(encoder: Encoder, samples: Samples) -> str:
 def _cached(place: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """Features from the cache, or None where they are missing or damaged: a cache may always be computed again."""
     try:
-        found = read_tensors(place).get("features")
+        result = read_tensors(place).get("features")
     except HeadwaterError:
         return None
-    if found is None or found.shape != shape or found.dtype != np.float32 or not np.isfinite(found).all():
+    if result is None or result.shape != shape or result.dtype != np.float32 or not np.isfinite(result).all():
         return None
-    return found
+    return result

@@ -47,7 +47,7 @@ _RECORD = "precision.json"
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """A precision, and why."""
 
     precision: EncoderPrecision
@@ -99,7 +99,7 @@ def choose(
     features: Path | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] | None = None,
-) -> Choice:
+) -> PrecisionChoice:
     """int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
 
     ``clock`` gives seconds; by default CPU time where one thread computes, so that other load does not count.
@@ -108,31 +108,35 @@ def choose(
         BundleDamaged: the self-test of fp32 fails.
     """
     if "int8" not in bundle.manifest.variants:
-        return Choice("fp32", "the bundle has no int8 variant")
+        return PrecisionChoice("fp32", "the bundle has no int8 variant")
     if samples is None:
-        return Choice("fp32", "no labelled samples to compare the accuracies on")
+        return PrecisionChoice("fp32", "no labelled samples to compare the accuracies on")
     encoders = {"fp32": Encoder.open(bundle, "fp32", threads)}
     try:
         encoders["int8"] = Encoder.open(bundle, "int8", threads)
     except BundleDamaged as error:
-        return Choice("fp32", f"int8 does not run here as it was exported: {error}")
+        return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
     conditions = _conditions(bundle, encoders, threads)
     known = _known(bundle, conditions)
     timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock or _clock(encoders, threads))
     shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
     if not timing.is_faster:
         _keep(bundle, conditions, timing, known.get("accuracy", {}))
-        return Choice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
+        return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
     digest = _digest(samples)
     answers = known.get("accuracy", {}).get(digest) or compared(encoders, samples, seed, features, progress)
     _keep(bundle, conditions, timing, {digest: answers})
     right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
     if answers["of"] < LEAST_ANSWERS:
         why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
-        return Choice("fp32", f"{shown}; {why}")
-    found = f"{shown}; a head on local data is right on {right['fp32']:.1%} and {right['int8']:.1%}"
+        return PrecisionChoice("fp32", f"{shown}; {why}")
+    result = f"{shown}; a head on local data is right on {right['fp32']:.1%} and {right['int8']:.1%}"
     is_as_good = answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]
-    return Choice("int8", found) if is_as_good else Choice("fp32", f"{found}: int8 may lose {MOST_LOSS:.1%}")
+    return (
+        PrecisionChoice("int8", result)
+        if is_as_good
+        else PrecisionChoice("fp32", f"{result}: int8 may lose {MOST_LOSS:.1%}")
+    )
 
 
 def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing:

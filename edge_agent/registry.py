@@ -57,14 +57,16 @@ class Registry:
         """
         member = self.load(name)
         if isinstance(member, ModuleType):
-            own = [found for key, found in vars(member).items() if not key.startswith("_")]
-            inside = [found for found in own if getattr(found, "__module__", "") == member.__name__]
+            own = [result for key, result in vars(member).items() if not key.startswith("_")]
+            inside = [result for result in own if getattr(result, "__module__", "") == member.__name__]
         else:
             inside = [member]
-        classes = list(dict.fromkeys(found for found in inside if isinstance(found, type) and issubclass(found, base)))
+        classes = list(
+            dict.fromkeys(result for result in inside if isinstance(result, type) and issubclass(result, base))
+        )
         contract = f"{base.__module__}.{base.__qualname__}"
         if len(classes) != 1:
-            have = ", ".join(found.__qualname__ for found in classes) or "none"
+            have = ", ".join(result.__qualname__ for result in classes) or "none"
             raise UsageError(f"{self.kind} '{name}' ({member!r}): expected one subclass of {contract}, found {have}")
         if missing := sorted(getattr(classes[0], "__abstractmethods__", ())):
             what, where = ", ".join(missing), f"{classes[0].__module__}.{classes[0].__qualname__}"
@@ -81,10 +83,10 @@ class Registry:
 
     def _files(self) -> dict[str, str]:
         return {
-            found.name: package
+            result.name: package
             for package in self.packages
-            for found in pkgutil.iter_modules(importlib.import_module(package).__path__)
-            if not found.name.startswith("_") and found.name not in self.besides
+            for result in pkgutil.iter_modules(importlib.import_module(package).__path__)
+            if not result.name.startswith("_") and result.name not in self.besides
         }
 
     def _plugins(self) -> dict[str, metadata.EntryPoint]:

@@ -75,14 +75,14 @@ def golden(
     spec: InputSpec, class_names: Sequence[str], features: Mapping[EncoderPrecision, np.ndarray], head: Tensors | None
 ) -> Tensors:
     """The tensors of the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
-    found = {"raw": raw_inputs(spec), "class_names": _digest(class_names)}
-    found |= {f"features_{precision}": rows for precision, rows in features.items()}
+    result = {"raw": raw_inputs(spec), "class_names": _digest(class_names)}
+    result |= {f"features_{precision}": rows for precision, rows in features.items()}
     if isinstance(spec, ImageInput):
-        found["photo"] = np.random.default_rng(1).integers(0, 256, _photo_shape(spec), dtype=np.uint8)
-        found["resized"] = preprocess.image_pixels(found["photo"], spec)
+        result["photo"] = np.random.default_rng(1).integers(0, 256, _photo_shape(spec), dtype=np.uint8)
+        result["resized"] = preprocess.image_pixels(result["photo"], spec)
     if head is not None:
-        found["logits"] = _logits(head, features["fp32"])
-    return found
+        result["logits"] = _logits(head, features["fp32"])
+    return result
 
 
 def run(
@@ -119,14 +119,14 @@ def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.nd
     Raises:
         BundleDamaged: as `run`.
     """
-    found, spec = bundle.golden(), bundle.manifest.task.input
-    _check_form(bundle, precision, found)
-    _check_classes(found["class_names"], bundle.manifest.task.class_names)
+    result, spec = bundle.golden(), bundle.manifest.task.input
+    _check_form(bundle, precision, result)
+    _check_classes(result["class_names"], bundle.manifest.task.class_names)
     if isinstance(spec, ImageInput):
-        _check_resizing(found["photo"], found["resized"], spec)
+        _check_resizing(result["photo"], result["resized"], spec)
     if bundle.manifest.global_head is not None:
-        _check_head(bundle.global_head() or {}, found)
-    return _check_features(features(prepared(found["raw"], spec)), found[f"features_{precision}"], precision)
+        _check_head(bundle.global_head() or {}, result)
+    return _check_features(features(prepared(result["raw"], spec)), result[f"features_{precision}"], precision)
 
 
 def _check_form(bundle: Bundle, precision: EncoderPrecision, found: Tensors) -> None:
@@ -164,8 +164,8 @@ def _check_classes(expected: np.ndarray, class_names: Sequence[str]) -> None:
 
 
 def _check_resizing(photo: np.ndarray, expected: np.ndarray, spec: ImageInput) -> None:
-    found = preprocess.image_pixels(photo, spec)
-    difference = int(np.abs(found.astype(np.int16) - expected.astype(np.int16)).max(initial=0))
+    result = preprocess.image_pixels(photo, spec)
+    difference = int(np.abs(result.astype(np.int16) - expected.astype(np.int16)).max(initial=0))
     if difference > RESIZE_TOLERANCE:
         raise BundleDamaged(
             f"self-test: resized pixels differ by up to {difference} grey levels, {RESIZE_TOLERANCE} is accepted; "

@@ -79,8 +79,8 @@ class Access(NamedTuple):
 
 def access_of(path: Path) -> Access:
     """Owner, group and mode bits of the file or folder at ``path``."""
-    found = path.stat()
-    return Access(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode))
+    result = path.stat()
+    return Access(result.st_uid, result.st_gid, stat.S_IMODE(result.st_mode))
 
 
 def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, access: Access | None = None) -> None:

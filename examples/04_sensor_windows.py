@@ -72,7 +72,7 @@ def open_archive(path: Path) -> People:
         return People(path, tuple(int(subject) for subject in np.unique(arrays["subject"])))
 
 
-def newcomers(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int, dict[str, float | None]]:
+def new_clients(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int, dict[str, float | None]]:
     """Subject -> accuracies on the second half of the recordings of each person who did not train.
 
     Windows are two seconds, half overlapping; mean and spread of each channel are those of the training people.
@@ -103,7 +103,7 @@ def main() -> None:
         path = Path(sys.argv[1]) if len(sys.argv) > 1 else folder / "made_up.npz"
         if len(sys.argv) == 1:
             made_up(path)
-        for subject, result in newcomers(open_archive(path), folder).items():
+        for subject, result in new_clients(open_archive(path), folder).items():
             found = ", ".join(f"{scope} {value:.3f}" for scope, value in result.items() if value is not None)
             print(f"person {subject}: {found}")
 

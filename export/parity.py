@@ -73,11 +73,11 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
         "frozen": lambda: _training_remains(graph),
         "self-contained": lambda: _outside_references(graph),
     }
-    found = [Gate("valid", passed=True, detail=f"IR {graph.ir_version}, {len(graph.graph.node)} nodes")]
+    result = [Gate("valid", passed=True, detail=f"IR {graph.ir_version}, {len(graph.graph.node)} nodes")]
     for name, check in checks.items():
         mistakes = list(check())
-        found.append(Gate(name, not mistakes, "; ".join(mistakes) or "as expected"))
-    return found
+        result.append(Gate(name, not mistakes, "; ".join(mistakes) or "as expected"))
+    return result
 
 
 def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[Gate, Parity]:

@@ -83,12 +83,12 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
     path = path.resolve()
     first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
     block = f"{first}, made by 'headwater enroll'\n{mosquitto_acl(federation)}{last}\n"
-    found = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
+    result = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with waited_lock(path.parent):
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        if found.search(before):
-            after = found.sub(lambda _: block, before, count=1)
+        if result.search(before):
+            after = result.sub(lambda _: block, before, count=1)
         else:
             after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
         if after == before:
@@ -149,10 +149,10 @@ def _account(name: str) -> tuple[int, int]:
     import pwd
 
     try:
-        found = pwd.getpwnam(name)
+        result = pwd.getpwnam(name)
     except KeyError as error:
         raise UsageError(f"no account '{name}' on this machine; name the one that the broker runs as") from error
-    return found.pw_uid, found.pw_gid
+    return result.pw_uid, result.pw_gid
 
 
 def check_user(user: str) -> None:
@@ -217,11 +217,11 @@ def _pbkdf2(password: str, salt: bytes, iterations: int) -> bytes:
 
 
 def _parts(hashed: str) -> tuple[int, bytes, bytes] | None:
-    found = re.fullmatch(r"\$7\$([1-9][0-9]{0,6})\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)", hashed)
-    if found is None:
+    result = re.fullmatch(r"\$7\$([1-9][0-9]{0,6})\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)", hashed)
+    if result is None:
         return None
     try:
-        salt, digest = (base64.b64decode(part, validate=True) for part in found.groups()[1:])
+        salt, digest = (base64.b64decode(part, validate=True) for part in result.groups()[1:])
     except ValueError:
         return None
-    return (int(found[1]), salt, digest) if len(digest) == _HASH_BYTES else None
+    return (int(result[1]), salt, digest) if len(digest) == _HASH_BYTES else None

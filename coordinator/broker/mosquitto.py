@@ -24,8 +24,8 @@ MAX_QUEUED = 8192
 def find_mosquitto() -> Path | None:
     """The mosquitto program, or None; ``/usr/sbin`` is searched even where it is not on the path."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
-    found = shutil.which("mosquitto", path=path)
-    return Path(found) if found else None
+    result = shutil.which("mosquitto", path=path)
+    return Path(result) if result else None
 
 
 class MosquittoBroker(SupervisedBroker):

@@ -145,10 +145,10 @@ def held_port(bind: str, port: int) -> Iterator[int]:
                 f"cannot listen on {bind}:{port} ({error.strerror or error}); "
                 "stop what uses the port, or choose another"
             ) from error
-        found = int(probe.getsockname()[1])
+        result = int(probe.getsockname()[1])
         if sys.platform != "linux":
             probe.close()
-        yield found
+        yield result
 
 
 def is_loopback(bind: str) -> bool:

@@ -146,9 +146,9 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         names = list(dict.fromkeys(name for one in measured for name in _flat(one)))
         rows = [(one["round"], *(_flat(one).get(name) for name in names)) for one in measured]
         yield table(title, ("rounds\ndone", *(name.replace(" ", "\n") for name in names)), rows)
-    for scope, found in result["accuracy"].items():
-        rows = [(name, *(one[part] for part in ("all", "head", "tail"))) for name, one in found["clients"].items()]
-        mean = ("mean", *(found[part] for part in ("all", "head", "tail")))
+    for scope, answer in result["accuracy"].items():
+        rows = [(name, *(one[part] for part in ("all", "head", "tail"))) for name, one in answer["clients"].items()]
+        mean = ("mean", *(answer[part] for part in ("all", "head", "tail")))
         first = f" (the first {SHOWN_CLIENTS} of {len(rows)})" if len(rows) > SHOWN_CLIENTS else ""
         yield table(
             f"accuracy, {scope}{first}",
@@ -164,15 +164,15 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 def _flat(one: dict[str, Any]) -> dict[str, float | None]:
     """One state's means by name."""
-    found: dict[str, float | None] = {}
+    result: dict[str, float | None] = {}
     for measure in ("separation", "cka", "before_after", "sparsity", "fisher"):
-        found |= {f"{measure} {kind}": spread["mean"] for kind, spread in one.get(measure, {}).items()}
+        result |= {f"{measure} {kind}": spread["mean"] for kind, spread in one.get(measure, {}).items()}
     for measure in ("selection", "overlap"):
         if measure in one:
-            found[measure] = one[measure]["mean"]
+            result[measure] = one[measure]["mean"]
     if "mixing" in one:
-        found |= {f"mixing {name}": one["mixing"][name] for name in ("same_group", "own") if name in one["mixing"]}
-    return found
+        result |= {f"mixing {name}": one["mixing"][name] for name in ("same_group", "own") if name in one["mixing"]}
+    return result
 
 
 def _targets(targets: Sequence[dict[str, Any]]) -> Table:

@@ -54,13 +54,13 @@ def round_(
     plan, here = bench.Plan(agents, size_bytes(payload), rounds, kind), machine()
     names = list(bench.brokers(chosen("--broker", broker, "all", "mosquitto", "amqtt")))
     with scratch(folder) as place:
-        found = [bench.measure(plan, name, place / name) for name in names]
+        result = [bench.measure(plan, name, place / name) for name in names]
     note = caveat(here, "All processes share these cores, this disk and its syncs, and talk over loopback: no network.")
     if as_json:
         shown = {"agents": agents, "payload_bytes": plan.payload_bytes, "workload": workload}
-        print_json({**shown, "results": [one.as_json() for one in found], "machine": here, "caveat": note})
+        print_json({**shown, "results": [one.as_json() for one in result], "machine": here, "caveat": note})
         return
-    for one in found:
+    for one in result:
         _show(f"{agents} agents, {workload}, {one.broker}, {rounds} rounds", one.rows())
     show(note)
 
@@ -112,12 +112,12 @@ def simulate(
     size = bench.Size(clients, samples, rounds, workers, methods, device if is_stacked else "")
     here = machine()
     with scratch(folder) as place:
-        found = bench.report(size, place)
-    rows = found.pop("rows")
-    where = f"engine stacked on {found['device']}" if is_stacked else f"{found['workers']} workers of one thread each"
-    note = caveat(here, f"{where}, data {found['data']}. Whatever else this machine does slows both kinds of rounds.")
+        result = bench.report(size, place)
+    rows = result.pop("rows")
+    where = f"engine stacked on {result['device']}" if is_stacked else f"{result['workers']} workers of one thread each"
+    note = caveat(here, f"{where}, data {result['data']}. Whatever else this machine does slows both kinds of rounds.")
     title = f"workload W1: {clients} clients x {samples} samples, {where}"
-    _report(title, rows, {**found, "machine": here, "caveat": note}, as_json=as_json)
+    _report(title, rows, {**result, "machine": here, "caveat": note}, as_json=as_json)
 
 
 def size_bytes(text: str) -> int:
@@ -129,12 +129,12 @@ def size_bytes(text: str) -> int:
     number = text.strip().upper().rstrip("KMGB").strip()
     unit = text.strip().upper()[len(number) :].strip()
     try:
-        found = round(float(number) * _UNITS[unit])
+        result = round(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError) as error:
         raise UsageError(f"--payload '{text}': expected a size such as 0.5MB, 45MB or 500000") from error
-    if not 1000 <= found <= LARGEST_BYTES:
-        raise UsageError(f"--payload '{text}' is {found} bytes; expected 1000 to {LARGEST_BYTES}")
-    return found
+    if not 1000 <= result <= LARGEST_BYTES:
+        raise UsageError(f"--payload '{text}' is {result} bytes; expected 1000 to {LARGEST_BYTES}")
+    return result
 
 
 def chosen(option: str, given: str, *known: str) -> str:

@@ -36,20 +36,20 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     Example: headwater doctor --config coordinator.toml
     """
     settings = load_config(config) if config is not None else None
-    found = capabilities.find()
+    result = capabilities.find()
     mosquitto = find_mosquitto()
     facts = {
-        "python": found.python,
-        "system": found.system,
-        "machine": found.machine,
-        "cores": found.cores,
-        "memory_mb": None if found.memory_bytes is None else found.memory_bytes // 10**6,
-        "accelerators": ", ".join(found.accelerators),
+        "python": result.python,
+        "system": result.system,
+        "machine": result.machine,
+        "cores": result.cores,
+        "memory_mb": None if result.memory_bytes is None else result.memory_bytes // 10**6,
+        "accelerators": ", ".join(result.accelerators),
         "mosquitto": str(mosquitto) if mosquitto else None,
-        **found.packages,
+        **result.packages,
     }
     advice = [
-        *found.advice(),
+        *result.advice(),
         *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"]),
     ]
     steps = list(_walk(settings)) if settings is not None else []

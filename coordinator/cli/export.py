@@ -73,7 +73,7 @@ def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool)
 
     weights = to_arrays(model.encoder, model.encoder.state_dict())
     digest = write_tensors(out, weights, {"run": record.run, "round": str(record.round)})
-    found = {
+    result = {
         "run_id": record.run,
         "round": record.round,
         "path": str(out),
@@ -82,14 +82,14 @@ def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool)
         "sha256": digest,
     }
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        show(table("weights", ("what", "value"), [(name, _cell(value)) for name, value in found.items()], left=2))
+        show(table("weights", ("what", "value"), [(name, _cell(value)) for name, value in result.items()], left=2))
 
 
 def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
     manifest = report.manifest
-    found = {
+    result = {
         "run_id": record.run,
         "round": record.round,
         "path": str(report.path),
@@ -104,9 +104,9 @@ def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
         "seconds": report.seconds,
     }
     if as_json:
-        print_json(found)
+        print_json(result)
         return
-    shown = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in found.items()]
+    shown = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in result.items()]
     show(table("exported", ("what", "value"), shown, left=2))
 
 

@@ -33,10 +33,10 @@ WAIT_IS_LONG_S = 5.0
 def read_status(state: Path) -> dict[str, Any]:
     """The coordinator's own words on what it does; empty before it has said anything."""
     try:
-        found = json.loads((state / "status.json").read_bytes())
+        result = json.loads((state / "status.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def follow(

@@ -87,8 +87,8 @@ def from_source(name: str) -> dict[str, Any] | None:
     grades = {head: exactness.get(head, ("approximate",))[0] for head in heads}
     if norm != "global":  # as `Method.card` has it
         grades = {head: "same form" if grade == "exact" else grade for head, grade in grades.items()}
-    found = {"paper": paper, "heads": list(heads), "exactness": {head: [grade] for head, grade in grades.items()}}
-    return {**_from_doc(name, ast.get_docstring(tree) or ""), **found}
+    result = {"paper": paper, "heads": list(heads), "exactness": {head: [grade] for head, grade in grades.items()}}
+    return {**_from_doc(name, ast.get_docstring(tree) or ""), **result}
 
 
 @cache

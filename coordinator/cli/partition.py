@@ -98,12 +98,12 @@ def _check_place(path: Path, division: Division) -> None:
     if not path.exists():
         return
     try:
-        found = Division.read(path).sha256
+        result = Division.read(path).sha256
     except UsageError as error:
         raise UsageError(f"{path} holds something else; choose another --out") from error
-    if found != division.sha256:
+    if result != division.sha256:
         raise UsageError(
-            f"{path} holds another partition (hash {found[:16]}, this one has {division.sha256[:16]}), and runs or "
+            f"{path} holds another partition (hash {result[:16]}, this one has {division.sha256[:16]}), and runs or "
             "devices may rely on it; choose another --out, or remove it first"
         )
 

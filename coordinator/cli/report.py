@@ -55,7 +55,7 @@ def _latest(folder: StateFolder) -> RunRecord:
     Raises:
         UsageError: no run has figures.
     """
-    with_figures = {found.run for found in folder.runs()}
+    with_figures = {result.run for result in folder.runs()}
     records = [record for record in _records(folder.journal) if record.run in with_figures]
     if not records:
         raise _no_figures(folder)

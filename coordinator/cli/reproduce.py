@@ -78,11 +78,11 @@ def reproduce(
     cells = asked.cells()
     if not only_show:
         _run_all(asked, cells, again=again)
-    found = outcomes(asked.table, cells)
+    result = outcomes(asked.table, cells)
     if as_json:
-        print_json(_told(asked, found))
+        print_json(_told(asked, result))
     else:
-        show(*_shown(asked, found))
+        show(*_shown(asked, result))
     if any(cell.failure for cell in cells):
         raise typer.Exit(1)
 
@@ -100,12 +100,12 @@ def _list(known: Sequence[str], *, as_json: bool) -> None:
 
 def _numbers(text: str | None) -> tuple[int, ...]:
     try:
-        found = tuple(int(word) for word in (text or "").split(",") if word.strip())
+        result = tuple(int(word) for word in (text or "").split(",") if word.strip())
     except ValueError as error:
         raise UsageError(f"--seeds '{text}': expected numbers with commas, for example 0,1,2") from error
-    if len(set(found)) < len(found):
+    if len(set(result)) < len(result):
         raise UsageError(f"--seeds '{text}': a seed is given twice; that is not another run")
-    return found
+    return result
 
 
 def _run_all(asked: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
@@ -142,10 +142,10 @@ def _write(asked: Reproduction, cells: Sequence[Cell]) -> None:
     from ..research.reproduce import curves, markdown, outcomes, promises
 
     shown = asked.shown(cells)
-    found = outcomes(asked.table, shown)
-    page = markdown(asked.table, found, promises(asked.table, found), _command(asked))
+    result = outcomes(asked.table, shown)
+    page = markdown(asked.table, result, promises(asked.table, result), _command(asked))
     asked.folder.mkdir(parents=True, exist_ok=True)
-    write_json(asked.folder / "table.json", _told(asked, found))
+    write_json(asked.folder / "table.json", _told(asked, result))
     write_atomic(asked.folder / "table.md", page.encode())
     write_atomic(asked.folder / "curves.svg", curves(asked.table, shown))
 

@@ -165,9 +165,9 @@ def _at_work(
 def _interrupted(record: RunRecord, place: Place, *, serving: bool) -> str:
     run, cancels = record.run, place.command(f"cancel {record.run}")
     if serving:
-        return f"{run} goes on without you; {place.command('status')} tells how it stands, {cancels} ends it"
+        return f"{run} continues without this command; {place.command('status')} shows its state, {cancels} ends it"
     resumes = f"{place.command(f'run --resume {run}')} or {place.command('serve')}"
-    return f"{run} {standing(record)} and stays in the queue; {resumes} goes on with it, {cancels} drops it"
+    return f"{run} {standing(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
 
 
 def request_for(

@@ -115,7 +115,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     plan = parse(Plan, raw, where=str(config or "the simulation"))
     folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
     if planned(folder) is not None:
-        raise UsageError(f"{folder} holds a simulation; go on with it by --resume, or choose another folder with --out")
+        raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
     check_writable(folder)
     return plan, folder
 
@@ -139,7 +139,9 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     from ..simulation.setup import planned
 
     if out is None or config is not None:
-        raise UsageError("--resume goes on with what lies in a folder: name it with --out, and give nothing else")
+        raise UsageError(
+            "--resume resumes the simulation in a folder: name the folder with --out, and give no other options"
+        )
     plan = planned(out)
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
@@ -171,7 +173,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
 
     Raises:
         HeadwaterError: it cannot be done, or failed.
-        KeyboardInterrupt: it was stopped, and can be gone on with.
+        KeyboardInterrupt: it was stopped, and can be resumed.
     """
     from ..simulation.run import open_simulation
     from ..simulation.setup import PARTITION, Prepared
@@ -193,7 +195,7 @@ def _how_to_go_on(folder: Path) -> str:
         runs = state.journal.runs()
         closed = state.journal.replay(runs[0]).round if runs else 0
     where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
-    return f"{where}, nothing is lost; go on with: headwater simulate --resume --out {shlex.quote(str(folder))}"
+    return f"{where}, nothing is lost; resume with: headwater simulate --resume --out {shlex.quote(str(folder))}"
 
 
 __all__ = ["shown"]
@@ -237,9 +239,9 @@ class _Told:
 
 
 def _words(figures: dict[str, Any]) -> str:
-    found = [f"acc.{scope} {acc['clients_mean']:.3f}" for scope, acc in figures["acc"].items()]
+    result = [f"acc.{scope} {acc['clients_mean']:.3f}" for scope, acc in figures["acc"].items()]
     loss = [] if figures["loss"] is None else [f"loss {figures['loss']:.3f}"]
-    return ", ".join([*found, *loss])
+    return ", ".join([*result, *loss])
 
 
 @contextlib.contextmanager

@@ -38,11 +38,11 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
     serving = is_serving(path)
     if serving and (stalled := (said.get("run") or {}).get("stalled")):
         runs = [one | _stalled(stalled) if one["id"] == said["run"]["id"] else one for one in runs]
-    found = {"serving": serving, "state": str(path), "runs": runs, **said}
+    result = {"serving": serving, "state": str(path), "runs": runs, **said}
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        show(*_lines(found))
+        show(*_lines(result))
 
 
 def _run(record: RunRecord, ahead: str | None) -> dict[str, Any]:

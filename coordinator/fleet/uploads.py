@@ -170,7 +170,7 @@ class Collector:
         self.open_round = None
 
     def pause(self) -> None:
-        """The coordinator stops: what is half here stays on disk, to be gone on with."""
+        """The coordinator stops: incomplete updates stay on disk, to be resumed."""
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()

@@ -109,24 +109,24 @@ def _are_parts(one: object, other: object) -> bool:
 
 
 def _mistakes(client: HostedConfig) -> list[str]:
-    found = []
+    result = []
     try:
         check_own(client.data, client.id)
     except UsageError as error:
-        found.append(f"{client.id}: {error}")
+        result.append(f"{client.id}: {error}")
     if missing := missing_device(client.device):
-        found.append(f"{client.id}: device = '{client.device}': {missing}; use 'auto' or 'cpu'")
-    return found
+        result.append(f"{client.id}: device = '{client.device}': {missing}; use 'auto' or 'cpu'")
+    return result
 
 
-def missing_device(wish: str) -> str:
+def missing_device(requested: str) -> str:
     """Why a device cannot be used; empty where it can. Nothing is started on it."""
     import torch
 
-    if wish == "auto":
+    if requested == "auto":
         return ""
     try:
-        device = torch.device(wish)
+        device = torch.device(requested)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     if device.type == "cuda":

@@ -274,8 +274,8 @@ def _request(run: Run) -> dict[str, Any]:
 
 def _pending_states(folder: Path) -> list[tuple[int, Path]]:
     """Round and path of the states that were kept for evaluations, the oldest first."""
-    found = ((re.fullmatch(r"proxy-(\d+)\.safetensors", path.name), path) for path in folder.glob("proxy-*"))
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    result = ((re.fullmatch(r"proxy-(\d+)\.safetensors", path.name), path) for path in folder.glob("proxy-*"))
+    return sorted((int(match[1]), path) for match, path in result if match is not None)
 
 
 def _remove(path: Path) -> None:

@@ -123,7 +123,7 @@ class CombinedTransport:
         """Hosted client -> notes for the status: why it is offline, and who else uses its id."""
         away = self._away()
         notes = {name: (away.get(name, ""), self._duplicates.get(name, "")) for name in self._hosted}
-        return {name: found for name, both in notes.items() if (found := tuple(filter(None, both)))}
+        return {name: result for name, both in notes.items() if (result := tuple(filter(None, both)))}
 
     def _from_side(self, timeout_s: float) -> Event | None:
         while (event := self._side.receive(timeout_s)) is not None:

@@ -103,5 +103,5 @@ def _score(model: Parts, test: data.Samples, device: torch.device) -> float | No
     """Accuracy on held-out samples; None where there are none."""
     if not len(test):
         return None
-    found = predict_probabilities(model, torch.from_numpy(test.inputs).to(device))
-    return round(accuracy(found, torch.from_numpy(test.labels).to(device)), 6)
+    result = predict_probabilities(model, torch.from_numpy(test.inputs).to(device))
+    return round(accuracy(result, torch.from_numpy(test.labels).to(device)), 6)

@@ -119,10 +119,10 @@ class Pipe:
         return Frame(self._exactly(name).decode(), self._exactly(size), buffers)
 
     def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            piece = self._end.recv(min(size - len(found), 1 << 20))
+        result = bytearray()
+        while len(result) < size:
+            piece = self._end.recv(min(size - len(result), 1 << 20))
             if not piece:
                 raise EOFError("the other end of the pipe is closed")
-            found += piece
-        return bytes(found)
+            result += piece
+        return bytes(result)

@@ -166,14 +166,14 @@ def _agent(record: Mapping[str, Any]) -> AgentFigures:
 
 def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What a reader has to know about the figures of one agent, each in half a sentence."""
-    found = []
+    result = []
     if record.get("rolled_back"):
-        found.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
+        result.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
     if record.get("one_class") is True:
-        found.append("its data have one class only, so its accuracies are meaningless")
+        result.append("its data have one class only, so its accuracies are meaningless")
     if record.get("samples") == 0:
-        found.append("has no samples")
-    return tuple(found)
+        result.append("has no samples")
+    return tuple(result)
 
 
 def _of(value: object, key: str) -> Any:

@@ -112,8 +112,8 @@ def _head(run: RunFigures) -> str:
 
 
 def _warnings(run: RunFigures) -> str:
-    found = run.summary.get("warnings")
-    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    result = run.summary.get("warnings")
+    listed = [one for one in result if isinstance(one, dict)] if isinstance(result, list) else []
     lines = "".join(f"<li>{escape(_text(one.get('message')))}</li>" for one in listed)
     return f'<section class="warnings"><h2>Warnings</h2><ul>{lines}</ul></section>' if lines else ""
 

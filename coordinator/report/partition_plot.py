@@ -21,8 +21,8 @@ def picture_kind(suffix: str) -> str:
     """
     kind = suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        found = f"'{suffix}'" if suffix else "a name without a suffix"
-        raise UsageError(f"--plot: {found}; expected one of {', '.join('.' + one for one in FORMATS)}")
+        result = f"'{suffix}'" if suffix else "a name without a suffix"
+        raise UsageError(f"--plot: {result}; expected one of {', '.join('.' + one for one in FORMATS)}")
     return kind
 
 

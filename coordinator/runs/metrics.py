@@ -66,7 +66,7 @@ class RunStats:
 
     @classmethod
     def begin(cls, context: RunContext, run: str) -> RunStats:
-        """As this process begins with the run, or goes on with it."""
+        """State when this process starts or resumes the run."""
         seconds, earlier = 0.0, dict[str, tuple[int, int]]()
         for entry in context.state.journal.entries(run, ("round_closed",)):
             seconds += entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)

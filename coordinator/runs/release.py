@@ -195,8 +195,8 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
     if config.calibration is None or purpose == "round":
         calibration = synthetic_inputs(task, seed=run.request.seed)
     else:
-        found = data.load(config.calibration, task.input, task.class_names, folder=config.folder)
-        calibration = found.inputs[:CALIBRATION_INPUTS]
+        result = data.load(config.calibration, task.input, task.class_names, folder=config.folder)
+        calibration = result.inputs[:CALIBRATION_INPUTS]
     quick = purpose == "round" and config.exporter == "auto"
     return export_bundle(
         model_from_state(run.method, task, {**run.state, **run.pooled}),

@@ -123,14 +123,14 @@ def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterat
             first.setdefault(client, loss)
             last[client] = loss
     guessing = math.log(max(2, num_classes))
-    found = [client for client, loss in last.items() if loss > EXPLODED * max(first[client], guessing)]
-    if found:
-        most = max(found, key=lambda client: last[client])
+    result = [client for client, loss in last.items() if loss > EXPLODED * max(first[client], guessing)]
+    if result:
+        most = max(result, key=lambda client: last[client])
         message = (
-            f"the training loss has exploded at {listed(sorted(found))}: at '{most}' it rose from {first[most]:.4g} to "
+            f"the training loss exploded at {listed(sorted(result))}: at '{most}' it rose from {first[most]:.4g} to "
             f"{last[most]:.4g}; lower the step size, or the weights of the loss's terms"
         )
-        yield {"kind": "exploding_loss", "clients": sorted(found), "message": message}
+        yield {"kind": "exploding_loss", "clients": sorted(result), "message": message}
 
 
 def _one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:

@@ -129,7 +129,7 @@ class RunLoop:
             self.asked.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
-        """An agent could not do what it is asked now: nobody waits for it. Faults about other work change nothing."""
+        """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
         reason, asked = f"{message.error}: {message.message}", self.asked
         if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
             return
@@ -153,7 +153,7 @@ class RunLoop:
             self.invite(agent)
 
     def pause(self) -> None:
-        """Another loop takes the place of this one; agents go on with what they were asked."""
+        """Another loop replaces this one; agents continue their tasks."""
         self._withdraw()
 
     def abandon(self) -> None:

@@ -77,7 +77,7 @@ class Runs:
         self._end()
 
     def stall(self, run: str, error: BaseException) -> None:
-        """The run cannot go on until files can be read and written again. Agents go on with what they were asked."""
+        """The run waits until files can be read and written again. Agents continue their tasks."""
         self._storage.hold_up(run, error)
         self._steps = None
 

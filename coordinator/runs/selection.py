@@ -65,14 +65,14 @@ class Exclusions:
     @classmethod
     def replay(cls, journal: Journal, run: str) -> Exclusions:
         """As they stand after the last entry of ``run``."""
-        found, record = cls(), RunRecord(run, {})
+        result, record = cls(), RunRecord(run, {})
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
-                found.closed(record.open_round, entry.body.get("unanswered", {}), entry.body.get("boots", {}))
+                result.closed(record.open_round, entry.body.get("unanswered", {}), entry.body.get("boots", {}))
             record = step(record, entry)
             if entry.kind == "round_opened" and entry.round is not None:
-                found.opened(entry.round, entry.body.get("left_out", {}))
-        return found
+                result.opened(entry.round, entry.body.get("left_out", {}))
+        return result
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
         """Round ``number``, or another attempt at it, does without these agents and nobody else."""
@@ -114,12 +114,12 @@ class Exclusions:
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` is to do without."""
-        found = {}
+        result = {}
         for agent, known in sorted(self._failures.items()):
             is_restarted = known.boot and boots(agent) not in {"", known.boot}
             if known.until > number and not is_restarted:
-                found[agent] = known.reason
-        return found
+                result[agent] = known.reason
+        return result
 
     def asked_again_in(self, agent: str) -> int:
         """The first round that an agent is asked in again; 0 for one that is not left out."""
@@ -299,8 +299,8 @@ class Selection:
         """
         if not self.context.excludes_failing:
             return
-        found = collection.accepted, collection.rejected, collection.failed_boots
-        done = OpenRound(collection.round, 1, collection.cohort, {}, *found)
+        result = collection.accepted, collection.rejected, collection.failed_boots
+        done = OpenRound(collection.round, 1, collection.cohort, {}, *result)
         for agent, why in self.exclusions.closed(done, unanswered, boots).items():
             log.warning("left_out run=%s agent=%s %s", collection.run, agent, why)
 

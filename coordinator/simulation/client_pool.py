@@ -159,8 +159,8 @@ class SimulatedClients:
     def _received(self, client: str, job: wire.Job) -> tuple[Outgoing, ...] | None:
         """All blobs of a job; None when it is not on offer any more."""
         blobs = [self._distributor.take(client, ref.digest) for ref in job.blobs]
-        found = tuple(blob for blob in blobs if blob is not None)
-        return found if len(found) == len(blobs) else None
+        result = tuple(blob for blob in blobs if blob is not None)
+        return result if len(result) == len(blobs) else None
 
     def _say_done(self, done: Done) -> None:
         client, job = done.work.client, done.work.job

@@ -279,6 +279,6 @@ def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, 
     if not len(truth):
         return name, None, None
     shared = method.predict_global(client, inputs)
-    found = head.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
+    result = head.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
     overall = None if shared is None else accuracy(shared, truth)
-    return name, overall, float(np.mean(found == truth.cpu().numpy()))
+    return name, overall, float(np.mean(result == truth.cpu().numpy()))

@@ -145,8 +145,8 @@ def _warn_of_shared_rows(shares: Shares) -> None:
 def _named(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
     if pools.owners:
         if plan.clients not in {None, len(pools.owners)}:
-            found = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
-            raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {found}; leave --clients out")
+            result = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
+            raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {result}; leave --clients out")
         return dict(pools.owners)
     clients = plan.clients or CLIENTS
     digits = len(str(clients - 1))
@@ -218,31 +218,31 @@ def _domains(plan: Plan, seed: int) -> dict[str, str]:
     """One source for each domain: those that were given, or those of a set that has several."""
     if len(plan.data) > 1:
         return _distinct({source: source.partition(":")[2] or source for source in plan.data})
-    found = data.domains(plan.data[0], seed=seed, folder=plan.folder)
-    if not found:
+    result = data.domains(plan.data[0], seed=seed, folder=plan.folder)
+    if not result:
         raise UsageError(
             f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "
             "styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or 'images:DIR' where "
             "DIR has a folder for each domain"
         )
-    return _distinct({source: name for name, source in found.items()})
+    return _distinct({source: name for name, source in result.items()})
 
 
 def _subjects(plan: Plan) -> dict[str, str]:
-    found = data.subjects(plan.data[0], folder=plan.folder)
-    if not found:
+    result = data.subjects(plan.data[0], folder=plan.folder)
+    if not result:
         raise UsageError(
             f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
             "subject and with somebody left"
         )
-    return {f"subject-{number}": source for number, source in found.items()}
+    return {f"subject-{number}": source for number, source in result.items()}
 
 
-def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
+def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
     """Distinct client names for sources, from the last part of each path."""
     named: dict[str, str] = {}
-    for source, wish in wished.items():
-        last = wish.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
+    for source, typed in requested.items():
+        last = typed.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
         name = re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:50] or "domain"
         while name in named:
             name = f"{name}-{len(named) + 1}"
@@ -252,8 +252,8 @@ def _distinct(wished: Mapping[str, str]) -> dict[str, str]:
 
 def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
     if list(sources) == [""]:
-        found = partition.read_pools(sources[""], spec, folder=plan.folder)
-        return Pools(found.train, found.test)
+        result = partition.read_pools(sources[""], spec, folder=plan.folder)
+        return Pools(result.train, result.test)
     if all(map(partition.parts_of, sources.values())):
         parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
         train, test = [own.train for own in parts], [own.test for own in parts if own.test is not None]

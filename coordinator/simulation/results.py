@@ -94,7 +94,7 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
         "round": number,
         "seconds": figures.get("seconds"),
         "clients": len(told),
-        "acc": {scope: spread(found, division) for scope, found in scores.items() if found},
+        "acc": {scope: spread(result, division) for scope, result in scores.items() if result},
         "loss": fmean(losses) if losses else None,
         "bytes_up": figures.get("bytes_up"),
         "bytes_down": figures.get("bytes_down"),
@@ -106,14 +106,14 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
     worst = sorted(scores.values())[: max(1, math.ceil(WORST_SHARE * len(scores)))]
-    found = {
+    result = {
         "clients": len(scores),
         "clients_mean": fmean(scores.values()),
         "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
         "std": pstdev(scores.values()),
         "worst10": fmean(worst),
     }
-    return {name: round(value, 6) for name, value in found.items()}
+    return {name: round(value, 6) for name, value in result.items()}
 
 
 def best_of(
@@ -129,9 +129,9 @@ def best_of(
     the end: the mean of a few that were drawn is now high, now low, and the highest of many such means says nothing.
     """
     best: dict[str, dict[str, float]] = {}
-    for scope, number, found in _every(rounds, done, last, everybody):
-        if scope not in best or found[by] > best[scope][by]:
-            best[scope] = {"rounds_done": number, **found}
+    for scope, number, result in _every(rounds, done, last, everybody):
+        if scope not in best or result[by] > best[scope][by]:
+            best[scope] = {"rounds_done": number, **result}
     return best
 
 
@@ -139,14 +139,14 @@ def _every(
     rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]], everybody: int
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     for one in rounds:
-        for scope, found in one["acc"].items():
-            if found.get("clients", everybody) >= everybody:
-                yield scope, rounds_done(scope, one["round"]), found
-    for scope, found in last.items():
+        for scope, result in one["acc"].items():
+            if result.get("clients", everybody) >= everybody:
+                yield scope, rounds_done(scope, one["round"]), result
+    for scope, result in last.items():
         if scope == "local":  # the same whatever is trained
             continue
-        if scope not in TRAINED or found.get("clients", everybody) >= everybody:
-            yield scope, done, found
+        if scope not in TRAINED or result.get("clients", everybody) >= everybody:
+            yield scope, done, result
 
 
 def rounds_done(scope: str, number: int) -> int:
@@ -171,14 +171,14 @@ def _last(summary: Mapping[str, Any], division: Division, new_clients: Collectio
     told = {agent["id"]: agent["acc"] for agent in summary.get("agents", [])}
     trained = {client: acc for client, acc in told.items() if client not in new_clients}
     new = {client: acc for client, acc in told.items() if client in new_clients}
-    found = {
+    result = {
         "global": _given(trained, "global"),
         "personal": _given(trained, "personal"),
         "local": _given(trained, "local"),
         "new": _given(new, "personal"),
         "new_global": _given(new, "global"),
     }
-    return {scope: spread(scores, division) for scope, scores in found.items() if scores}
+    return {scope: spread(scores, division) for scope, scores in result.items() if scores}
 
 
 def _given(told: Mapping[str, Mapping[str, float | None]], scope: str) -> dict[str, float]:

@@ -281,7 +281,7 @@ class Journal:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the file that was opened still lies at `path`: SQLite goes on with one that was removed."""
+        """Whether the file that was opened is still at `path`: SQLite keeps writing to one that was removed."""
         if self._opened is None:
             return True
         try:
@@ -498,10 +498,10 @@ class Journal:
         if row["previous_hash"] != previous:
             raise self._broken(expected_id, "it does not follow from the entry before it")
         try:
-            found = hash_of(dict(row))
+            result = hash_of(dict(row))
         except (TypeError, ValueError):  # a flipped bit has made bytes of what was text
-            found = ""
-        if row["hash"] != found:
+            result = ""
+        if row["hash"] != result:
             raise self._broken(expected_id, "its content is not what was written")
         return str(row["hash"])
 

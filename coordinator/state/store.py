@@ -71,9 +71,9 @@ class BlobStore:
             data = path.read_bytes()
         except OSError as error:
             raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
-        found = hashlib.sha256(data).hexdigest()
-        if found != sha:
-            raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
+        result = hashlib.sha256(data).hexdigest()
+        if result != sha:
+            raise StateError(f"{path}: damaged, its SHA-256 is {result}; put it back from a backup")
         return data
 
     def check(self, sha: str) -> Path:
@@ -84,11 +84,11 @@ class BlobStore:
         """
         path = self.path(sha)
         try:
-            found = sha256_file(path)
+            result = sha256_file(path)
         except OSError as error:
             raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
-        if found != sha:
-            raise StateError(f"{path}: damaged, its SHA-256 is {found}; put it back from a backup")
+        if result != sha:
+            raise StateError(f"{path}: damaged, its SHA-256 is {result}; put it back from a backup")
         return path
 
     def prune(self, keep: Collection[str]) -> int:

@@ -56,11 +56,11 @@ def check_beside(config: AgentConfig, task: Task) -> None:
             timeout=LIMIT_S,
             check=True,
         )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise StateError(f"the look at local data did not end well: {errors.cause(error)}") from error
-    if found:
-        raise _KINDS.get(found["error"], UsageError)(found["message"])
+    if result:
+        raise _KINDS.get(result["error"], UsageError)(result["message"])
 
 
 def answer() -> None:
@@ -68,7 +68,7 @@ def answer() -> None:
     asked = json.load(sys.stdin)
     try:
         check(AgentConfig.model_validate(asked["config"]), Task.model_validate(asked["task"]))
-        found = {}
+        result = {}
     except HeadwaterError as error:
-        found = {"error": type(error).__name__, "message": str(error)[:4000]}
-    sys.stdout.write(json.dumps(found) + "\n")
+        result = {"error": type(error).__name__, "message": str(error)[:4000]}
+    sys.stdout.write(json.dumps(result) + "\n")

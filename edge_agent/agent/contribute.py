@@ -41,11 +41,11 @@ def contribute_round(
     bundle = bundles.install(encoder, config.state / "runs" / job.run / "encoders", keep=1)
     session = Encoder.open(bundle, "fp32", config.training.threads)
     train, test = samples
-    found = FitData(
+    result = FitData(
         session.features(train.inputs), train.labels, job.task.num_classes, bundle.global_head(), dict(job.params)
     )
     rng = np.random.default_rng([job.seed, zlib.crc32(config.id.encode()), job.round])
-    sent = contribute(found, received, rng)
+    sent = contribute(result, received, rng)
     return sent, _scores(session, test, received, sent) if job.evaluate else {}
 
 
@@ -54,10 +54,10 @@ def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -
     if not len(test):
         return {}
     features = encoder.features(test.inputs).astype(np.float64)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, arrays, place in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
         weight, bias = arrays.get(f"{place}.weight"), arrays.get(f"{place}.bias")
         if weight is not None and bias is not None:
             share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
-            found[name] = float(share or 0.0)
-    return found
+            result[name] = float(share or 0.0)
+    return result

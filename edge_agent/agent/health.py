@@ -87,10 +87,10 @@ class Condition:
 
     def note(self, kind: Kind, error: BaseException) -> Problem:
         """Something failed; returns what is told of it. Errors of the disk count as such, whatever failed by them."""
-        found = problem_of(kind, error, self._now())
-        self._problems.pop(found.kind, None)
-        self._problems[found.kind] = found
-        return found
+        result = problem_of(kind, error, self._now())
+        self._problems.pop(result.kind, None)
+        self._problems[result.kind] = result
+        return result
 
     def clear(self, *kinds: Kind) -> bool:
         """These work again; whether one of them had not."""
@@ -158,12 +158,12 @@ def look_at_disk(folder: Path) -> dict[str, Any] | None:
     if not hasattr(os, "statvfs"):
         return None
     try:
-        found = os.statvfs(folder)
+        result = os.statvfs(folder)
     except OSError as error:
         return problem_of("disk", OSError(errno.EIO, cause(error)), datetime.now(timezone.utc)).as_json()
-    if found.f_flag & getattr(os, "ST_RDONLY", 0):
+    if result.f_flag & getattr(os, "ST_RDONLY", 0):
         code = errno.EROFS
-    elif found.f_bavail * found.f_frsize < _PROBE_BYTES or (found.f_files and not found.f_favail):
+    elif result.f_bavail * result.f_frsize < _PROBE_BYTES or (result.f_files and not result.f_favail):
         code = errno.ENOSPC
     else:
         return None

@@ -1,7 +1,7 @@
 """A new encoder on a head-tier device: verify, test, activate, refit, compare, keep the better pair.
 
 A pair is an encoder and the head fitted on its features; they are never mixed. The old pair serves until the new one
-has shown on the same held-back samples that it is not worse than the configuration allows.
+has shown on the same held-out samples that it is not worse than the configuration allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..wire.messages import Install, Report
 log = logging.getLogger(__name__)
 
 Split = tuple[Samples, Samples]
-"""What to learn from, and what is held back."""
+"""Training samples and held-out samples."""
 
 
 @dataclass(frozen=True)

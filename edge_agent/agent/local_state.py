@@ -134,8 +134,8 @@ class Membership:
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path, self._clock = path, clock
-        found = self._read()
-        self.federation, self.epoch = found.federation, found.epoch
+        result = self._read()
+        self.federation, self.epoch = result.federation, result.epoch
         self._other: _Other | None = None
         self._ignored = ""
         self._ignored_at = self._said_at = float("-inf")
@@ -273,18 +273,18 @@ class ReleaseRecord:
 
     def why_declined(self, message: Install) -> str:
         """Why this device does not take a release; empty where it does."""
-        found = self._read().rolled_back
-        if found is None:
+        result = self._read().rolled_back
+        if result is None:
             return ""
-        source = found.source
+        source = result.source
         newest = source.release if source.federation == message.federation else 0
         is_newer = message.bundle_id != source.bundle_id and message.release > newest
-        return "" if is_newer else _in_words(found)
+        return "" if is_newer else _in_words(result)
 
     def rolled_back(self) -> str:
         """That somebody put another bundle in place of a release, and which; empty where nobody did."""
-        found = self._read().rolled_back
-        return "" if found is None else _in_words(found)
+        result = self._read().rolled_back
+        return "" if result is None else _in_words(result)
 
     def _read(self) -> _Record:
         raw = read_json(self._path)

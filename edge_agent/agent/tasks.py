@@ -57,11 +57,11 @@ class Resources:
             DataError: they do not fit the task, or none is left to train on.
         """
         if self._data is None or self._data[0] != task:
-            found = self.read(task)
-            if not len(found[0]):
+            result = self.read(task)
+            if not len(result[0]):
                 source = self.config.data.source
                 raise DataError(f"{source}: no training samples are left after the split; lower data.test_fraction")
-            self._data = (task, found)
+            self._data = (task, result)
         return self._data[1]
 
     def read(self, task: Task) -> tuple[Samples, Samples]:

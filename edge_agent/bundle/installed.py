@@ -57,12 +57,12 @@ class Bundle:
         Raises:
             StateError: the bundle has no such variant.
         """
-        found = self.manifest.variants.get(precision)
-        if found is None:
+        result = self.manifest.variants.get(precision)
+        if result is None:
             raise StateError(
                 f"bundle '{self.manifest.name}' has no {precision} variant; it has {', '.join(self.manifest.variants)}"
             )
-        return found
+        return result
 
     def golden(self) -> Tensors:
         """Raw inputs, and what the exporter computed from them; see `self_test`."""
@@ -76,14 +76,14 @@ class Bundle:
         """
         if self.manifest.global_head is None:
             return None
-        found = read_tensors(self.folder / self.manifest.global_head)
+        result = read_tensors(self.folder / self.manifest.global_head)
         classes, size = self.manifest.task.num_classes, self.manifest.feature_dim
-        shapes = {name: array.shape for name, array in found.items()}
+        shapes = {name: array.shape for name, array in result.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:
             raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")
-        if (name := first_non_finite(found)) is not None:
+        if (name := first_non_finite(result)) is not None:
             raise BundleDamaged(f"global head: '{name}' holds NaN or infinity; export the bundle again")
-        return found
+        return result
 
 
 def open_folder(folder: Path) -> Bundle:

@@ -154,10 +154,10 @@ def _json_object(raw: bytes, where: str) -> Mapping[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return result
 
 
 def _refuse_constant(name: str) -> None:

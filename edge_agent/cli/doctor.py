@@ -254,8 +254,8 @@ class _Visit:
 
 
 def _resolve(broker: BrokerConfig) -> str:
-    found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
-    return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in found}))}"
+    result = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
+    return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
 
 
 def _connect(broker: BrokerConfig, timeout_s: float) -> str:

@@ -1,6 +1,6 @@
 """Score a saved head on local data, or, without --head, fit and compare the heads that the bundle offers.
 
-Scores are shares of correct answers on the held-back part, the same part that 'fit' holds back with the same seed.
+Scores are accuracies on held-out samples, the same samples that 'fit' holds out with the same seed.
 
 Example:
   edge-agent evaluate --bundle b.hwb --data images:photos
@@ -46,17 +46,17 @@ def _score(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, 
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     encoder = inputs.encoder(arguments, bundle, saved.precision)
-    found = extract(parts, encoder, **_options(arguments))
+    result = extract(parts, encoder, **_options(arguments))
     scores = Scores(
-        accuracy(saved.head.predict_proba, found.test_features, found.test.labels),
-        score_global(bundle, found),
-        score_local(found, bundle.manifest.task.num_classes, arguments.seed),
+        accuracy(saved.head.predict_proba, result.test_features, result.test.labels),
+        score_global(bundle, result),
+        score_local(result, bundle.manifest.task.num_classes, arguments.seed),
     )
-    content = {**scores.metrics(), "head": saved.head.name, "precision": saved.precision, "n_test": len(found.test)}
-    content["one_class"] = found.is_one_class
-    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{len(found.test)} held back")]
+    content = {**scores.metrics(), "head": saved.head.name, "precision": saved.precision, "n_test": len(result.test)}
+    content["one_class"] = result.is_one_class
+    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{len(result.test)} held out")]
     rows += [(name, output.percent(share)) for name, share in scores.metrics().items()]
-    notes = [output.ONE_CLASS] if found.is_one_class else []
+    notes = [output.ONE_CLASS] if result.is_one_class else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -82,7 +82,7 @@ def _comparison(results: list[Result], failed: dict[str, str]) -> list[str]:
     lines = output.table(("head", "acc.personal", "exactness", "fit"), rows)
     if results:
         overall, local = (output.percent(share) for share in (results[0].scores.overall, results[0].scores.local))
-        counts = f"{results[0].n_train} samples to fit, {results[0].n_test} held back"
+        counts = f"{results[0].n_train} samples to fit, {results[0].n_test} held out"
         lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
         lines += [output.ONE_CLASS] if results[0].one_class else []
     return lines + [f"{name}: {reason}" for name, reason in failed.items()]

@@ -1,4 +1,4 @@
-"""Fit a personal head on local data with a bundle's encoder, score it on a part held back, and save it.
+"""Fit a personal head on local data with a bundle's encoder, evaluate it on held-out samples, and save it.
 
 Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local logistic regression
 on the raw inputs: what this device would reach alone.
@@ -84,7 +84,7 @@ def _lines(result: Result, out: Path) -> list[str]:
     lines = output.pairs(
         [
             ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
-            ("samples", f"{result.n_train} to fit, {result.n_test} held back"),
+            ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
             ("acc.personal", output.percent(scores.personal)),
             ("acc.global", output.percent(scores.overall)),
             ("acc.local", output.percent(scores.local)),

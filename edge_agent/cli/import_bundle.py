@@ -61,8 +61,8 @@ def stays_away(state: Path, bundle_id: str, before: str) -> str | None:
     """Note that a bundle was put by hand in place of another; the id of the bundle that is declined from now on."""
     from ..agent.local_state import ReleaseRecord
 
-    found = ReleaseRecord(state).put_by_hand(bundle_id, before)
-    return None if found is None else found.source.bundle_id
+    result = ReleaseRecord(state).put_by_hand(bundle_id, before)
+    return None if result is None else result.source.bundle_id
 
 
 def _lines(content: dict[str, Any]) -> list[str]:

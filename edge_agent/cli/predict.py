@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     inputs, names = _inputs(arguments, bundle)
     encoder = opening.encoder(arguments, bundle, head.precision if head is not None else None)
-    found = _probabilities(bundle, head, encoder.features(inputs, output.progress("features")))
-    rows = [_row(name, row, bundle.manifest.task.class_names) for name, row in zip(names, found, strict=True)]
+    result = _probabilities(bundle, head, encoder.features(inputs, output.progress("features")))
+    rows = [_row(name, row, bundle.manifest.task.class_names) for name, row in zip(names, result, strict=True)]
     return output.result(arguments, {"predictions": rows}, lambda: _lines(rows))
 
 

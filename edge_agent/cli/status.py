@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(AgentConfig, arguments.config)
     said = read_json(config.state / "status.json") or {}
     running = _is_running(config.state)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "id": config.id,
         "running": running,
         "state": str(config.state),
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
         "head": None,
         "metrics": None,
     }
-    found["tier"] = found["tier"] or config.tier
+    result["tier"] = result["tier"] or config.tier
     try:
-        found.update(_installed(config.state, said, running=running))
+        result.update(_installed(config.state, said, running=running))
     except HeadwaterError as error:
-        found.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
+        result.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
-        found.update(condition="stalled", fault=problem)  # which the agent itself could not write down
-    output.result(arguments, found, lambda: output.pairs(_rows(found)))
-    return 0 if found["condition"] in {None, "ok"} else 1
+        result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
+    output.result(arguments, result, lambda: output.pairs(_rows(result)))
+    return 0 if result["condition"] in {None, "ok"} else 1
 
 
 def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str, Any]:
@@ -79,19 +79,19 @@ def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str,
     from ..agent.local_state import ReleaseRecord
     from ..bundle import current_manifest
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
-        found["bundle_id"] = manifest.bundle_id
-        found["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
+        result["bundle_id"] = manifest.bundle_id
+        result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if head.get("fingerprint") not in fingerprints:  # it was fitted for another bundle
             head = {}
         if not running:
             by_agent = said.get("rolled_back") if said.get("bundle_id") == manifest.bundle_id else None
-            found["rolled_back"] = ReleaseRecord(state).rolled_back() or by_agent
-            found["waits_for"] = None if head else "'edge-agent run', which fits a head for this bundle"
-    return {**found, "head": head.get("head"), "metrics": head.get("metrics")}
+            result["rolled_back"] = ReleaseRecord(state).rolled_back() or by_agent
+            result["waits_for"] = None if head else "'edge-agent run', which fits a head for this bundle"
+    return {**result, "head": head.get("head"), "metrics": head.get("metrics")}
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -153,7 +153,7 @@ class Session:
 
     @property
     def test(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The held-back inputs (n, ...) and labels (n,), on the device."""
+        """The held-out inputs (n, ...) and labels (n,), on the device."""
         return self._test
 
     def before_round(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int) -> Client:
@@ -196,7 +196,7 @@ class Session:
         )
 
     def scores(self, client: Client) -> dict[str, float]:
-        """Accuracies on the held-back samples, by the name of the metric; none where there are no such samples."""
+        """Accuracies on the held-out samples, by the name of the metric; none where there are no such samples."""
         inputs, labels = self._test
         if not len(labels):
             return {}

@@ -97,8 +97,8 @@ def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, 
         raw = npz_arrays(
             inputs, np.zeros(len(inputs), np.int64), class_names=(), groups=None, kind=spec.kind, where="X"
         )
-        found, counts, groups = _execute(raw, spec, "X")
-        return Samples(found, np.zeros(int(counts.sum()), np.int64), tuple(class_names), spec, groups)
+        result, counts, groups = _execute(raw, spec, "X")
+        return Samples(result, np.zeros(int(counts.sum()), np.int64), tuple(class_names), spec, groups)
     by_name = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
     values, names = labels_by_name(labels, () if by_name else class_names, "y")
     raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
@@ -110,9 +110,9 @@ def _samples(raw: Raw, spec: InputSpec, class_names: Sequence[str] | None, sourc
     labels, names = _match_names(raw, class_names, source)
     labels = np.repeat(labels, counts)
     places = tuple(name for name, count in zip(raw.names, counts, strict=False) for _ in range(count))
-    if len(found := np.unique(labels)) == 1:
+    if len(result := np.unique(labels)) == 1:
         _log.warning(
-            "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[found[0]]
+            "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[result[0]]
         )
     return Samples(inputs, labels, names, spec, groups, places)
 
@@ -213,10 +213,10 @@ def source_kind(name: str) -> DataSource:
         UsageError: what was added under that name is no `DataSource` and has none.
     """
     member = registry.load(name)
-    found = member if isinstance(member, DataSource) else getattr(member, "SOURCE", None)
-    if not isinstance(found, DataSource):
+    result = member if isinstance(member, DataSource) else getattr(member, "SOURCE", None)
+    if not isinstance(result, DataSource):
         raise UsageError(f"data source '{name}' is {member!r}; expected a DataSource, or a module with one as SOURCE")
-    return found
+    return result
 
 
 def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[str, str]]:
@@ -244,8 +244,8 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
         return {}
     given = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
     place = str(Path(resolved.place).absolute()) if kind.needs_path else resolved.place
-    found = kind.domains(place, resolved.options)
-    return {name: with_options(resolved.name, own, {**given, **changed}) for name, (own, changed) in found.items()}
+    result = kind.domains(place, resolved.options)
+    return {name: with_options(resolved.name, own, {**given, **changed}) for name, (own, changed) in result.items()}
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
@@ -366,17 +366,17 @@ def _execute_images(
 
 def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     _check_kind(raw, spec, source)
-    found: list[np.ndarray] = []
+    result: list[np.ndarray] = []
 
     def fill(row: int) -> None:
         item = np.asarray(raw.items[row])
-        found.append(preprocess.cut(item, spec) if raw.kind == "recording" else _whole_window(item, spec))
+        result.append(preprocess.cut(item, spec) if raw.kind == "recording" else _whole_window(item, spec))
 
     _for_all(raw, fill, source, f"{raw.kind}s")
-    counts = np.array([len(windows) for windows in found])
-    groups = raw.groups if raw.kind == "window" else np.arange(len(found)) if raw.groups is None else raw.groups
+    counts = np.array([len(windows) for windows in result])
+    groups = raw.groups if raw.kind == "window" else np.arange(len(result)) if raw.groups is None else raw.groups
     return (
-        preprocess.normalise_windows(np.concatenate(found), spec),
+        preprocess.normalise_windows(np.concatenate(result), spec),
         counts,
         None if groups is None else np.repeat(groups, counts).astype(np.int64),
     )

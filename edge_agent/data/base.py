@@ -125,16 +125,16 @@ def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -
     if values.ndim != 1 or values.dtype.kind not in "iuU":
         raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
     if not class_names:
-        found, labels = np.unique(values, return_inverse=True)
-        return labels.astype(np.int64), tuple(str(name) for name in found)
+        result, labels = np.unique(values, return_inverse=True)
+        return labels.astype(np.int64), tuple(str(name) for name in result)
     if values.dtype.kind == "U":
-        found, inverse = np.unique(values, return_inverse=True)
+        result, inverse = np.unique(values, return_inverse=True)
         positions = {name: position for position, name in enumerate(class_names)}
-        if missing := [str(name) for name in found if str(name) not in positions]:
+        if missing := [str(name) for name in result if str(name) not in positions]:
             raise DataError(
                 f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}"
             )
-        return np.array([positions[str(name)] for name in found], np.int64)[inverse], tuple(class_names)
+        return np.array([positions[str(name)] for name in result], np.int64)[inverse], tuple(class_names)
     if len(values) and not (values.min() >= 0 and values.max() < len(class_names)):
         raise DataError(f"{where}: labels {values.min()}..{values.max()}, expected 0..{len(class_names) - 1}")
     return values.astype(np.int64), tuple(class_names)

@@ -53,17 +53,17 @@ def read(where: str, options: Options) -> Raw:
     root = Path(where).expanduser()
     if not root.is_dir():
         raise DataError(f"images: no folder '{where}'; expected a folder with one sub-folder of images for each class")
-    found = {folder.name: images_in(folder)[: options.limit] for folder in visible(root) if folder.is_dir()}
-    found = {name: paths for name, paths in found.items() if paths}
-    if not found:
+    result = {folder.name: images_in(folder)[: options.limit] for folder in visible(root) if folder.is_dir()}
+    result = {name: paths for name, paths in result.items() if paths}
+    if not result:
         raise DataError(
             f"images: no images in the sub-folders of '{where}'; expected one sub-folder for each class, "
             f"with files ending in {', '.join(sorted(SUFFIXES))}"
         )
-    paths = [path for group in found.values() for path in group]
-    labels = np.repeat(np.arange(len(found)), [len(group) for group in found.values()])
+    paths = [path for group in result.values() for path in group]
+    labels = np.repeat(np.arange(len(result)), [len(group) for group in result.values()])
     names = tuple(str(path.relative_to(root)) for path in paths)
-    return Raw("image", ImageFiles(paths), labels, tuple(found), names=names)
+    return Raw("image", ImageFiles(paths), labels, tuple(result), names=names)
 
 
 def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own

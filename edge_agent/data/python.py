@@ -32,15 +32,15 @@ def read(where: str, options: Options) -> Raw:
     """Raw samples from what the function returned."""
     function = _find(where)
     try:
-        found = function(**(options.model_extra or {}))
+        result = function(**(options.model_extra or {}))
     # An error of any kind in the user's function is a data error, not a traceback.
     except Exception as error:
         raise DataError(f"python: {where} failed ({type(error).__name__}: {error})") from error
-    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
+    if not isinstance(result, tuple) or not 2 <= len(result) <= 4:
         raise DataError(
-            f"python: {where} returned {type(found).__name__}, expected (inputs, labels[, class_names[, groups]])"
+            f"python: {where} returned {type(result).__name__}, expected (inputs, labels[, class_names[, groups]])"
         )
-    return _raw(where, *found)
+    return _raw(where, *result)
 
 
 def inspect(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
@@ -66,8 +66,8 @@ def _find(where: str) -> Callable[..., Any]:
 def _callable(where: str, function: Any) -> Callable[..., Any]:
     if not callable(function):
         raise DataError(f"python: '{where}' is no function; expected module:function")
-    found: Callable[..., Any] = function
-    return found
+    result: Callable[..., Any] = function
+    return result
 
 
 def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:

@@ -21,7 +21,7 @@ MIXES: tuple[float, ...] = tuple(np.linspace(0.0, 1.0, 11).tolist())
 
 
 class KNNParams(NormedParams):
-    """Defaults of the authors' code; the paper picks lambda (and sometimes scale) on held-back data."""
+    """Defaults of the authors' code; the paper picks lambda (and sometimes scale) on held-out data."""
 
     feature_norm: FeatureNorm = Field("none", description="none (the paper), l2 or standard, for the distances only")
     neighbours: int = Field(10, ge=1, le=10_000, description="k; all samples where there are fewer")
@@ -30,7 +30,7 @@ class KNNParams(NormedParams):
         None,
         ge=0,
         le=1,
-        description="lambda, share of the neighbours; none: the best of 0, 0.1 ... 1 on held-back data",
+        description="lambda, share of the neighbours; none: the best of 0, 0.1 ... 1 on held-out data",
     )
     held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples on which lambda is picked")
 

@@ -9,7 +9,7 @@ Stays: the model with which the last training began, and the one with which it e
 Server: keeps the latest model of every client (memory and checkpoints grow with the number of clients), the affinities
 P, and offers each client those of the largest, at times others by chance. The mean of the models by sample counts is
 kept for an export; no client ever gets it.
-Differs from the paper: a fixed fifth of the local samples is held back for validation; of fewer than four samples all
+Differs from the paper: a fixed fifth of the local samples is held out for validation; of fewer than four samples all
 serve for both. Distances are those of the learned weights; batch norm statistics are mixed like them.
 """
 
@@ -207,7 +207,7 @@ def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def validation_loss(client: Client, tensors: Tensors) -> float:
-    """Mean cross entropy of a model on the samples that are held back; ``client.model`` is that model afterwards."""
+    """Mean cross entropy of a model on the held-out samples; ``client.model`` is that model afterwards."""
     model, (_, rows) = client.model, held_back(client)
     load_arrays(model, tensors)
     logits = evaluate(model, model, client.train_inputs[rows])

@@ -72,7 +72,7 @@ class FedPACParams(MethodParams):
         "samples", description="clients in a centroid count by their samples of it (Eq. 11), or alike (PFLlib)"
     )
     min_class_count: int = Field(2, ge=1, description="class means of fewer samples are withheld; the paper: 1")
-    newcomers: Literal["own", "mean"] = Field(
+    new_clients: Literal["own", "mean"] = Field(
         "own", description="classifier of a client in its first round: its own start (paper's code), or the mean of all"
     )
 
@@ -170,7 +170,7 @@ class FedPAC(Method):
         if client in names:
             row = names.index(client)
             return {name: state[f"clients.{name}"][row] for name in _HEAD}
-        mean = self.global_head(state) if self.params.newcomers == "mean" else None
+        mean = self.global_head(state) if self.params.new_clients == "mean" else None
         return {} if mean is None else {f"head.{name}": array for name, array in mean.items()}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:

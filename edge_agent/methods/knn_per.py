@@ -6,7 +6,7 @@ Travels: encoder and head, both ways, batch norm statistics included.
 Stays: the datastore: features and labels of the device's training samples, and the chosen numbers.
 Server: mean of the updates, weighted by sample counts.
 Differs from the paper: lambda, and k and scale where more than one is offered, are chosen on a part of the training
-samples that is held back for it and enters the datastore afterwards. A last batch of one sample joins the batch before
+samples that is held out for it and enters the datastore afterwards. A last batch of one sample joins the batch before
 it.
 """
 
@@ -96,7 +96,7 @@ class KNNPer(Method):
     def _chosen(
         self, client: Client, features: np.ndarray, labels: np.ndarray, rng: np.random.Generator
     ) -> tuple[float, float, float]:
-        """k, scale and lambda of most correct answers on a held-back part; the first of equally good ones."""
+        """k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
         params, total = self.params, len(features)
         shares = MIXES if params.mix is None else (params.mix,)
         offered = list(itertools.product(params.neighbours, params.scales, shares))

@@ -59,14 +59,14 @@ class OwnEncoder:
         shape, was_training = (2, *task.input_shape), module.training
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                found = module.eval()(torch.zeros(shape))
+                result = module.eval()(torch.zeros(shape))
         except Exception as error:
             raise UsageError(
                 f"encoder '{self.name}': inputs of shape {shape} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
             module.train(was_training)
-        if not isinstance(found, torch.Tensor) or found.ndim != 2 or len(found) != 2:
-            got = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        if not isinstance(result, torch.Tensor) or result.ndim != 2 or len(result) != 2:
+            got = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise UsageError(f"encoder '{self.name}': inputs of shape {shape} gave {got}, expected features (2, d)")
-        return int(found.shape[1])
+        return int(result.shape[1])

@@ -235,8 +235,8 @@ class Incoming:
         self._hash_rest()
         if self._digest.hexdigest() != self.ref.digest:
             self.discard()
-            found = self._digest.hexdigest()[:16]
-            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 begins {found}; everything is asked for again")
+            result = self._digest.hexdigest()[:16]
+            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 begins {result}; everything is asked for again")
         place.parent.mkdir(parents=True, exist_ok=True)
         if durable:
             sync(self._file)
@@ -371,7 +371,7 @@ class BlobCache:
         return place
 
     def make_room(self, size_bytes: int) -> None:
-        """Drop the least recently used blobs until ``size_bytes`` more fit; begun ones that nobody goes on with too."""
+        """Drop the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
         self._under_way = [incoming for incoming in self._under_way if incoming.is_open]
         held = {incoming.path for incoming in self._under_way}
         idle = [path for path in self._files() if path not in held]

@@ -36,7 +36,7 @@ class Faults:
     only: Callable[[str], bool] = lambda _topic: True
 
     def deliveries(self, message: Message) -> tuple[list[Message], bool]:
-        """What arrives in place of ``message``, and whether it is held back behind the next one."""
+        """What arrives in place of ``message``, and whether it is delayed behind the next one."""
         if not self.only(message.topic):
             return [message], False
         lose, twice, late, flip = self.rng.random(4) < (self.lose, self.duplicate, self.reorder, self.flip)

@@ -85,11 +85,11 @@ def unsealed(payload: bytes) -> bytes:
 
     TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
     """
-    found = _SEAL.search(payload)
-    if found is None:
+    result = _SEAL.search(payload)
+    if result is None:
         return payload
-    body = payload[: found.start()] + b"}"
-    if zlib.crc32(body) != int(found[1], 16):
+    body = payload[: result.start()] + b"}"
+    if zlib.crc32(body) != int(result[1], 16):
         raise MessageError("checksum is wrong, the message was changed on the way")
     return body
 
@@ -124,7 +124,7 @@ def json_object(payload: bytes) -> dict[str, Any]:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
-        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is no JSON either.
+        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is not valid JSON.
         raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {cause(error)[:120]}") from error
@@ -138,10 +138,10 @@ def _no_constant(name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return result
 
 
 GENERATION = 1

@@ -198,10 +198,10 @@ def _json(raw: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return result
 
 
 def _metadata(raw: object) -> dict[str, str]:

@@ -106,7 +106,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypat
         code, out, err = call(*images, *SHORT, "--out", "a b", "--json")
     assert (code, out) == (130, "")
     said = err.splitlines()[-1]
-    assert said.startswith("stopped with 1 of 2 rounds closed, nothing is lost; go on with: headwater simulate ")
+    assert said.startswith("stopped with 1 of 2 rounds closed, nothing is lost; resume with: headwater simulate ")
     assert said.endswith("--resume --out 'a b'")
     code, out, err = call("--resume", "--out", "a b", "--json")
     assert code == 0, err
@@ -217,13 +217,13 @@ def test_a_folder_that_holds_a_run_is_neither_overwritten_nor_gone_on_with_silen
     assert call(*images, *SHORT, "--out", "sim")[0] == 0
     code, _, err = call(*images, *SHORT, "--out", "sim")
     assert code == 2
-    assert "go on with it by --resume, or choose another folder with --out" in err
+    assert "resume it with --resume, or choose another folder with --out" in err
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--resume",), "name it with --out"),
+        (("--resume",), "name the folder with --out"),
         (("--resume", "--out", "nowhere"), "nowhere holds no simulation"),
         (("--resume", "--out", "sim", "--rounds", 9), "rounds is 2, 9 was given"),
     ],

@@ -62,7 +62,7 @@ def test_tables_show_units(place, capsys):
     text = capsys.readouterr().out
     assert "acc.personal" in text
     assert "%" in text
-    assert "held back" in text
+    assert "held out" in text
     assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=100", "--heads", "lr"]) == 0
     assert "exact" in capsys.readouterr().out
 

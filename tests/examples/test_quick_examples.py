@@ -117,7 +117,7 @@ def test_new_people_fare_better_with_a_head_of_their_own(load, tmp_path):
     example = load("04_sensor_windows")
     path = tmp_path / "people.npz"
     example.made_up(path)
-    found = example.newcomers(example.open_archive(path), tmp_path, rounds=4)
+    found = example.new_clients(example.open_archive(path), tmp_path, rounds=4)
     assert sorted(found) == [5, 6]
     for result in found.values():
         assert result["acc.personal"] > result["acc.global"]

@@ -35,7 +35,7 @@ def example(monkeypatch):
 def test_two_people_fare_better_with_heads_of_their_own_than_with_the_shared_one(example, tmp_path):
     """Both halves of a person's recordings come from one sitting, so this says nothing about another day."""
     people = example.open_archive(ARCHIVE)
-    found = example.newcomers(people, tmp_path)
+    found = example.new_clients(people, tmp_path)
     assert len(found) == 2
     for subject, scores in found.items():
         samples = data.load(people.source(subject))

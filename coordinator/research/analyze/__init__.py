@@ -60,7 +60,7 @@ def analyze(
         mixing = target.mixing(number)
         mixed = {} if mixing is None else {"mixing": results.mixing_body(mixing, target.groups())}
         states.append({**results.state_of(number, views, settings, left_out), **mixed})
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "subject": target.name,
         "kind": target.kind,
         "run_id": target.run,
@@ -72,24 +72,24 @@ def analyze(
         "accuracy": results.accuracies(views, target.class_names),
     }
     watch("features of highest Fisher score")
-    found["probe"] = results.probe(views, len(target.class_names), settings, left_out)
+    result["probe"] = results.probe(views, len(target.class_names), settings, left_out)
     watch("t-SNE")
-    found["tsne"] = list(results.drawings(views, settings, left_out))
-    found["communication"] = results.communication(target.run, target.metrics(), settings.targets)
+    result["tsne"] = list(results.drawings(views, settings, left_out))
+    result["communication"] = results.communication(target.run, target.metrics(), settings.targets)
     if target.clients:
         why = "updates of single clients are not saved, so there are no features before aggregation"
         left_out.note("sparsity before aggregation", why)
     if not settings.targets and target.kind != "bundle":
         left_out.note("rounds and bytes to an accuracy", "no --target was given")
-    return {**found, "left_out": left_out.body()}
+    return {**result, "left_out": left_out.body()}
 
 
 def _finite_views(target: AnalysisTarget, number: int, settings: Settings, probe: np.ndarray) -> list[FeatureView]:
-    found = []
+    result = []
     for view in target.feature_views(number, settings, probe):
         if view.is_finite():
-            found.append(view)
+            result.append(view)
         else:
             why = "its features hold NaN or infinity, training diverged"
             target.left_out.note(f"client {view.client} after round {number}", why)
-    return found
+    return result

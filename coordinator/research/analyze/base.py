@@ -111,7 +111,7 @@ class FeatureView:
 
     def is_finite(self) -> bool:
         """Whether all features are numbers."""
-        return all(np.isfinite(found).all() for group in (self.kinds, self.probe) for found in group.values())
+        return all(np.isfinite(result).all() for group in (self.kinds, self.probe) for result in group.values())
 
 
 @dataclass
@@ -190,13 +190,13 @@ class AnalysisTarget(ABC):
 
     def tested(self) -> tuple[str, ...]:
         """Clients that have test samples; the others are noted as left out."""
-        found = []
+        result = []
         for client in self.clients:
             if len(self.samples_of(client).test):
-                found.append(client)
+                result.append(client)
             else:
                 self.left_out.note(f"client {client}", "it has no test samples")
-        return tuple(found)
+        return tuple(result)
 
     def probe(self, settings: Settings) -> np.ndarray:
         """Inputs (p, ...) on which clients are compared: equally many of each client's test samples.
@@ -213,6 +213,6 @@ class AnalysisTarget(ABC):
 
 def split_mask(view: FeatureView) -> FeatureView:
     """The same view with the mask apart from the features."""
-    kinds, probe = dict(view.kinds), {name: found for name, found in view.probe.items() if name != "mask"}
+    kinds, probe = dict(view.kinds), {name: result for name, result in view.probe.items() if name != "mask"}
     mask = kinds.pop("mask", None)
     return replace(view, kinds=kinds, probe=probe, mask=mask)

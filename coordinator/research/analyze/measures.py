@@ -62,13 +62,13 @@ def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
 def cka_matrix(kinds: Sequence[np.ndarray]) -> np.ndarray:
     """`linear_cka` (m, m) of every pair among m kinds of features of the same samples; NaN where it is not defined."""
     grams = [gram(features) for features in kinds]
-    found = np.full((len(kinds), len(kinds)), np.nan)
+    result = np.full((len(kinds), len(kinds)), np.nan)
     known = [place for place, one in enumerate(grams) if one is not None]
     if known:
         stacked = np.stack([one for one in grams if one is not None])
-        found[np.ix_(known, known)] = np.clip((stacked @ stacked.T).astype(np.float64), 0.0, 1.0)
-    found[known, known] = 1.0
-    return found
+        result[np.ix_(known, known)] = np.clip((stacked @ stacked.T).astype(np.float64), 0.0, 1.0)
+    result[known, known] = 1.0
+    return result
 
 
 def sparsity_ratio(features: np.ndarray, threshold: float) -> float:
@@ -107,10 +107,10 @@ def overlap(first: np.ndarray, second: np.ndarray) -> float:
 
 def overlap_matrix(choices: Sequence[np.ndarray]) -> np.ndarray:
     """`overlap` (m, m) of every pair among m choices."""
-    found = np.eye(len(choices))
+    result = np.eye(len(choices))
     for one, other in combinations(range(len(choices)), 2):
-        found[one, other] = found[other, one] = overlap(choices[one], choices[other])
-    return found
+        result[one, other] = result[other, one] = overlap(choices[one], choices[other])
+    return result
 
 
 def mean_of_pairs(matrix: np.ndarray) -> float | None:

@@ -119,7 +119,7 @@ def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Pict
     if len(states) > 1:
         lines = {kind: [(one["round"], one[measure][kind]["mean"]) for one in states] for kind in last}
         yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", lines, high)
-    rows = _by_client({kind: found["clients"] for kind, found in last.items()})
+    rows = _by_client({kind: result["clients"] for kind, result in last.items()})
     if rows:
         text = f"{title} of each client after {states[-1]['round']} rounds"
         low, top = _range([value for _, values in rows for value in values.values()], high)
@@ -161,9 +161,9 @@ def _over_rounds(
 
 
 def _by_client(kinds: Mapping[str, Mapping[str, float | None]]) -> list[tuple[str, dict[str, float]]]:
-    clients = dict.fromkeys(client for found in kinds.values() for client in found)
+    clients = dict.fromkeys(client for result in kinds.values() for client in result)
     rows = [
-        (client, {_style(k): v for k, found in kinds.items() if (v := found.get(client)) is not None})
+        (client, {_style(k): v for k, result in kinds.items() if (v := result.get(client)) is not None})
         for client in clients
     ]
     return [(client, values) for client, values in rows if values]
@@ -176,9 +176,9 @@ def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         caption = "Linear CKA of two clients' features of the same samples; mean over all pairs of clients."
         if len(states) > 1:
             yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, lines, 1.0)
-        for kind, found in last["cka"].items():
+        for kind, result in last["cka"].items():
             title = f"CKA between clients, {kind} features, after {last['round']} rounds"
-            yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", found)
+            yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", result)
     if "overlap" in last:
         by = {"mask": "those that a client's mask picks most often", "fisher": "those of highest Fisher score"}
         caption = f"Shared by two clients / important to either; important are {by[last['overlap']['by']]}."
@@ -209,17 +209,17 @@ def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
 
 
 def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
-    found = result["probe"]
-    if found is None:
+    answer = result["probe"]
+    if answer is None:
         return
-    percents = [100.0 * ratio for ratio in found["ratios"]]
-    worst = [min(values) for values in zip(*found["clients"].values(), strict=True)]
-    series = [Series("mean over clients", tuple(zip(percents, found["mean"], strict=True)), "personal")]
-    if len(found["clients"]) > 1:
+    percents = [100.0 * ratio for ratio in answer["ratios"]]
+    worst = [min(values) for values in zip(*answer["clients"].values(), strict=True)]
+    series = [Series("mean over clients", tuple(zip(percents, answer["mean"], strict=True)), "personal")]
+    if len(answer["clients"]) > 1:
         series.append(Series("worst client", tuple(zip(percents, worst, strict=True)), "personal", is_dashed=True))
     low, high = _range([y for line in series for _, y in line.points], 1.0)
     title = "Accuracy on features of highest Fisher score"
-    text = f"{title}: {found['mean'][0]:.3f} on a tenth of the features, {found['mean'][-1]:.3f} on all."
+    text = f"{title}: {answer['mean'][0]:.3f} on a tenth of the features, {answer['mean'][-1]:.3f} on all."
     chart = line_chart(text, series, x_label="features kept, %", y_label="accuracy", low=low, high=high)
     keys = [line.key for line in series]
     yield Picture(
@@ -253,7 +253,9 @@ def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:
     """Accuracies of a client's classes from most to fewest training samples."""
     styles = {scope: "global" if scope == "global" else "personal" for scope in result["accuracy"]}
     for client in result["clients"][:MOST_OF_CLASSES]:
-        scopes = {s: found["clients"][client] for s, found in result["accuracy"].items() if client in found["clients"]}
+        scopes = {
+            s: answer["clients"][client] for s, answer in result["accuracy"].items() if client in answer["clients"]
+        }
         if not scopes:
             continue
         rows = zip(*(one["classes"] for one in scopes.values()), strict=True)
@@ -269,8 +271,8 @@ def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:
 
 
 def _drawn(result: Mapping[str, Any]) -> Iterator[Picture]:
-    for client, found in groupby(result["tsne"], key=lambda one: one["client"]):
-        drawings = list(found)
+    for client, answer in groupby(result["tsne"], key=lambda one: one["client"]):
+        drawings = list(answer)
         panels = [(one["features"], one["points"], one["labels"]) for one in drawings]
         labels = sorted({label for one in drawings for label in one["labels"]})
         title = f"Features of client {client}, t-SNE"
@@ -312,9 +314,9 @@ def _range(values: Sequence[float], high: float | None) -> tuple[float, float]:
 
 def _tables(result: Mapping[str, Any]) -> Iterator[str]:
     parts = ("all", "head", "tail")
-    for scope, found in result["accuracy"].items():
-        rows = [(name, *(percent(one[part]) for part in parts)) for name, one in found["clients"].items()]
-        rows.append(("mean", *(percent(found[part]) for part in parts)))
+    for scope, answer in result["accuracy"].items():
+        rows = [(name, *(percent(one[part]) for part in parts)) for name, one in answer["clients"].items()]
+        rows.append(("mean", *(percent(answer[part]) for part in parts)))
         caption = (
             "Accuracy on test samples. Head classes: as many training samples as the client's mean class, or "
             "more; tail: the others that it has. Means of head and tail count classes alike."

@@ -32,7 +32,7 @@ def state_of(number: int, views: Sequence[FeatureView], settings: Settings, left
         if len(np.unique(view.labels)) < 2:
             left_out.note(f"separation and Fisher scores of client {view.client}", "its test samples are of one class")
     kinds = list(views[0].kinds)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "round": number,
         "separation": {
             kind: _summary({view.client: measures.class_separation(view.kinds[kind], view.labels) for view in views})
@@ -47,30 +47,30 @@ def state_of(number: int, views: Sequence[FeatureView], settings: Settings, left
         "fisher": _fisher(views),
     }
     if len(kinds) > 1:
-        found["before_after"] = {
+        result["before_after"] = {
             kind: _summary({view.client: measures.linear_cka(view.features, view.kinds[kind]) for view in views})
             for kind in kinds
             if kind != "encoder"
         }
     if any(view.mask is not None for view in views):
-        found["selection"] = _summary(
+        result["selection"] = _summary(
             {view.client: None if view.mask is None else float(view.mask.mean()) for view in views}
         )
     if len(views) > 1:
-        found |= _between_clients(views, settings)
-    return found
+        result |= _between_clients(views, settings)
+    return result
 
 
 def mixing_body(mixing: Mixing, groups: Mapping[str, str]) -> dict[str, Any]:
     """Weights of combined classifiers, and the share of clients of the same group where groups are known."""
-    found: dict[str, Any] = {"clients": list(mixing.clients), "weights": as_matrix(mixing.weights)}
+    result: dict[str, Any] = {"clients": list(mixing.clients), "weights": as_matrix(mixing.weights)}
     known = [groups.get(client) for client in mixing.clients]
     if all(group is not None for group in known):
-        found["groups"] = known
-        found |= measures.group_mass(mixing.weights, [str(group) for group in known])
+        result["groups"] = known
+        result |= measures.group_mass(mixing.weights, [str(group) for group in known])
     else:
-        found["own"] = measures.group_mass(mixing.weights, list(mixing.clients))["own"]
-    return found
+        result["own"] = measures.group_mass(mixing.weights, list(mixing.clients))["own"]
+    return result
 
 
 def as_matrix(matrix: np.ndarray) -> Matrix:
@@ -88,16 +88,16 @@ def _fisher(views: Sequence[FeatureView]) -> dict[str, dict[str, Any]]:
     kinds = list(views[0].kinds)
     if views[0].mask is not None:
         kinds += ["relevant", "irrelevant"]
-    found = {}
+    result = {}
     for kind in kinds:
         scores = {view.client: measures.mean_fisher(_fisher_features(view, kind), view.labels) for view in views}
         means = {client: None if score is None else score[0] for client, score in scores.items()}
-        found[kind] = {
+        result[kind] = {
             "mean": _mean(list(means.values())),
             "clients": means,
             "infinite": {client: score[1] for client, score in scores.items() if score is not None and score[1]},
         }
-    return found
+    return result
 
 
 def _fisher_features(view: FeatureView, kind: str) -> np.ndarray:
@@ -110,12 +110,12 @@ def _fisher_features(view: FeatureView, kind: str) -> np.ndarray:
 def _between_clients(views: Sequence[FeatureView], settings: Settings) -> dict[str, Any]:
     names = [view.client for view in views]
     choices = [measures.important(_importance(view), settings.important) for view in views]
-    found: dict[str, Any] = {"overlap": {"by": "mask" if views[0].mask is not None else "fisher"}}
-    found["overlap"] |= _pairs(names, measures.overlap_matrix(choices))
+    result: dict[str, Any] = {"overlap": {"by": "mask" if views[0].mask is not None else "fisher"}}
+    result["overlap"] |= _pairs(names, measures.overlap_matrix(choices))
     if views[0].probe:
         kinds = views[0].probe
-        found["cka"] = {k: _pairs(names, measures.cka_matrix([view.probe[k] for view in views])) for k in kinds}
-    return found
+        result["cka"] = {k: _pairs(names, measures.cka_matrix([view.probe[k] for view in views])) for k in kinds}
+    return result
 
 
 def _importance(view: FeatureView) -> np.ndarray:
@@ -160,9 +160,9 @@ def communication(run: str, metrics: Iterable[Mapping[str, Any]], targets: Seque
 
 def _accuracy_by_rounds(figures: RunFigures, scope: Scope) -> list[tuple[int, float]]:
     """(rounds done, mean accuracy over agents) of each model that agents reported on."""
-    found = [(line.round - 1, mean) for line in figures.rounds if (mean := line.mean(scope)) is not None]
+    result = [(line.round - 1, mean) for line in figures.rounds if (mean := line.mean(scope)) is not None]
     final = [agent.acc[scope] for agent in figures.agents if scope in agent.acc]
-    return [*found, (figures.rounds[-1].round, fmean(final))] if final else found
+    return [*result, (figures.rounds[-1].round, fmean(final))] if final else result
 
 
 def _cost_of(
@@ -188,14 +188,14 @@ PROBE_HEAD = "knn"
 
 def accuracies(views: Sequence[FeatureView], class_names: Sequence[str]) -> dict[str, Any]:
     """Accuracy of each class by scope and client and its training samples; head and tail classes (RepPer, Fig. 5)."""
-    found = {}
+    result = {}
     for scope in dict.fromkeys(scope for view in views for scope in view.answers):
         clients = {view.client: _classes(view, scope, class_names) for view in views if scope in view.answers}
-        found[scope] = {
+        result[scope] = {
             "clients": clients,
             **{part: _mean([one[part] for one in clients.values()]) for part in ("all", "head", "tail")},
         }
-    return found
+    return result
 
 
 def _classes(view: FeatureView, scope: str, class_names: Sequence[str]) -> dict[str, Any]:

@@ -136,14 +136,14 @@ class SimulationTarget(AnalysisTarget):
 def _with_details(view: FeatureView, client: Client, method: Any, mine: ClientSamples) -> FeatureView:
     tested = _tensor(client, mine.test.inputs)
     scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
-    answers = {s: found.argmax(dim=1).cpu().numpy() for s, found in scopes.items() if found is not None}
+    answers = {s: result.argmax(dim=1).cpu().numpy() for s, result in scopes.items() if result is not None}
     trained = LabelledSamples(_features_by_kind(client, method, mine.train.inputs)["encoder"], mine.train.labels)
     return replace(view, answers=answers, trained=trained)
 
 
 def _features_by_kind(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    found = method.views(client, _tensor(client, inputs))
-    return {name: tensor.cpu().numpy() for name, tensor in found.items()}
+    result = method.views(client, _tensor(client, inputs))
+    return {name: tensor.cpu().numpy() for name, tensor in result.items()}
 
 
 def _tensor(client: Client, inputs: np.ndarray) -> torch.Tensor:

@@ -85,17 +85,17 @@ def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> di
         UsageError: a name that cannot be a client's, or one that occurs twice.
         DataError: samples that are missing, or of classes or a form that the task does not have.
     """
-    found: dict[str, ClientSamples] = {}
+    result: dict[str, ClientSamples] = {}
     for given in sources:
         name, source = named(given)
-        if name in found:
+        if name in result:
             raise UsageError(f"--data {given}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
         samples = data.load(source, task.input, task.class_names)
         train, test = data.split(samples, settings.test_fraction, settings.seed)
-        found[name] = ClientSamples(
+        result[name] = ClientSamples(
             LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels)
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def named(given: str) -> tuple[str, str]:
@@ -127,7 +127,7 @@ class SharedEncoder:
     ) -> FeatureView:
         """The view of one client, with answers and training features where ``details`` are wanted."""
         some = mine.test.some(settings.samples, settings.seed)
-        found = FeatureView(
+        result = FeatureView(
             client=client,
             labels=some.labels,
             kinds={"encoder": self.features(some.inputs)},
@@ -136,11 +136,11 @@ class SharedEncoder:
             truth=mine.test.labels,
             counts=np.bincount(mine.train.labels, minlength=self.num_classes),
         )
-        if not details or not found.is_finite():
-            return found
+        if not details or not result.is_finite():
+            return result
         trained = LabelledSamples(self.features(mine.train.inputs), mine.train.labels)
         answers = dict(self._answers(client, self.features(mine.test.inputs), trained, settings, left_out))
-        return replace(found, answers=answers, trained=trained)
+        return replace(result, answers=answers, trained=trained)
 
     def _answers(
         self, client: str, tested: np.ndarray, trained: LabelledSamples, settings: Settings, left_out: LeftOut
@@ -219,10 +219,10 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
         return bundles.install(path, folder / "bundles")
     if (path / "manifest.json").is_file():
         return bundles.open_folder(path)
-    found = bundles.current(path / "bundles")
-    if found is None:
+    result = bundles.current(path / "bundles")
+    if result is None:
         raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
-    return found
+    return result
 
 
 BATCH = 512
@@ -301,8 +301,8 @@ def _features(method: methods.Method, request: Request, state: State) -> Feature
     model = model_from_state(method, request.task, state)
 
     def features(inputs: np.ndarray) -> np.ndarray:
-        found: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
-        return found
+        result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
+        return result
 
     return features
 

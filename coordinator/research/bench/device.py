@@ -50,12 +50,12 @@ def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
     """A head-tier agent that is connected and has no bundle yet."""
     folder.mkdir(parents=True, exist_ok=True)
     with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
-        found = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
-    del found[0]  # the first one compiles the modules, as an installation does once
-    yield Row("idle agent", median([idle.rss_mb for _, idle in found]), "MB")
-    yield Row("idle agent, its own pages", median([idle.own_mb for _, idle in found]), "MB")
-    yield Row("CPU until ready", min(ready.cpu_s for ready, _ in found), "s")
-    yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in found]), "s")
+        result = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
+    del result[0]  # the first one compiles the modules, as an installation does once
+    yield Row("idle agent", median([idle.rss_mb for _, idle in result]), "MB")
+    yield Row("idle agent, its own pages", median([idle.own_mb for _, idle in result]), "MB")
+    yield Row("CPU until ready", min(ready.cpu_s for ready, _ in result), "s")
+    yield Row("CPU until ready, median", median([ready.cpu_s for ready, _ in result]), "s")
 
 
 def encoder_rows(bundle: Bundle, precision: EncoderPrecision, folder: Path) -> Iterator[Row]:
@@ -87,8 +87,8 @@ def _child(folder: Path, *arguments: object) -> tuple[dict[str, float], Usage]:
     with module(
         "child", arguments, folder, module="coordinator.research.bench.device_child", environment=ONE_THREAD
     ) as child:
-        found: dict[str, float] = json.loads(answer(child))
-        return found, usage(child.process.pid)
+        result: dict[str, float] = json.loads(answer(child))
+        return result, usage(child.process.pid)
 
 
 def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage]:

@@ -114,11 +114,11 @@ def make(train: Samples, other: Samples, count: int) -> tuple[Features, Features
     model.eval()
     with torch.no_grad():
         batches = [torch.from_numpy(other.inputs[at : at + 256]) for at in range(0, len(other.inputs), 256)]
-        found = torch.cat([model.encoder(batch) for batch in batches]).numpy()
+        result = torch.cat([model.encoder(batch) for batch in batches]).numpy()
     classifier = {name: tensor.detach().numpy() for name, tensor in model.head.named_parameters()}
     labels = other.labels.astype(np.int64)
     parts = (slice(count), slice(count, None))
-    one, two = (Features(found[part], labels[part], classifier) for part in parts)
+    one, two = (Features(result[part], labels[part], classifier) for part in parts)
     return one, two
 
 

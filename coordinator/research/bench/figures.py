@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
         "load": rounded(os.getloadavg()[0], 3) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: result for name in PACKAGES if (result := _version(name))},
     }
 
 

@@ -78,21 +78,21 @@ def report(size: Size, folder: Path) -> dict[str, Any]:
     """
     device = device_name(choose_device(size.stacked_on)) if size.stacked_on else "cpu"
     source = data_source(folder, size)
-    found = [measure(method, source, size, folder / method) for method in size.methods]
+    result = [measure(method, source, size, folder / method) for method in size.methods]
     seconds = {
         one.method: {
             kind: [round(wall, 4) for wall, _ in rounds]
             for kind, rounds in (("plain", one.plain), ("evaluated", one.evaluated))
         }
-        for one in found
+        for one in result
     }
     return {
         "data": source.partition("?")[0],
         "device": device,
         "workers": 1 if size.stacked_on else size.worker_count,
         "seconds": seconds,
-        "engine": {one.method: one.engine for one in found},
-        "rows": [row for one in found for row in one.rows()],
+        "engine": {one.method: one.engine for one in result},
+        "rows": [row for one in result for row in one.rows()],
     }
 
 

@@ -106,22 +106,22 @@ class Cell:
         Raises:
             UsageError: the run in the folder has other settings or weights.
         """
-        found = planned(self.folder)
-        if found is None:
+        result = planned(self.folder)
+        if result is None:
             return False
         other = [
             name
             for name in Plan.model_fields
-            if name not in {*HOW_NOT_WHAT, "folder", "data"} and getattr(found, name) != getattr(self.plan, name)
+            if name not in {*HOW_NOT_WHAT, "folder", "data"} and getattr(result, name) != getattr(self.plan, name)
         ]
-        sources = ([data.location(source, plan.folder) for source in plan.data] for plan in (found, self.plan))
+        sources = ([data.location(source, plan.folder) for source in plan.data] for plan in (result, self.plan))
         other += ["data"] if next(sources) != next(sources) else []
         if not other and self.plan.weights_place is not None:
             begun, now = Weights.of(self.folder / WEIGHTS), Weights.of(self.plan.weights_place)
             if begun.sha256 != now.sha256:
                 raise UsageError(f"{self.folder} started with other weights than those in {now.path}; {_OR_ELSE}")
         if other:
-            changes = "; ".join(f"{name} {getattr(found, name)}, now {getattr(self.plan, name)}" for name in other[:5])
+            changes = "; ".join(f"{name} {getattr(result, name)}, now {getattr(self.plan, name)}" for name in other[:5])
             raise UsageError(f"{self.folder} has other settings ({changes}); {_OR_ELSE}")
         return True
 

@@ -372,9 +372,9 @@ def serve(pipe: Pipe) -> None:
         while True:
             frame = frames.get()
             words = json.loads(frame.payload)
-            found = answer(shared, words["client"], Job.model_validate_json(words["job"]), received(_mapped(frame)))
-            buffers = [SharedBuffer.of(*found.content)] if found.content else []
-            pipe.send("done", json.dumps(reply_words(found)).encode(), buffers)
+            result = answer(shared, words["client"], Job.model_validate_json(words["job"]), received(_mapped(frame)))
+            buffers = [SharedBuffer.of(*result.content)] if result.content else []
+            pipe.send("done", json.dumps(reply_words(result)).encode(), buffers)
 
 
 def _mapped(frame: Frame) -> list[memoryview]:

@@ -90,9 +90,9 @@ class Actor:
         """(reply as JSON, update, client state after it)."""
         carried = CarriedState(state)
         shared = replace(self._shared, carried=carried)
-        found = answer(shared, client, Job.model_validate_json(job), received([blob.data for blob in blobs]))
-        words = {**reply_words(found), "state_round": carried.round}
-        return json.dumps(words), as_bytes(found.content), carried.after
+        result = answer(shared, client, Job.model_validate_json(job), received([blob.data for blob in blobs]))
+        words = {**reply_words(result), "state_round": carried.round}
+        return json.dumps(words), as_bytes(result.content), carried.after
 
 
 # --- in this process -------------------------------------------------------------------------------------------------

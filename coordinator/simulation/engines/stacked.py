@@ -65,14 +65,14 @@ class Stacked:
     @property
     def figures(self) -> dict[str, Any]:
         """How many training jobs were done at once in this process, on which device, and why not others."""
-        found = self._verdict or Verdict(None, "nobody has trained")
+        result = self._verdict or Verdict(None, "nobody has trained")
         stacked = {
             "jobs": self._stacked,
             "of": self._jobs,
             "device": device_name(self._device),
-            "because": found.reason,
-            "convolutions": found.convolutions,
-            "seconds_of_a_step": dict(found.seconds),
+            "because": result.reason,
+            "convolutions": result.convolutions,
+            "seconds_of_a_step": dict(result.seconds),
             "bits_of_serial": not self._stacked,
         }
         return {"stacked": stacked}
@@ -124,8 +124,8 @@ class Stacked:
         self._together(method, [first, *alike])
 
     def _alone(self, work: Work) -> None:
-        found = answer(self._shared, work.client, work.job, work.received())
-        self._done.append(Done.of(work, found))
+        result = answer(self._shared, work.client, work.job, work.received())
+        self._done.append(Done.of(work, result))
 
     def _method(self, work: Work) -> Method | None:
         """The method of a job that can be done at once with others; None where it cannot."""
@@ -189,11 +189,11 @@ class Stacked:
         starters = [
             Starter(received, functools.partial(self._client, work, received)) for work, received in _fed(works)
         ]
-        found = Trial(method, self._model, starters).verdict(self._measure, always=self._always)
-        if found.convolutions is None:
-            self._give_up(found.reason)
-        self._verdict = found
-        return found
+        result = Trial(method, self._model, starters).verdict(self._measure, always=self._always)
+        if result.convolutions is None:
+            self._give_up(result.reason)
+        self._verdict = result
+        return result
 
     def _client(self, work: Work, received: Tensors) -> methods.Client:
         job = work.job.model_copy(update={"evaluate": False})
@@ -241,13 +241,13 @@ def device_name(device: torch.device) -> str:
 def _fed(works: Sequence[Work]) -> list[tuple[Work, Tensors]]:
     """Works with what they receive; what several receive is decoded once."""
     read: dict[tuple[str, ...], Tensors] = {}
-    found = []
+    result = []
     for work in works:
         key = tuple(blob.ref.digest for blob in work.blobs)
         if key not in read:
             read[key] = work.received()
-        found.append((work, read[key]))
-    return found
+        result.append((work, read[key]))
+    return result
 
 
 def _tell_loss(begun: HalfRound, own: Schedule, losses: np.ndarray, method: Method) -> None:
@@ -374,11 +374,11 @@ class Trial:
     def seconds(self, measure: Measure) -> dict[str, float]:
         """Of one client's step: one by one by the method's own code, and at once in each way that there is."""
         is_cpu = next(self.model.parameters()).device.type == "cpu"
-        found = {ONE_BY_ONE: self._one_by_one(measure, self.starters[:FEW])}
+        result = {ONE_BY_ONE: self._one_by_one(measure, self.starters[:FEW])}
         ways: tuple[Convolutions, ...] = ("grouped", "unfolded") if has_unfolding(self.model) else ("grouped",)
         for way in ways:
-            found[way] = self._at_once(measure, self.starters[:FEW] if is_cpu else self.starters, way)
-        return found
+            result[way] = self._at_once(measure, self.starters[:FEW] if is_cpu else self.starters, way)
+        return result
 
     def _short(self) -> Method:
         """The method, with one epoch a round."""

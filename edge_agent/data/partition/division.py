@@ -103,15 +103,15 @@ class Division(Frozen):
         Raises:
             DataError: no such client; the nearest name is suggested.
         """
-        found = self.clients.get(client)
-        if found is None:
+        result = self.clients.get(client)
+        if result is None:
             close = nearest(client, self.clients)
             hint = f"did you mean '{close}'?" if close else f"the first is '{next(iter(self.clients))}'."
             raise DataError(
                 f"{where}: no client '{client}' among {len(self.clients)}: {hint} "
                 "Name one of them as data.client, or as the id"
             )
-        return found
+        return result
 
     def check_rows(self, where: str) -> None:
         """Check that all rows lie in their pools and that no client has one of them twice.

@@ -90,8 +90,8 @@ def random_part(count: int, n: int | None, seed: int | tuple[int, ...]) -> np.nd
 
 def near(name: str, known: tuple[str, ...]) -> str:
     """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
-    found = nearest(name, known)
-    return "" if found is None else f" (did you mean '{found}'?)"
+    result = nearest(name, known)
+    return "" if result is None else f" (did you mean '{result}'?)"
 
 
 _log = logging.getLogger(__name__)
@@ -170,34 +170,34 @@ class Layout:
         """
         if self.classes is not None:
             return self.classes
-        found = tuple(sorted({entry.name for folder in self.folders.values() for entry in _folders_in(folder)}))
+        result = tuple(sorted({entry.name for folder in self.folders.values() for entry in _folders_in(folder)}))
         expected = self.facts.num_classes
-        if not found or (expected is not None and len(found) != expected):
-            message = f"{len(found)} classes: {', '.join(found[:_SHOWN])}" + (" …" if len(found) > _SHOWN else "")
+        if not result or (expected is not None and len(result) != expected):
+            message = f"{len(result)} classes: {', '.join(result[:_SHOWN])}" + (" …" if len(result) > _SHOWN else "")
             raise self.facts.origin.missing(self.root, message)
-        return found
+        return result
 
     def images(self, domain: str, options: Options) -> list[Path]:
         """Files of one domain that the options choose."""
         share, names = options.test_share, self.class_names()
         if options.split == "all":
-            found = self._in_folders(domain, names)
+            result = self._in_folders(domain, names)
         elif share is None:
-            found = self._listed(domain, options.split)
+            result = self._listed(domain, options.split)
         else:
-            found = self._by_chance(domain, names, options.split, share, options.seed)
-        sound = [path for path in found if self._inner(path) not in self.facts.damaged]
+            result = self._by_chance(domain, names, options.split, share, options.seed)
+        sound = [path for path in result if self._inner(path) not in self.facts.damaged]
         limit = None if options.split == "test" else options.n
         chosen = random_part(len(sound), limit, (options.seed, self.facts.domains.index(domain)))
         return [sound[row] for row in chosen]
 
     def counts(self) -> Counter[str]:
         """Images of each class in these domains, by file name alone: the largest set has more than half a million."""
-        found: Counter[str] = Counter()
+        result: Counter[str] = Counter()
         for folder in (entry for domain in self.folders.values() for entry in _folders_in(domain)):
             with os.scandir(folder) as entries:
-                found[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
-        return found
+                result[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
+        return result
 
     def _inner(self, path: Path) -> str:
         return "/".join(path.parts[-3:])
@@ -254,14 +254,14 @@ class Layout:
         name = self.facts.lists[split].format(domain=domain)
         places = [self.root, self.folders[domain].parent]
         places += [place / inner for place in list(places) for inner in self.facts.lists_inside]
-        found = next((place / name for place in places if (place / name).is_file()), None)
-        if found is None:
+        result = next((place / name for place in places if (place / name).is_file()), None)
+        if result is None:
             raise DataError(
                 f"{origin.kind}: no '{name}' in '{self.root}'; expected the official lists beside the domains or in "
                 f"{' or '.join(self.facts.lists_inside)}; get them from {origin.page}, or say test_share=0.2 for a "
                 "split by chance"
             )
-        return found
+        return result
 
 
 def plain(name: str) -> str:
@@ -278,8 +278,8 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     """
     chosen = [_spelled(facts, name) for name in wanted] or list(facts.domains)
     root = Path(where).expanduser()
-    found = (_domains_in(facts, place) for place in (root, *(root / inner for inner in facts.inside)))
-    folders = next(filter(None, found), None)
+    result = (_domains_in(facts, place) for place in (root, *(root / inner for inner in facts.inside)))
+    folders = next(filter(None, result), None)
     if folders is None:
         raise facts.origin.missing(where)
     if lacking := [name for name in chosen if name not in folders]:

@@ -45,13 +45,13 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
     """
     machine = _Machine(content)
     try:
-        found = machine.run()
+        result = machine.run()
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(
             f"{where} is not a Python batch of CIFAR: {error} at byte {machine.at}; nothing of it was executed. "
             "Download it again, or the binary version of the set"
         ) from error
-    return {str(name): value.values if isinstance(value, _Array) else value for name, value in found.items()}
+    return {str(name): value.values if isinstance(value, _Array) else value for name, value in result.items()}
 
 
 class _Machine:
@@ -307,8 +307,8 @@ def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.nda
     size, least, most = path.stat().st_size, images * PIXELS, images * (PIXELS + 128) + 4096
     if not least <= size <= most:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{least}..{most}")
-    found = parse(path.read_bytes(), f"cifar: '{path}'")
-    pixels, labels = found.get("data"), found.get(key)
+    result = parse(path.read_bytes(), f"cifar: '{path}'")
+    pixels, labels = result.get("data"), result.get(key)
     if not isinstance(pixels, np.ndarray) or pixels.shape != (images, PIXELS):
         shape = "no array" if not isinstance(pixels, np.ndarray) else f"an array of {pixels.shape}"
         raise ORIGIN.damaged(path, f"has {shape} named 'data'", f"({images}, {PIXELS})")

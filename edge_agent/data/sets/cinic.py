@@ -61,10 +61,10 @@ def _pictures(part: Path) -> list[Path]:
         raise ORIGIN.missing(part.parent, f"there is no '{part.name}' with folders in it")
     if unknown := [name for name in held if name not in CLASSES]:
         raise ORIGIN.missing(part, f"'{unknown[0]}' is none of its classes{near(unknown[0], CLASSES)}")
-    found = {name: images_in(part / name) if name in held else [] for name in CLASSES}
-    if empty := [name for name, paths in found.items() if not paths]:
+    result = {name: images_in(part / name) if name in held else [] for name in CLASSES}
+    if empty := [name for name, paths in result.items() if not paths]:
         raise ORIGIN.missing(part, f"no pictures of {', '.join(empty)}")
-    return [path for paths in found.values() for path in paths]
+    return [path for paths in result.values() for path in paths]
 
 
 SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect)

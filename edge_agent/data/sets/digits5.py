@@ -80,9 +80,9 @@ def read(where: str, options: Options) -> Raw:
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for domain in _domains(options):
-        found = [_part(Path(where).expanduser(), domain, part) for part in parts]
-        pixels = [image for inputs, _ in found for image in inputs]
-        values = np.concatenate([digits for _, digits in found])
+        result = [_part(Path(where).expanduser(), domain, part) for part in parts]
+        pixels = [image for inputs, _ in result for image in inputs]
+        values = np.concatenate([digits for _, digits in result])
         limit = None if options.split == "test" else options.n
         rows = random_part(len(values), limit, (options.seed, DOMAINS.index(domain)))
         images += [pixels[row] for row in rows]
@@ -113,12 +113,12 @@ def _domains(options: Options) -> tuple[str, ...]:
 
 def _file(folder: Path, domain: str, part: str) -> Path:
     names = (f"{domain}.npz", *_FILES[domain][part])
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    result = next((folder / name for name in names if (folder / name).is_file()), None)
+    if result is None:
         raise ORIGIN.missing(folder, f"there is no {' or '.join(names)}")
-    if (size := found.stat().st_size) > MAX_BYTES:
-        raise ORIGIN.damaged(found, f"has {size} bytes", f"at most {MAX_BYTES}")
-    return found
+    if (size := result.stat().st_size) > MAX_BYTES:
+        raise ORIGIN.damaged(result, f"has {size} bytes", f"at most {MAX_BYTES}")
+    return result
 
 
 def _part(folder: Path, domain: str, part: str) -> Part:
@@ -167,13 +167,13 @@ def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
         sizes = {name: int(np.prod(shape, dtype=object)) for name, shape, _ in io.whosmat(str(path))}
         if large := [name for name in wanted if sizes.get(name, 0) > MAX_BYTES]:
             raise ORIGIN.damaged(path, f"declares {sizes[large[0]]} numbers for '{large[0]}'", f"at most {MAX_BYTES}")
-        found = io.loadmat(str(path), variable_names=wanted)
+        result = io.loadmat(str(path), variable_names=wanted)
     except DataError:
         raise
     # scipy, zlib and numpy each have their own ways of saying that a file is damaged.
     except Exception as error:
         raise ORIGIN.damaged(path, f"cannot be read ({cause(error)})", "a MATLAB file of version 5 to 7.2") from error
-    return {name: found[name] for name in wanted if isinstance(found.get(name), np.ndarray)}
+    return {name: result[name] for name in wanted if isinstance(result.get(name), np.ndarray)}
 
 
 def _digits(labels: np.ndarray, path: Path) -> np.ndarray:

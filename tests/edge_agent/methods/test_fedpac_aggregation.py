@@ -190,9 +190,9 @@ def test_the_exported_classifier_is_the_mean_of_the_clients_latest():
 def test_newcomers_start_from_their_own_classifier_or_from_the_mean():
     state = fedpac().aggregate({}, [update("a", head=3 * np.eye(2))])
     assert fedpac().downlink(state, "new") == {}
-    given = fedpac(newcomers="mean").downlink(state, "new")
+    given = fedpac(new_clients="mean").downlink(state, "new")
     np.testing.assert_allclose(given["head.weight"], 3 * np.eye(2))
-    assert fedpac(newcomers="mean").downlink({"encoder.w": np.float32([1])}, "new") == {}
+    assert fedpac(new_clients="mean").downlink({"encoder.w": np.float32([1])}, "new") == {}
 
 
 def test_answers_of_a_combined_classifier_are_the_combined_answers(federation, images):
