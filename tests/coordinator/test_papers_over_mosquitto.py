@@ -218,14 +218,15 @@ class Overheard:
         return [message for message in found if isinstance(message, kind)]
 
     def uploads(self, agent):
-        """Round -> tensors of every update that the agent has announced; all of it must have come."""
-        told = {m.round: m.blob.digest for m in self.messages(self.topics.up(agent), wire.UpdateManifest)}
-        found = {number: self.blobs[transfer_id(digest)] for number, digest in sorted(told.items())}
-        assert [hashlib.sha256(blob).hexdigest() for blob in found.values()] == [told[number] for number in found]
-        return {number: decode(blob) for number, blob in found.items()}
+        """(Purpose, round) -> tensors of every update that the agent has announced; all of it must have come."""
+        manifests = self.messages(self.topics.up(agent), wire.UpdateManifest)
+        digests = {(m.purpose, m.round): m.blob.digest for m in manifests}
+        blobs = {key: self.blobs[transfer_id(digest)] for key, digest in sorted(digests.items())}
+        assert [hashlib.sha256(blob).hexdigest() for blob in blobs.values()] == [digests[key] for key in blobs]
+        return {key: decode(blob) for key, blob in blobs.items()}
 
     def during_rounds(self):
-        """What was heard before anybody was asked for anything beyond the last round."""
+        """What was heard before any agent was asked for batch norm statistics or to personalize."""
         beyond = (place for place, item in enumerate(self.heard) if _asks_beyond(*item))
         return self.haystack(self.heard[: next(beyond, len(self.heard))])
 
@@ -247,7 +248,7 @@ class Overheard:
 
 def _asks_beyond(topic, payload):
     message = wire.parse_from_coordinator(payload) if topic.endswith("/dn") else None
-    return isinstance(message, wire.Job) and message.round > ROUNDS
+    return isinstance(message, wire.Job) and message.purpose in {"batch_norm_stats", "personalize"}
 
 
 def assembled(heard):
@@ -304,8 +305,8 @@ def test_every_upload_on_the_wire_holds_exactly_the_declared_tensors(overheard, 
     in_rounds, after = declared(method)
     for name in TRAIN:
         uploads = run.uploads(name)
-        rounds = [set(tensors) for number, tensors in uploads.items() if number <= ROUNDS]
-        later = [set(tensors) for number, tensors in uploads.items() if number > ROUNDS]
+        rounds = [set(tensors) for (purpose, _), tensors in uploads.items() if purpose == "train"]
+        later = [set(tensors) for (purpose, _), tensors in uploads.items() if purpose == "batch_norm_stats"]
         assert rounds == [in_rounds] * ROUNDS
         assert later == ([after] if after else [])
     frames = [decode_frame(payload) for topic, payload in run.heard if topic == run.topics.up_chunks("a0")]

@@ -58,7 +58,7 @@ WORKERS_BITS = """
 import sys
 from unittest import mock
 from coordinator import cli
-with mock.patch.object(cli, "_run"):
+with mock.patch.object(cli, "command_tree"):
     cli.main([])
 import os, numpy
 print(len(os.listdir("/proc/self/task")), os.environ.get("OMP_NUM_THREADS"))
