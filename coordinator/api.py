@@ -231,11 +231,13 @@ def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationRe
         prepared = Prepared.of(plan).shared()
         with open_simulation(prepared, folder) as simulation:
             summary = finish(simulation, folder, watch)
-            told = simulation.state.run(simulation.run).summary() or {}
+            recorded = simulation.state.run(simulation.run).summary() or {}
     finally:
         torch.set_num_threads(threads)
     scopes = ("local", "global", "personal")
-    clients = {one["id"]: {f"acc.{scope}": one["acc"].get(scope) for scope in scopes} for one in told.get("agents", [])}
+    clients = {
+        one["id"]: {f"acc.{scope}": one["acc"].get(scope) for scope in scopes} for one in recorded.get("agents", [])
+    }
     return SimulationResult(Rounds(map(_row, summary["rounds"])), clients, summary, folder)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Fraction = Annotated[
     str | None,
-    typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn anew for each; default: 1."),
+    typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each round; default: 1."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the settings.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
@@ -121,7 +121,7 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
 
 
 def _on_top(value: Any, below: Any) -> Any:
-    """What was typed over what the file has; where that should be a table and is none, it stays, to be told."""
+    """Command-line values merged into those of the file; a value that should be a table stays, to be reported."""
     if not isinstance(value, dict) or below is None:
         return value
     return {**below, **value} if isinstance(below, dict) else below
@@ -148,8 +148,8 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     how = {name: wished.pop(name) for name in HOW_NOT_WHAT if name in wished}
     other = {name: value for name, value in wished.items() if not _is_same(name, getattr(plan, name), value)}
     if other:
-        told = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
-        raise UsageError(f"--resume keeps what the run in {out} was asked for: {told}; leave that out")
+        differing = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
+        raise UsageError(f"--resume keeps the settings of the run in {out}: {differing}; leave out what differs")
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
 
 
@@ -205,8 +205,8 @@ AT_THE_END = 0.25
 """What evaluating a client after the last round costs, measured in its training of a round."""
 
 
-class _Told:
-    """How far a run has come, in trainings of a client; what each client does at the end counts `AT_THE_END`."""
+class _RunProgress:
+    """Progress of a run, in trainings of a client; the final evaluation of a client counts `AT_THE_END`."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, plan = simulation, simulation.prepared.plan
@@ -221,7 +221,7 @@ class _Told:
         self._began_at = time.monotonic()
 
     def count(self, job: Job) -> dict[str, Any] | None:
-        """Note one more job; the figures of the round before when this is the first of the next one."""
+        """Count one more job; returns the figures of the previous round when this job is the first of the next one."""
         self.done += 1.0 if job.purpose == "train" else AT_THE_END
         closed = job.round - 1 if job.purpose == "train" else self.rounds
         if closed <= self.closed:
@@ -233,7 +233,7 @@ class _Told:
         return round_of(simulation.state, simulation.run, closed, simulation.prepared.division)
 
     def left_s(self) -> float:
-        """Seconds that the rest will take if it goes on like this."""
+        """Estimate of the seconds that the rest takes."""
         done = max(AT_THE_END, self.done - self.begun)
         return (time.monotonic() - self._began_at) / done * (self.total - self.done)
 
@@ -247,9 +247,9 @@ def _words(figures: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
     """What to call after each job, for as long as the context lasts."""
-    told = _Told(simulation)
+    run_progress = _RunProgress(simulation)
     if not console.is_terminal:
-        yield lambda job: _line(told, told.count(job))
+        yield lambda job: _line(run_progress, run_progress.count(job))
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -262,25 +262,27 @@ def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=told.total, completed=int(told.done), words="")
+        bar = progress.add_task("", total=run_progress.total, completed=int(run_progress.done), words="")
 
         def watch(job: Job) -> None:
-            figures = told.count(job)
-            where = f"round {job.round} of {told.rounds}" if job.purpose == "train" else "clients evaluate the end"
-            progress.update(bar, completed=told.done, description=where)
+            figures = run_progress.count(job)
+            where = (
+                f"round {job.round} of {run_progress.rounds}" if job.purpose == "train" else "clients evaluate the end"
+            )
+            progress.update(bar, completed=run_progress.done, description=where)
             if figures is not None:
                 progress.update(bar, words=_words(figures))
 
         yield watch
 
 
-def _line(told: _Told, figures: dict[str, Any] | None) -> None:
+def _line(run_progress: _RunProgress, figures: dict[str, Any] | None) -> None:
     if figures is None:
         return
     seconds = "" if figures["seconds"] is None else f"{figures['seconds']:.1f} s; "
-    left = f"about {told.left_s():.0f} s left"
+    left = f"about {run_progress.left_s():.0f} s left"
     words = f"{_words(figures)}, " if _words(figures) else ""
-    console.print(f"round {figures['round']} of {told.rounds}: {words}{seconds}{left}", soft_wrap=True)
+    console.print(f"round {figures['round']} of {run_progress.rounds}: {words}{seconds}{left}", soft_wrap=True)
 
 
 SHOWN_ROUNDS = 20

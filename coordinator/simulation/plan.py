@@ -87,7 +87,7 @@ class Plan(Frozen):
     )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
     fraction_max: float | None = Field(
-        None, gt=0, le=1, description="the share is drawn anew for each round, from fraction up to this"
+        None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"

@@ -315,7 +315,7 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
         data=(images[1],), folder=tmp_path, clients=3, rounds=2, encoder="linear", device="cpu", engine="serial"
     )
     with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
-        told = simulate._Told(simulation)
+        told = simulate._RunProgress(simulation)
         trained = 0
         while trained < 6:
             job = simulation.step()

@@ -1,6 +1,6 @@
 """Sizes of the three packages, as a report: ``python -m tests.policy.sizes [PACKAGE]``. No test fails on them.
 
-A code line is one that is neither blank, nor comment, nor docstring.
+A code line is one that is neither blank, nor comment, nor docstring; the string below an attribute is its docstring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from statistics import median, quantiles
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("edge_agent", "export", "coordinator")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(text: str) -> set[int]:
@@ -23,8 +22,8 @@ def code_lines(text: str) -> set[int]:
     docstrings = {
         line
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, DOCUMENTED) and node.body and ast.get_docstring(node, clean=False) is not None
-        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, node.end_lineno + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = (range(t.start[0], t.end[0] + 1) for t in tokens if t.type not in LAYOUT)
