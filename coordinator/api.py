@@ -333,7 +333,7 @@ def export_run(
         ExportRejected: the bundle does not pass its checks.
     """
     from edge_agent import data
-    from export.bundle import export_bundle, synthetic_inputs
+    from export import bundle, synthetic_inputs
 
     from .runs.release import NORM_NOTES
 
@@ -344,7 +344,7 @@ def export_run(
     if source:
         origin = None if calibration else settings.folder  # as typed, or as in the configuration
         inputs = data.load(source, task.input, task.class_names, folder=origin).inputs[:128]
-    report = export_bundle(
+    report = bundle(
         trained.model,
         method,
         task,
@@ -380,7 +380,7 @@ class TrainedModel:
         """
         from edge_agent import methods
         from edge_agent.wire.tensors import decode
-        from export.bundle import model_from_state
+        from export import model_from_state
 
         from .runs.batch_norm import pooled_before
         from .simulation.own_parts import register

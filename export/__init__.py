@@ -1,8 +1,25 @@
-"""From a trained encoder to a bundle for devices: ONNX, int8, parity gates, manifest."""
+"""From a trained encoder to a bundle for devices: ONNX, int8, parity gates, manifest.
+
+``bundle`` writes one. All names are imported when they are first used.
+"""
 
 from __future__ import annotations
 
-from .bundle import Report, export_bundle, model_from_state, synthetic_inputs
-from .parity import Gate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Gate", "Report", "export_bundle", "model_from_state", "synthetic_inputs"]
+if TYPE_CHECKING:
+    from .build import Report, bundle, model_from_state, synthetic_inputs
+    from .parity import Gate
+
+__all__ = ["Gate", "Report", "bundle", "model_from_state", "synthetic_inputs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'export' has no attribute '{name}'")
+    return getattr(import_module(".build", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

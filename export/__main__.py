@@ -1,10 +1,133 @@
-"""``python -m export``."""
+"""``python -m export``: from a run's checkpoint to a bundle file."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
-from .cli import main
+import numpy as np
+
+from edge_agent import config, data, methods
+from edge_agent.errors import ConfigError, HeadwaterError
+from edge_agent.storage import read_tensors
+from edge_agent.task import Task
+
+from . import Report, bundle, model_from_state, synthetic_inputs
+
+_SYNTHETIC = "synthetic"
+_EXAMPLE = """example:
+  python -m export --state state.safetensors --task task.json --method repper \\
+      --calibration digits:rendered --out encoder.hwb
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of the command line ``arguments``."""
+    options = _parser().parse_args(arguments)
+    try:
+        report = _export(options)
+    except HeadwaterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    manifest, size = report.manifest, report.path.stat().st_size
+    if options.json:
+        content = {
+            "path": str(report.path),
+            "bytes": size,
+            "bundle_id": manifest.bundle_id,
+            "variants": {precision: variant.file for precision, variant in manifest.variants.items()},
+            "parity": manifest.parity.model_dump(mode="json"),
+            "gates": [asdict(gate) for gate in report.gates],
+            "int8_note": report.int8_note,
+            "seconds": report.seconds,
+        }
+        print(json.dumps(content, indent=1))
+        return 0
+    for gate in report.gates:
+        print(f"{'ok  ' if gate.passed else 'FAIL'} {gate.name}: {gate.detail}")
+    if report.int8_note:
+        print(f"int8 {report.int8_note}")
+    print(f"{report.path}: {size / 1e6:.2f} MB, {', '.join(manifest.variants)}, {manifest.bundle_id[:16]}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export",
+        description="Write the frozen encoder of a run as a bundle for devices.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--state", type=Path, required=True, help="checkpoint of the shared tensors (.safetensors)")
+    parser.add_argument("--task", type=Path, required=True, help="the task as JSON")
+    parser.add_argument("--method", required=True, help=f"one of {', '.join(methods.names())}")
+    parser.add_argument("--params", default="{}", help="the method's parameters as JSON")
+    parser.add_argument(
+        "--calibration",
+        default=_SYNTHETIC,
+        metavar="SOURCE",
+        help="data source (kind:where?option=value) whose inputs set the int8 ranges; 'synthetic' draws them",
+    )
+    parser.add_argument("--samples", type=int, default=128, help="calibration inputs that are used (default 128)")
+    parser.add_argument("--exporter", choices=("auto", "dynamo", "legacy"), default="auto")
+    parser.add_argument("--no-int8", action="store_true", help="fp32 only")
+    parser.add_argument("--name", help="name of the release (default: the state file's name)")
+    parser.add_argument("--out", type=Path, required=True, help="bundle file to write, usually *.hwb")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> Report:
+    try:
+        text = options.task.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--task", [f"cannot read {options.task}: {error}"]) from error
+    task = config.parse(Task, _object(text, str(options.task)), where=str(options.task))
+    method = methods.create(options.method, _object(options.params, "--params"))
+    state = read_tensors(options.state)
+    inputs, note = _calibration(options.calibration, task, options.samples)
+    return bundle(
+        model_from_state(method, task, state),
+        method,
+        task,
+        inputs,
+        options.out,
+        name=options.name or options.state.stem,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        global_head=method.global_head(state),
+        exporter=options.exporter,
+        int8=not options.no_int8,
+        norm_note=note,
+    )
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(where, [f"invalid JSON: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError(where, [f"is {type(content).__name__}, expected a JSON object"])
+    return content
+
+
+def _calibration(source: str, task: Task, count: int) -> tuple[np.ndarray, str]:
+    """Calibration inputs, and a note where they are not real."""
+    if count < 1:
+        raise ConfigError("--samples", [f"{count}, expected at least 1"])
+    if source == _SYNTHETIC:
+        return synthetic_inputs(task, count), f"int8 ranges from {count} synthetic inputs drawn from N(0, 1)"
+    inputs = data.load(source, task.input).inputs
+    # Evenly spread: sources list one class after the other.
+    chosen = np.linspace(0, len(inputs) - 1, min(count, len(inputs))).astype(np.int64)
+    return inputs[chosen], ""
+
 
 if __name__ == "__main__":
     sys.exit(main())

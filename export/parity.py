@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,13 @@ from edge_agent.training.loops import evaluate
 
 def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
     """Features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
-    session = _session(model)
-    name = session.get_inputs()[0].name
-    pieces = [session.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)]
-    return np.concatenate(pieces)
-
-
-def _session(model: bytes) -> Any:
     module = onnxruntime()
     options = module.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return module.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = module.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return np.concatenate([session.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)])
 
 
 BATCHES = (1, 2, 7)
@@ -67,15 +62,19 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
         onnx.checker.check_model(graph, full_check=True)
     except Exception as error:  # noqa: BLE001 - onnx raises protobuf's, its checker's and its inference's own errors
         return [Gate("valid", passed=False, detail=f"{type(error).__name__}: {error}")]
-    checks: dict[str, Callable[[], Iterator[str]]] = {
-        "interface": lambda: _interface(graph, task),
-        "operators": lambda: _foreign_operators(graph),
-        "frozen": lambda: _training_remains(graph),
-        "self-contained": lambda: _outside_references(graph),
+    checks = {
+        "interface": _interface(graph.graph, task),
+        "operators": (
+            f"operator '{node.domain or 'ai.onnx'}.{node.op_type}' is not one that every device has"
+            for node in graph.graph.node
+            if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS
+        ),
+        "frozen": _training_remains(graph.graph),
+        "self-contained": _outside_references(graph),
     }
     result = [Gate("valid", passed=True, detail=f"IR {graph.ir_version}, {len(graph.graph.node)} nodes")]
-    for name, check in checks.items():
-        mistakes = list(check())
+    for name, complaints in checks.items():
+        mistakes = list(complaints)
         result.append(Gate(name, not mistakes, "; ".join(mistakes) or "as expected"))
     return result
 
@@ -106,13 +105,12 @@ def mean_cosine(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _interface(graph: Any, task: Task) -> Iterator[str]:
-    inner = graph.graph
-    constants = {tensor.name for tensor in inner.initializer}
-    inputs = [value for value in inner.input if value.name not in constants]
-    if len(inputs) != 1 or len(inner.output) != 1:
-        yield f"{len(inputs)} inputs and {len(inner.output)} outputs, expected one each"
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in constants]
+    if len(inputs) != 1 or len(graph.output) != 1:
+        yield f"{len(inputs)} inputs and {len(graph.output)} outputs, expected one each"
         return
-    for role, value, expected in (("input", inputs[0], task.input_shape), ("output", inner.output[0], None)):
+    for role, value, expected in (("input", inputs[0], task.input_shape), ("output", graph.output[0], None)):
         form = value.type.tensor_type
         sides = [side.dim_value if side.HasField("dim_value") else None for side in form.shape.dim]
         if form.elem_type != 1:
@@ -125,14 +123,8 @@ def _interface(graph: Any, task: Task) -> Iterator[str]:
             yield f"{role} '{value.name}' has {len(sides)} axes, expected 2: (n, d)"
 
 
-def _foreign_operators(graph: Any) -> Iterator[str]:
-    for node in graph.graph.node:
-        if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS:
-            yield f"operator '{node.domain or 'ai.onnx'}.{node.op_type}' is not one that every device has"
-
-
 def _training_remains(graph: Any) -> Iterator[str]:
-    for node in graph.graph.node:
+    for node in graph.node:
         modes = [attribute.i for attribute in node.attribute if attribute.name == "training_mode"]
         if node.op_type == "BatchNormalization" and any(modes):
             yield f"batch norm '{node.name}' is in training mode; call eval() on the encoder"
@@ -141,10 +133,9 @@ def _training_remains(graph: Any) -> Iterator[str]:
 
 
 def _outside_references(graph: Any) -> Iterator[str]:
-    inner, version = graph.graph, graph.ir_version
-    if version > MAX_IR_VERSION:
-        yield f"IR version {version}, devices read up to {MAX_IR_VERSION}"
-    for tensor in inner.initializer:
+    if graph.ir_version > MAX_IR_VERSION:
+        yield f"IR version {graph.ir_version}, devices read up to {MAX_IR_VERSION}"
+    for tensor in graph.graph.initializer:
         if tensor.data_location == 1 or tensor.external_data:
             yield f"weights '{tensor.name}' lie in another file; a bundle has one file for each variant"
     if graph.functions:

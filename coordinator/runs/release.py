@@ -23,7 +23,7 @@ from ..state.store import StateFolder
 from .context import Run, Steps, Waiting
 
 if TYPE_CHECKING:
-    from export.bundle import Report as ExportReport
+    from export import Report as ExportReport
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
     """
     from edge_agent import data
-    from export.bundle import export_bundle, model_from_state, synthetic_inputs
+    from export import bundle, model_from_state, synthetic_inputs
 
     config, task = run.context.config.export, run.request.task
     if config.calibration is None or purpose == "round":
@@ -198,7 +198,7 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         result = data.load(config.calibration, task.input, task.class_names, folder=config.folder)
         calibration = result.inputs[:CALIBRATION_INPUTS]
     quick = purpose == "round" and config.exporter == "auto"
-    return export_bundle(
+    return bundle(
         model_from_state(run.method, task, {**run.state, **run.pooled}),
         run.method,
         task,

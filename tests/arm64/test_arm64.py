@@ -110,7 +110,7 @@ def made(tmp_path_factory):
 
     from edge_agent.client.session import Arrays, ClientState, Session
     from edge_agent.training.parts import to_arrays
-    from export.bundle import export_bundle, model_from_state
+    from export import bundle, model_from_state
 
     folder = tmp_path_factory.mktemp("host")
     method = methods.create("fedavg", {"lr": 0.05, "momentum": 0.9, "local_epochs": 2})
@@ -122,7 +122,7 @@ def made(tmp_path_factory):
     state = method.start(to_arrays(model, method.shared_names(model)))
     state = session.train(state, ClientState(), round_number=1, rounds=1, evaluate=False).update
     path = folder / "b.hwb"
-    export_bundle(
+    bundle(
         model_from_state(method, TASK, state), method, TASK, samples.inputs[:64], path,
         name="host", created="2026-01-01T00:00:00+00:00", global_head=method.global_head(state), exporter="legacy",
     )  # fmt: skip

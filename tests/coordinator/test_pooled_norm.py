@@ -17,7 +17,7 @@ from edge_agent.encoder import Encoder
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
-from export.bundle import model_from_state
+from export import model_from_state
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),

@@ -16,8 +16,7 @@ from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
-from export import bundle as export_bundle_module
-from export import export_bundle, model_from_state, synthetic_inputs
+from export import build, bundle, model_from_state, synthetic_inputs
 
 MOMENT = "2026-01-02T03:04:05+00:00"
 
@@ -41,15 +40,13 @@ def report(model, state, task, images, tmp_path_factory):
     method = methods.create("fedavg", {"lr": 0.2})
     out = tmp_path_factory.mktemp("bundles") / "first.hwb"
     head = method.global_head(state)
-    return export_bundle(
-        model, method, task, images, out, name="run-7", created=MOMENT, global_head=head, exporter="legacy"
-    )
+    return bundle(model, method, task, images, out, name="run-7", created=MOMENT, global_head=head, exporter="legacy")
 
 
 def export(model, task, images, out, method="fedavg", **changes):
     made = methods.create(method) if isinstance(method, str) else method
     settings = {"name": "n", "created": MOMENT, "exporter": "legacy", "int8": False, **changes}
-    return export_bundle(model, made, task, images, out, **settings)
+    return bundle(model, made, task, images, out, **settings)
 
 
 def test_the_bundle_opens_and_says_what_it_is(report, task):
@@ -192,7 +189,7 @@ def test_the_same_model_gives_the_same_file(model, task, images, tmp_path):
 
 
 def test_an_int8_variant_that_is_too_rough_is_left_out_with_the_reason(model, task, images, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_bundle_module, "MIN_COSINE", 1.01)
+    monkeypatch.setattr(build, "MIN_COSINE", 1.01)
     report = export(model, task, images, tmp_path / "b.hwb", int8=True)
     assert "int8" not in report.manifest.variants
     assert report.int8_note.startswith("left out: mean cosine")
@@ -203,7 +200,7 @@ def test_a_quantizer_that_fails_does_not_fail_the_export(model, task, images, tm
     def fail(model, inputs):
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(export_bundle_module, "to_int8", fail)
+    monkeypatch.setattr(build, "to_int8", fail)
     report = export(model, task, images, tmp_path / "b.hwb", int8=True)
     assert report.int8_note == "left out: the quantizer failed: no kernel for this"
     assert set(report.manifest.variants) == {"fp32"}
@@ -235,8 +232,8 @@ def test_failed_gates_are_all_named_and_the_previous_bundle_stays(
     out = tmp_path / "b.hwb"
     export(model, task, images, out)
     before = out.read_bytes()
-    real = export_bundle_module.to_onnx
-    monkeypatch.setattr(export_bundle_module, "to_onnx", lambda *given: spoil(real(*given)))
+    real = build.to_onnx
+    monkeypatch.setattr(build, "to_onnx", lambda *given: spoil(real(*given)))
     with pytest.raises(ExportRejected) as caught:
         export(model, task, images, out, name="second")
     for complaint in complaints:

@@ -11,7 +11,7 @@ from edge_agent.bundle import open_bundle
 from edge_agent.storage import write_tensors
 from edge_agent.task import canonical_json
 from edge_agent.training.parts import to_arrays
-from export.cli import main
+from export.__main__ import main
 
 
 @pytest.fixture

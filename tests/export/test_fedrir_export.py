@@ -16,7 +16,7 @@ from edge_agent.encoder import Encoder
 from edge_agent.heads import FitData, create
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import norm_names, to_arrays
-from export import export_bundle, model_from_state, synthetic_inputs
+from export import bundle, model_from_state, synthetic_inputs
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),
@@ -35,7 +35,7 @@ def exported(tmp_path_factory):
     shared = method.shared_names(trained)
     state = to_arrays(trained, (*shared, *norm_names(trained, shared)))  # as after pooling
     model = model_from_state(method, TASK, state)
-    report = export_bundle(
+    report = bundle(
         model,
         method,
         TASK,

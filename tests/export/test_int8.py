@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto
 from onnxruntime import quantization
 
+from export.encoder import MAX_WEIGHT, largest_weight, to_int8
 from export.parity import mean_cosine, run
-from export.quantize import MAX_WEIGHT, largest_weight, to_int8
 
 
 @pytest.fixture(scope="module")

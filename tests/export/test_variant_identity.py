@@ -13,7 +13,7 @@ from edge_agent.encoder import Encoder
 from edge_agent.errors import FingerprintMismatch
 from edge_agent.personalize import load_head, personalize
 from edge_agent.training.parts import encoder_and_head
-from export import export_bundle
+from export import bundle
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def pair(task, tmp_path_factory):
     noise = np.random.default_rng(3).normal(size=(40, *task.input_shape)).astype(np.float32)
     opened = []
     for name, scale in (("narrow", 0.2), ("wide", 1.0)):
-        made = export_bundle(
+        made = bundle(
             model, methods.create("fedavg"), task, scale * noise, folder / f"{name}.hwb",
             name=name, created="2026-01-02T03:04:05+00:00", exporter="legacy",
         )  # fmt: skip

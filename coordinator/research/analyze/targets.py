@@ -296,7 +296,7 @@ def _features(method: methods.Method, request: Request, state: State) -> Feature
     import torch
 
     from edge_agent.training.loops import features_of
-    from export.bundle import model_from_state
+    from export import model_from_state
 
     model = model_from_state(method, request.task, state)
 

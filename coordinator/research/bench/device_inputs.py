@@ -156,7 +156,7 @@ def _export_resnet18(file: Path) -> None:
     import torch
 
     from edge_agent import methods
-    from export.bundle import export_bundle
+    from export import bundle
 
     size = ImageInput(channels=3, height=SIDE, width=SIDE)
     task = Task(input=size, class_names=tuple("0123456789"), encoder="resnet18")
@@ -167,4 +167,4 @@ def _export_resnet18(file: Path) -> None:
     images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     # The older exporter takes seconds where the newer one takes a quarter of a minute.
-    export_bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")
+    bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")

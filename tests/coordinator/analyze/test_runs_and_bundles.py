@@ -20,7 +20,7 @@ from edge_agent.wire.tensors import decode
 @pytest.fixture(scope="module")
 def bundle(coordinator, folder):
     from coordinator.runs.request import Request
-    from export.bundle import export_bundle, model_from_state, synthetic_inputs
+    from export import bundle, model_from_state, synthetic_inputs
 
     state = StateFolder(coordinator)
     with state.look():
@@ -28,7 +28,7 @@ def bundle(coordinator, folder):
         weights = decode(state.blobs.read(record.checkpoint))
     request = Request.from_body(record.request)
     method, task = methods.create(request.method, request.params), request.task
-    export_bundle(
+    bundle(
         model_from_state(method, task, weights),
         method,
         task,

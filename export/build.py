@@ -1,0 +1,197 @@
+"""A bundle from a model: ONNX graphs, gates, golden tensors, head cards; a file only if every gate passed."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+import edge_agent
+from edge_agent import self_test
+from edge_agent.bundle import EncoderPrecision, HeadCard, Manifest, pack
+from edge_agent.errors import ExportRejected
+from edge_agent.methods.base import Method
+from edge_agent.models.base import Parts
+from edge_agent.task import State, Task, Tensors
+from edge_agent.training.parts import feature_dim, load_arrays
+from edge_agent.wire.tensors import encode
+
+from .encoder import MAX_WEIGHT, MIN_COSINE, Exporter, largest_weight, to_int8, to_onnx
+from .parity import Gate, graph_gates, mean_cosine, parity_gate, run
+
+_GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
+_GOLDEN, _HEAD = "golden.safetensors", "global_head.safetensors"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an export made: manifest, path, seconds of each step, all gates, and why int8 is missing where it is."""
+
+    manifest: Manifest
+    path: Path
+    seconds: dict[str, float]
+    gates: tuple[Gate, ...]
+    int8_note: str = ""
+
+
+def bundle(
+    model: Parts,
+    method: Method,
+    task: Task,
+    calibration: np.ndarray,
+    out: Path,
+    *,
+    name: str,
+    created: str,
+    global_head: Tensors | None = None,
+    exporter: Exporter | Literal["auto"] = "auto",
+    int8: bool = True,
+    norm_note: str = "",
+) -> Report:
+    """The bundle of ``model``'s encoder, written to ``out``; ``calibration`` (n, ...) float32: preprocessed inputs.
+
+    An int8 variant whose features differ too much is left out; the report has the reason. ``created`` is ISO 8601 UTC.
+    The encoder runs in eval mode: its running statistics are those that devices get.
+
+    Raises:
+        ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
+        MissingCapability: onnx or onnxruntime is not installed.
+    """
+    inputs = np.ascontiguousarray(calibration, dtype=np.float32)
+    if inputs.shape[1:] != task.input_shape or not len(inputs) or not np.isfinite(inputs).all():
+        expected = f"finite [n, {', '.join(map(str, task.input_shape))}] with n >= 1"
+        raise ExportRejected(
+            f"calibration inputs are {list(inputs.shape)}, expected {expected}; give preprocessed inputs of this task"
+        )
+    encoder, seconds = model.part("encoder"), dict[str, float]()
+    with _timed(seconds, "onnx"):
+        exported = to_onnx(encoder, task, exporter)
+    with _timed(seconds, "gates"):
+        gates = [*_head_gates(global_head, task, feature_dim(encoder)), *graph_gates(exported.model, task)]
+        _check_passed(gates, task)  # before ONNX Runtime opens the graph
+        gate, parity = parity_gate(exported.model, encoder, inputs)
+        gates.append(gate)
+        _check_passed(gates, task)
+    graphs: dict[EncoderPrecision, bytes] = {"fp32": exported.model}
+    int8_note = "" if int8 else "not asked for"
+    if int8:  # without this variant a device uses fp32
+        with _timed(seconds, "int8"):
+            try:
+                quantized = to_int8(exported.model, inputs)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+                int8_note = f"left out: the quantizer failed: {error}"
+            else:
+                gate, cosine = _int8_gate(quantized, exported.model, task, inputs)
+                gates.append(gate)
+                if gate.passed:
+                    graphs["int8"], parity = quantized, parity.model_copy(update={"int8_cosine": min(cosine, 1.0)})
+                else:
+                    int8_note = f"left out: {gate.detail}"
+    with _timed(seconds, "pack"):
+        files: dict[str, bytes | Path] = {_GRAPHS[precision]: graph for precision, graph in graphs.items()}
+        head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")} if global_head else None
+        if head is not None:
+            files[_HEAD] = encode(head)
+        raw = self_test.prepared(self_test.raw_inputs(task.input), task.input)
+        features = {precision: run(graph, raw) for precision, graph in graphs.items()}
+        files[_GOLDEN] = encode(self_test.golden(task.input, task.class_names, features, head))
+        fields = {
+            "headwater_version": edge_agent.__version__,
+            "name": name,
+            "created": created,
+            "method": method.name,
+            "method_params": method.params.model_dump(mode="json"),
+            "norm": method.norm,
+            "norm_note": norm_note,
+            "task": task.model_dump(mode="json"),
+            "feature_dim": feature_dim(encoder),
+            "variants": {precision: _GRAPHS[precision] for precision in graphs},
+            "opset": exported.opset,
+            "exporter": exported.exporter,
+            "parity": parity.model_dump(mode="json"),
+            "calibration_sha256": _digest(inputs) if "int8" in graphs else None,
+            "golden": _GOLDEN,
+            "global_head": None if head is None else _HEAD,
+            "heads": {kind: _card(method, kind) for kind in method.heads},
+            "requires": {"onnxruntime": "1.18"},
+        }
+        manifest = pack(out, fields, files)
+    return Report(manifest, out, seconds, tuple(gates), int8_note)
+
+
+def model_from_state(method: Method, task: Task, state: State) -> Parts:
+    """The method's model with the shared tensors of ``state``.
+
+    Raises:
+        ExportRejected: the method shares no encoder, or tensors of the encoder are not in the state (batch norm that
+            stays on devices); pooled ones must then be added first, see `training.parts.pooled_norm`.
+        TensorsError: the state is of another model.
+    """
+    if "encoder" not in method.shared:
+        raise ExportRejected(f"method '{method.name}' shares no encoder; there is nothing to export")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = method.build(task)
+    known = model.state_dict().keys()
+    load_arrays(model, {name: array for name, array in state.items() if name in known})
+    needed = {name for name in known if name.startswith("encoder.") and not name.endswith("num_batches_tracked")}
+    if missing := sorted(needed - state.keys()):
+        raise ExportRejected(
+            f"{len(missing)} tensors of the encoder are not in the state, '{missing[0]}' for one (method "
+            f"'{method.name}', norm {method.norm}); they stay on devices and were not pooled: see export.pool_norm"
+        )
+    return model
+
+
+def synthetic_inputs(task: Task, count: int = 128, seed: int = 0) -> np.ndarray:
+    """Inputs (count, ...) float32 drawn from N(0, 1) in preprocessed space, for a coordinator that has no data."""
+    return np.random.default_rng(seed).standard_normal((count, *task.input_shape), dtype=np.float32)
+
+
+def _head_gates(head: Tensors | None, task: Task, size: int) -> list[Gate]:
+    if head is None:
+        return []
+    shapes = {name: array.shape for name, array in head.items()}
+    expected = {"weight": (task.num_classes, size), "bias": (task.num_classes,)}
+    passed = shapes == expected and all(np.isfinite(array).all() for array in head.values())
+    return [Gate("global head", passed, f"shapes {shapes}, expected {expected}, all finite")]
+
+
+def _check_passed(gates: Sequence[Gate], task: Task) -> None:
+    if failed := [f"  - {gate.name}: {gate.detail}" for gate in gates if not gate.passed]:
+        lines = "\n".join(failed)
+        raise ExportRejected(f"encoder '{task.encoder}': {len(failed)} gate(s) failed; nothing was written\n{lines}")
+
+
+def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -> tuple[Gate, float]:
+    """Whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
+    failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(quantized, task) if not gate.passed]
+    if (largest := largest_weight(quantized)) > MAX_WEIGHT:
+        failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")
+    cosine = mean_cosine(run(quantized, inputs), run(model, inputs)) if not failed else 0.0
+    detail = "; ".join(failed) or f"mean cosine to fp32 {cosine:.4f}, at least {MIN_COSINE} is required"
+    return Gate("int8", not failed and cosine >= MIN_COSINE, detail), cosine
+
+
+def _card(method: Method, head: str) -> dict[str, object]:
+    exactness, reason = method.card(head)
+    card = HeadCard.model_validate({"exactness": exactness, "reason": reason, "params": method.head_params(head)})
+    return card.model_dump(mode="json")
+
+
+def _digest(inputs: np.ndarray) -> str:
+    return hashlib.sha256(repr(inputs.shape).encode() + inputs.tobytes()).hexdigest()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[step] = round(time.perf_counter() - begin, 3)
