@@ -287,7 +287,7 @@ def federate(
     from edge_agent.agent.event_loop import Agent, will_of
     from edge_agent.agent.tasks import TaskRunner
     from edge_agent.config import AgentConfig, DataConfig
-    from edge_agent.wire.memory import MemoryBroker
+    from edge_agent.wire.transport import MemoryBroker
 
     from .service.coordinator import Coordinator
 

@@ -1,22 +1,305 @@
 """MQTT brokers that this machine can run: the embedded one, and mosquitto where it is installed.
 
-Both live in a process of their own that is restarted when it dies and goes when its parent goes. Federations that
-outgrow one host use a broker of their own and name it in ``[broker]``.
+Both run in a child process that is restarted when it exits and ends with its parent. Federations that outgrow one host
+use a broker of their own and name it in ``[broker]``.
 """
 
 from __future__ import annotations
 
-from .access import COORDINATOR_USER, Rules, mosquitto_acl, read_passwords, set_password
-from .embedded import EmbeddedBroker
-from .mosquitto import MosquittoBroker, find_mosquitto
+import contextlib
+import getpass
+import importlib.util
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-__all__ = [
-    "COORDINATOR_USER",
-    "EmbeddedBroker",
-    "MosquittoBroker",
-    "Rules",
-    "find_mosquitto",
-    "mosquitto_acl",
-    "read_passwords",
-    "set_password",
-]
+from edge_agent.config import BrokerConfig
+from edge_agent.errors import BrokerAway, MissingCapability, UsageError
+from edge_agent.storage import Access, write_atomic
+
+from ..processes.launch import worker_command
+from ..processes.supervisor import ChildProcess, Supervisor
+from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+"""A Raspberry Pi 4 imports the embedded broker in a few seconds; this is ten times that."""
+
+LONGEST_PAUSE_S = 5.0
+"""Before a restart: the whole fleet waits for its broker."""
+
+
+class SupervisedBroker(ABC):
+    """A broker on ``bind:port`` (0: any free port) in a child process. Use as a context manager, or start and stop.
+
+    With a password file its users have the rights of `access.Rules`. Subclasses give the command.
+    """
+
+    def __init__(
+        self, bind: str = "127.0.0.1", port: int = 0, *, federation: str = "home", password_file: Path | None = None
+    ) -> None:
+        self.bind, self.port = bind, port
+        self.federation, self.password_file = federation, password_file
+        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104 - compared, not bound
+        self._supervisor: Supervisor | None = None
+        self._exit_reason = "no output"
+
+    def __enter__(self) -> SupervisedBroker:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return f"mqtt://{self._host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the broker; None while there is none."""
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def restarts(self) -> int:
+        """How often it was restarted since `start`."""
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs now."""
+        return self._child is not None and self._child.is_running
+
+    def config(self) -> BrokerConfig:
+        """How a client on this machine connects."""
+        return BrokerConfig(url=self.url)
+
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """The command line that serves ``bind`` and ``port``."""
+
+    def start(self) -> None:
+        """Start the process and return as soon as it accepts connections.
+
+        Raises:
+            UsageError: the port is taken.
+            BrokerAway: the process did not start; the message says why.
+        """
+        with held_port(self.bind, self.port) as self.port:
+            self._supervisor = Supervisor(
+                "broker",
+                lambda: ChildProcess(self.command()),
+                lambda child: child.follow_output(lambda line: log.info("broker output: %s", line)),
+                self._on_exit,
+                longest_pause_s=LONGEST_PAUSE_S,
+            )
+            self._supervisor.start()
+            try:
+                self._wait_until_ready(self._supervisor)
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        if self._supervisor is not None:
+            self._supervisor.stop(politely=True)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _child(self) -> ChildProcess | None:
+        return None if self._supervisor is None else self._supervisor.child
+
+    def _wait_until_ready(self, supervisor: Supervisor) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if self.is_alive:
+                with contextlib.suppress(OSError):
+                    socket.create_connection((self._host, self.port), timeout=1).close()
+                    return
+            if supervisor.restarts:
+                raise BrokerAway(f"the broker on {self.bind}:{self.port} does not start: {self._exit_reason}")
+            if time.monotonic() > deadline:
+                raise BrokerAway(
+                    f"the broker on {self.bind}:{self.port} did not accept connections within {START_TIMEOUT_S:g} s"
+                )
+            supervisor.wait(0.02)
+
+    def _on_exit(self, reason: str, pause_s: float) -> None:
+        self._exit_reason = reason
+        log.warning("broker_exited reason=%s restart=%d in_s=%.1f", reason, self.restarts, pause_s)
+
+
+@contextlib.contextmanager
+def held_port(bind: str, port: int) -> Iterator[int]:
+    """``port`` when it is free, or any free one where it is 0; the system gives it to no other process meanwhile.
+
+    A child may listen on it all the same: on Linux, sockets that allow it share a port until one of them listens.
+
+    Raises:
+        UsageError: the port is taken, or the address is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {bind}:{port} ({error.strerror or error}); "
+                "stop what uses the port, or choose another"
+            ) from error
+        free = int(probe.getsockname()[1])
+        if sys.platform != "linux":
+            probe.close()
+        yield free
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches ``bind``."""
+    if bind == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return False
+
+
+class EmbeddedBroker(SupervisedBroker):
+    """amqtt, for trials and single hosts; the coordinator depends neither on its sessions nor on its storage.
+
+    In a process of its own: its event loop would share the interpreter lock with rounds, and its crash would end the
+    coordinator.
+    """
+
+    def start(self) -> None:
+        """Start the process and return as soon as it accepts connections.
+
+        Raises:
+            MissingCapability: amqtt is not installed.
+            UsageError: the port is taken.
+            BrokerAway: the process did not start; the message says why.
+        """
+        if importlib.util.find_spec("amqtt") is None:
+            raise MissingCapability.package("amqtt", "coordinator", "the embedded broker")
+        if self.password_file is None and not is_loopback(self.bind):
+            log.warning(
+                "anonymous broker on a public address bind=%s: anybody who can connect can take part; "
+                "set embedded.password_file, or bind to 127.0.0.1",
+                self.bind,
+            )
+        if self.password_file is not None:  # the coordinator is a user; its password is generated once
+            own = _own_password(self.password_file)
+            if not own.exists():
+                write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
+            password = own.read_text(encoding="utf-8").strip()
+            known = read_passwords(self.password_file) if self.password_file.exists() else {}
+            if not is_password(password, known.get(COORDINATOR_USER, "")):
+                set_password(self.password_file, COORDINATOR_USER, password)
+        super().start()
+
+    def config(self) -> BrokerConfig:
+        """How the coordinator connects."""
+        if self.password_file is None:
+            return BrokerConfig(url=self.url)
+        return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=_own_password(self.password_file))
+
+    def command(self) -> Sequence[str]:
+        """The command line that serves ``bind`` and ``port``."""
+        users = [] if self.password_file is None else [str(self.password_file.resolve())]
+        return worker_command("coordinator.broker.serve:serve", self.bind, str(self.port), self.federation, *users)
+
+
+def _own_password(password_file: Path) -> Path:
+    """The file of the coordinator's own password."""
+    return password_file.with_name(f"{password_file.name}.coordinator")
+
+
+MAX_PACKET_BYTES = 1 << 20
+MAX_INFLIGHT = 256
+"""Unacknowledged messages for one client: more than the 16 chunks of 16 uploads at once that a coordinator grants."""
+
+MAX_QUEUED = 8192
+"""Messages kept for one slow client. Mosquitto's own 1,000 are gone within one 60 MB download, silently."""
+
+
+def find_mosquitto() -> Path | None:
+    """The mosquitto program, or None; ``/usr/sbin`` is searched even where it is not on the path."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
+    program = shutil.which("mosquitto", path=path)
+    return Path(program) if program else None
+
+
+class MosquittoBroker(SupervisedBroker):
+    """Mosquitto from the operating system, with a temporary configuration and without persistence."""
+
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start the process and return as soon as it accepts connections.
+
+        Raises:
+            MissingCapability: mosquitto is not installed.
+            UsageError: the port is taken.
+            BrokerAway: the process did not start; the message says why.
+        """
+        if find_mosquitto() is None:
+            raise MissingCapability(
+                "mosquitto is not installed; 'apt-get install mosquitto', or use the embedded broker"
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="headwater-mosquitto-")
+        super().start()
+
+    def stop(self) -> None:
+        """End the process and remove its configuration."""
+        super().stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def command(self) -> list[str]:
+        """The command line that serves ``bind`` and ``port``; the configuration is written on the way."""
+        folder = Path(self._folder.name if self._folder is not None else tempfile.gettempdir())
+        acl = folder / "acl"
+        acl.write_text(mosquitto_acl(self.federation), encoding="utf-8")
+        settings = folder / "mosquitto.conf"
+        access = (self.password_file.resolve(), acl) if self.password_file is not None else None
+        settings.write_text(settings_text(self.bind, self.port, access), encoding="utf-8")
+        for private in (acl, settings):
+            private.chmod(0o600)
+        # Ends with its parent also when the parent is killed; setpriv is part of every Linux with util-linux.
+        guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        return [*guard, str(find_mosquitto()), "-c", str(settings)]
+
+
+def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
+    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts everybody."""
+    lines = [
+        f"listener {port} {bind}",
+        f"user {getpass.getuser()}",
+        "persistence false",
+        "set_tcp_nodelay true",
+        f"max_packet_size {MAX_PACKET_BYTES}",
+        f"max_inflight_messages {MAX_INFLIGHT}",
+        f"max_queued_messages {MAX_QUEUED}",
+        "max_keepalive 600",
+        "log_dest stderr",
+        "log_type error",
+        "log_type warning",
+        f"allow_anonymous {'true' if access is None else 'false'}",
+    ]
+    if access is not None:
+        lines += [f"password_file {access[0]}", f"acl_file {access[1]}"]
+    return "\n".join([*lines, ""])

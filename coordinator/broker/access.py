@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from edge_agent.config import NAME_PATTERN
@@ -30,6 +31,16 @@ _HASH_BYTES = 64
 _ANY_BLOB = "+"
 
 
+def _writable(topics: Topics, user: str) -> tuple[str, ...]:
+    """Topics that an agent may publish on."""
+    return (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
+
+
+def _readable(topics: Topics, user: str) -> tuple[str, ...]:
+    """Filters that an agent may subscribe to."""
+    return (topics.down(user), topics.down_chunks(user), topics.broadcast(_ANY_BLOB), topics.announce)
+
+
 class Rules:
     """What the users of one federation's broker may do."""
 
@@ -38,39 +49,26 @@ class Rules:
 
     def may_publish(self, user: str, topic: str) -> bool:
         """Whether ``user`` may publish on ``topic``."""
-        return any(matches(allowed, topic) for allowed in self.writable(user))
+        return self._may(user, topic, _writable)
 
     def may_subscribe(self, user: str, topic_filter: str) -> bool:
         """Whether ``user`` may subscribe to ``topic_filter``."""
-        return any(matches(allowed, topic_filter) for allowed in self.readable(user))
+        return self._may(user, topic_filter, _readable)
 
-    def writable(self, user: str) -> tuple[str, ...]:
-        """Filters of the topics that ``user`` may publish on."""
+    def _may(self, user: str, topic: str, granted: Callable[[Topics, str], tuple[str, ...]]) -> bool:
         if user == COORDINATOR_USER:
-            return (f"{self.topics.root}/#",)
-        if not re.fullmatch(NAME_PATTERN, user):
-            return ()
-        told = (self.topics.up, self.topics.up_chunks, self.topics.presence, self.topics.heartbeat)
-        return tuple(topic(user) for topic in told)
-
-    def readable(self, user: str) -> tuple[str, ...]:
-        """Filters that ``user`` may subscribe to."""
-        if user == COORDINATOR_USER:
-            return (f"{self.topics.root}/#",)
-        if not re.fullmatch(NAME_PATTERN, user):
-            return ()
-        return (*self.topics.for_agent(user), self.topics.broadcast(_ANY_BLOB))
+            return matches(f"{self.topics.root}/#", topic)
+        is_agent = re.fullmatch(NAME_PATTERN, user) is not None
+        return is_agent and any(matches(allowed, topic) for allowed in granted(self.topics, user))
 
 
 def mosquitto_acl(federation: str) -> str:
     """The same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
-    rules, topics = Rules(federation), Topics(federation)
-    told = (topics.up, topics.up_chunks, topics.presence, topics.heartbeat)
-    writable = [f"pattern write {topic('%u')}" for topic in told]
-    readable = [f"pattern read {topics.down('%u')}", f"pattern read {topics.down_chunks('%u')}"]
-    common = [f"pattern read {topics.broadcast(_ANY_BLOB)}", f"pattern read {topics.announce}"]
-    everything = [f"topic readwrite {allowed}" for allowed in rules.writable(COORDINATOR_USER)]
-    return "\n".join([f"user {COORDINATOR_USER}", *everything, "", *writable, *readable, *common, ""])
+    topics = Topics(federation)
+    lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", ""]
+    lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
+    lines += [f"pattern read {topic}" for topic in _readable(topics, "%u")]
+    return "\n".join([*lines, ""])
 
 
 def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
@@ -83,12 +81,12 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
     path = path.resolve()
     first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
     block = f"{first}, made by 'headwater enroll'\n{mosquitto_acl(federation)}{last}\n"
-    result = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
+    present = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with waited_lock(path.parent):
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        if result.search(before):
-            after = result.sub(lambda _: block, before, count=1)
+        if present.search(before):
+            after = present.sub(lambda _: block, before, count=1)
         else:
             after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
         if after == before:
@@ -149,10 +147,10 @@ def _account(name: str) -> tuple[int, int]:
     import pwd
 
     try:
-        result = pwd.getpwnam(name)
+        entry = pwd.getpwnam(name)
     except KeyError as error:
         raise UsageError(f"no account '{name}' on this machine; name the one that the broker runs as") from error
-    return result.pw_uid, result.pw_gid
+    return entry.pw_uid, entry.pw_gid
 
 
 def check_user(user: str) -> None:
@@ -217,11 +215,11 @@ def _pbkdf2(password: str, salt: bytes, iterations: int) -> bytes:
 
 
 def _parts(hashed: str) -> tuple[int, bytes, bytes] | None:
-    result = re.fullmatch(r"\$7\$([1-9][0-9]{0,6})\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)", hashed)
-    if result is None:
+    match = re.fullmatch(r"\$7\$([1-9][0-9]{0,6})\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)", hashed)
+    if match is None:
         return None
     try:
-        salt, digest = (base64.b64decode(part, validate=True) for part in result.groups()[1:])
+        salt, digest = (base64.b64decode(part, validate=True) for part in match.groups()[1:])
     except ValueError:
         return None
-    return (int(result[1]), salt, digest) if len(digest) == _HASH_BYTES else None
+    return (int(match[1]), salt, digest) if len(digest) == _HASH_BYTES else None

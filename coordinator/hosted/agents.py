@@ -21,9 +21,8 @@ from edge_agent.agent.tasks import Resources, TaskRunner
 from edge_agent.config import AgentConfig
 from edge_agent.storage import folder_lock, sweep
 from edge_agent.task import Task, Tensors
-from edge_agent.wire.memory import MemoryBroker, MemoryTransport
 from edge_agent.wire.messages import Job, Report, Topics, UpdateManifest
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import MemoryBroker, MemoryTransport, Message
 from edge_agent.worker import ThreadWorker, Worker
 
 from ..processes.pipe import Frame, Pipe

@@ -22,7 +22,7 @@ from edge_agent.wire.tensors import pieces
 from edge_agent.worker import Worker
 
 from ..config import ProxyConfig, WarmStartConfig
-from ..fleet.uploads import reason_of
+from ..fleet.transfers import reason_of
 from ..processes.compute import ComputeProcess
 from ..runs.context import Run, RunHooks, Steps, Waiting
 from ..runs.release import encoder_sha256

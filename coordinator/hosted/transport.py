@@ -17,9 +17,8 @@ from edge_agent import capabilities
 from edge_agent.config import AgentConfig
 from edge_agent.errors import DuplicateId, HeadwaterError, MessageError
 from edge_agent.wire import messages as wire
-from edge_agent.wire.memory import DEFAULT_MAX_PAYLOAD_BYTES
 from edge_agent.wire.messages import Topics
-from edge_agent.wire.transport import Event, Message, Traffic, Transport
+from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message, Traffic, Transport
 
 from ..config import CoordinatorConfig
 from ..processes.launch import worker_command

@@ -9,7 +9,7 @@ from dataclasses import replace
 from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec, decode, pieces
 
-from ..fleet.uploads import Collection, updates_of
+from ..fleet.transfers import Collection, updates_of
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
 

@@ -11,9 +11,8 @@ from edge_agent.task import State, Tensors
 from edge_agent.wire.messages import Command, Report
 
 from ..config import CoordinatorConfig
-from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
-from ..fleet.uploads import Collector
+from ..fleet.transfers import Collector, Distributor
 from ..state.store import StateFolder
 from .request import Request
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from edge_agent.errors import ExportRejected, HeadwaterError
 from edge_agent.wire.messages import Report
 
-from ..fleet.uploads import reason_of
+from ..fleet.transfers import reason_of
 from ..state.journal import FINAL, RunRecord, utc_now
 from ..state.store import StateFolder
 from .context import Run, Steps

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..fleet.uploads import Collection
+from ..fleet.transfers import Collection
 from ..state.journal import Accepted, Journal, OpenRound, RunRecord, step
 from ..state.store import StateFolder
 from .context import RunContext

@@ -16,8 +16,7 @@ from edge_agent.wire.messages import Command, Install, Report, Who
 from edge_agent.wire.tensors import encode
 from edge_agent.worker import Worker
 
-from ..fleet.downloads import Distributor
-from ..fleet.uploads import reason_of
+from ..fleet.transfers import Distributor, reason_of
 from ..state.journal import Entry, Journal, utc_now
 from ..state.store import StateFolder
 from .context import Run, Steps, Waiting

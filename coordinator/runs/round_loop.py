@@ -19,7 +19,7 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
-from ..fleet.uploads import Collection, updates_of
+from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed

@@ -12,8 +12,8 @@ from edge_agent import methods
 from edge_agent.errors import HeadwaterError, StateError
 from edge_agent.methods import Method
 
-from ..fleet.rejections import Rejections
-from ..fleet.uploads import reason_of
+from ..fleet.registry import Rejections
+from ..fleet.transfers import reason_of
 from ..state.store import StateFolder
 from .context import Steps, Waiting
 from .finish import end_run, requested_cancels

@@ -18,7 +18,7 @@ from edge_agent.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S
-from ..fleet.uploads import Collection
+from ..fleet.transfers import Collection
 from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
 from .context import RunContext, Steps, Waiting

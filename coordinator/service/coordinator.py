@@ -26,10 +26,8 @@ from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.commands import CommandSender, RunIds, begin
-from ..fleet.downloads import Distributor
-from ..fleet.registry import DuplicateIds, Roster
-from ..fleet.rejections import Rejections
-from ..fleet.uploads import Collector, reason_of
+from ..fleet.registry import DuplicateIds, Rejections, Roster
+from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted import CombinedTransport
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.release import EncoderReleaser, ReleaseOffers

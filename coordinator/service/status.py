@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 from edge_agent.errors import cause
 from edge_agent.storage import write_atomic
 
-from ..fleet.registry import Member
-from ..fleet.rejections import Rejections
+from ..fleet.registry import Member, Rejections
 from ..runs.context import Waiting
 from ..text import listed
 

@@ -20,12 +20,11 @@ from edge_agent import __version__
 from edge_agent.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing, Sending
-from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Topics
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import MemoryBroker, Message
 
-from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
+from ..fleet.transfers import Distributor
 from .client_tasks import NOT_KEPT
 from .engines.base import Done, Engine, Work
 

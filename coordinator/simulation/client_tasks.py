@@ -16,7 +16,7 @@ from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.runner import fault
 from edge_agent.agent.tasks import Resources, TaskRunner, kept_before
-from edge_agent.agent.uploads import Outbox
+from edge_agent.agent.transfers import Outbox
 from edge_agent.client.session import Built, ClientState, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data import Samples
@@ -32,7 +32,7 @@ from edge_agent.wire.chunks import CHUNK_BYTES
 from edge_agent.wire.messages import metrics_of
 from edge_agent.wire.tensors import pieces
 
-from ..fleet.uploads import reason_of
+from ..fleet.transfers import reason_of
 from .datasets import Pools
 from .plan import Plan
 

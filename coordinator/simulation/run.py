@@ -20,13 +20,12 @@ from edge_agent.client.session import choose_device
 from edge_agent.errors import ChunkError, RunFailed, StateError
 from edge_agent.storage import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import MemoryBroker, Message
 
 from ..fleet.commands import RunNames
-from ..fleet.uploads import reason_of
+from ..fleet.transfers import reason_of
 from ..runs.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator

@@ -20,10 +20,9 @@ from ..errors import HeadwaterError, MissingCapability, StateError
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
 from ..worker import ThreadWorker
-from .checking import check
 from .event_loop import Agent, will_of
 from .health import problem_of
-from .tasks import TaskRunner
+from .tasks import TaskRunner, check
 
 log = logging.getLogger(__name__)
 

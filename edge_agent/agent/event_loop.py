@@ -25,12 +25,11 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker
-from .downloads import Downloads
 from .health import FINAL_S, HELLO_AGAIN_S, Condition, Mismatch, Silence, disk_error
 from .local_state import Membership
 from .runner import Disk, TaskQueue
 from .tasks import TaskRunner
-from .uploads import Uploads
+from .transfers import Downloads, Uploads
 
 __all__ = ["Agent", "will_of"]
 

@@ -14,10 +14,9 @@ from ..wire import messages as wire
 from ..wire.chunks import BlobCache
 from ..wire.messages import Control
 from ..worker import Worker
-from .downloads import Downloads
 from .health import Condition, Kind, disk_error, try_disk, whole_message
 from .tasks import TaskRunner
-from .uploads import Uploads
+from .transfers import Downloads, Uploads
 
 log = logging.getLogger(__name__)
 

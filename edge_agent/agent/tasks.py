@@ -7,22 +7,25 @@ numpy not before there is a job or a bundle.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from .. import errors
 from ..config import AgentConfig, Precision
-from ..errors import DataError, HeadwaterError, MissingCapability, StateError
+from ..errors import DataError, HeadwaterError, MissingCapability, StateError, UsageError
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report, UpdateManifest
 from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
-from .uploads import Outbox
+from .transfers import Outbox
 
 if TYPE_CHECKING:
     from ..client.session import Built, ClientState, Outcome, Session
@@ -165,8 +168,6 @@ class TaskRunner:
             DataError: the data are of another form, or have other classes.
             UsageError: source or head cannot be as they are configured.
         """
-        from .checking import check_beside
-
         check_beside(self.config, task)
 
     def release_memory(self) -> None:
@@ -192,7 +193,7 @@ class TaskRunner:
             DataError: its data do not fit the task.
             TrainingFailed: what it trains of its own diverged.
         """
-        from .contribute import contribute_round
+        from .head_tier import contribute_round
 
         self._remove_ended(job.run)
         samples = self._samples(job.task)
@@ -206,7 +207,7 @@ class TaskRunner:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
-        from .install import install_bundle
+        from .head_tier import install_bundle
 
         report = install_bundle(self.config, message, path)
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
@@ -255,7 +256,7 @@ class TaskRunner:
             BundleError: the bundle is damaged, or does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
-        from .install import refit_current
+        from .head_tier import refit_current
 
         self.bundle_id, self.samples = refit_current(self.config)
 
@@ -364,3 +365,64 @@ def resident_mb() -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+LIMIT_S = 600.0
+_BEGIN = (
+    "import sys; sys.path[:1] = [place for place in sys.path[:1] if place]; sys.path.append(sys.argv.pop(1)); "
+    "from edge_agent.agent.tasks import answer; answer()"
+)
+_ROOT = str(Path(__file__).resolve().parents[2])
+_KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}
+
+
+def check(config: AgentConfig, task: Task | None = None) -> None:
+    """Return quietly when the data are there, are of the task's form and classes, and the head is known.
+
+    No image is decoded; labels and names of classes are read where there is a task.
+
+    Raises:
+        HeadwaterError: they are not; as `edge_agent.data.load` says it.
+    """
+    from .. import heads
+    from ..data.partition import check_own
+
+    heads.create(config.head.name, config.head.params)
+    check_own(config.data, config.id, task)
+
+
+def check_beside(config: AgentConfig, task: Task) -> None:
+    """`check` in a child process.
+
+    Raises:
+        DataError: the data do not fit.
+        MissingCapability: a package that they need is not here.
+        UsageError: head or source cannot be as they are configured.
+        StateError: the child did not end well.
+    """
+    asked = json.dumps({"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _BEGIN, _ROOT],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise StateError(f"the look at local data did not end well: {errors.cause(error)}") from error
+    if result:
+        raise _KINDS.get(result["error"], UsageError)(result["message"])
+
+
+def answer() -> None:
+    """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
+    asked = json.load(sys.stdin)
+    try:
+        check(AgentConfig.model_validate(asked["config"]), Task.model_validate(asked["task"]))
+        result = {}
+    except HeadwaterError as error:
+        result = {"error": type(error).__name__, "message": str(error)[:4000]}
+    sys.stdout.write(json.dumps(result) + "\n")

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.fleet.downloads import Distributor
-from coordinator.fleet.uploads import Collection, Collector
+from coordinator.fleet.transfers import Collection, Collector, Distributor
 from coordinator.research.bench.processes import say
 from coordinator.research.bench.workloads import NOOP
 from coordinator.state.store import StateFolder

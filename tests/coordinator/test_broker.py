@@ -11,10 +11,15 @@ import sys
 import pytest
 from paho.mqtt import client as mqtt
 
-from coordinator.broker import EmbeddedBroker, MosquittoBroker, Rules, find_mosquitto, mosquitto_acl
-from coordinator.broker.access import hash_password, is_password, read_passwords, set_password
-from coordinator.broker.mosquitto import settings_text
-from coordinator.broker.supervise import held_port, is_loopback
+from coordinator.broker import (
+    EmbeddedBroker,
+    MosquittoBroker,
+    find_mosquitto,
+    held_port,
+    is_loopback,
+    settings_text,
+)
+from coordinator.broker.access import Rules, hash_password, is_password, mosquitto_acl, read_passwords, set_password
 from edge_agent.errors import BrokerAway, MissingCapability, StateError, UsageError
 
 PATIENCE_S = 20
@@ -217,7 +222,7 @@ def test_broker_that_ends_at_once_is_reported_with_its_last_words():
 
 
 def test_coordinator_keeps_its_password_and_is_put_back_where_somebody_removed_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.broker.supervise.SupervisedBroker.start", lambda self: None)
+    monkeypatch.setattr("coordinator.broker.SupervisedBroker.start", lambda self: None)
     path = tmp_path / "users"
     broker = EmbeddedBroker(port=1883, password_file=path)
     broker.start()
@@ -244,7 +249,7 @@ def test_missing_amqtt_is_named_with_its_extra(monkeypatch):
 
 
 def test_open_door_on_a_public_address_is_warned_about(monkeypatch, caplog):
-    monkeypatch.setattr("coordinator.broker.supervise.SupervisedBroker.start", lambda self: None)
+    monkeypatch.setattr("coordinator.broker.SupervisedBroker.start", lambda self: None)
     EmbeddedBroker("0.0.0.0").start()
     assert "anonymous broker on a public address bind=0.0.0.0" in caplog.text
     caplog.clear()

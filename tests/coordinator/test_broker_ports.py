@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.broker.supervise import held_port
+from coordinator.broker import held_port
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux: ports that the system may give to a socket that asks for any, as highest << 16 | lowest."""

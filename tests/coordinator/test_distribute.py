@@ -7,7 +7,7 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.fleet.downloads import GATHER_S, Distributor
+from coordinator.fleet.transfers import GATHER_S, Distributor
 from edge_agent.errors import ChunkError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import AHEAD_BYTES, STALL_S, Outgoing, decode_frame

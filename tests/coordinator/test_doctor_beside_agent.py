@@ -11,8 +11,7 @@ import pytest
 from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 from paho.mqtt.enums import CallbackAPIVersion
 
-from coordinator.broker import EmbeddedBroker
-from coordinator.broker.mosquitto import MosquittoBroker
+from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from edge_agent.agent.event_loop import will_of
 from edge_agent.cli import main
 from edge_agent.config import AgentConfig, DataConfig

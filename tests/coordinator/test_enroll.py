@@ -18,7 +18,7 @@ import pytest
 from mqtt_harness import NEEDS_MOSQUITTO
 from paho.mqtt import client as mqtt
 
-from coordinator.broker import find_mosquitto
+from coordinator.broker import find_mosquitto, held_port, settings_text
 from coordinator.broker.access import (
     BROKER_ACCOUNT,
     add_rules,
@@ -27,8 +27,6 @@ from coordinator.broker.access import (
     read_passwords,
     set_password,
 )
-from coordinator.broker.mosquitto import settings_text
-from coordinator.broker.supervise import held_port
 from coordinator.cli import main as headwater
 from coordinator.config import CoordinatorConfig
 from coordinator.service import app

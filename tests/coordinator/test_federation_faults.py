@@ -9,7 +9,7 @@ from federation_duties import TASK, WIDE_TASK
 from federation_harness import Federation
 
 from edge_agent.methods import fedavg
-from edge_agent.wire.memory import Faults
+from edge_agent.wire.transport import Faults
 
 ROUNDS = 3
 PATIENT = {"deadline_s": 3600}

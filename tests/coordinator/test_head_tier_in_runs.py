@@ -258,7 +258,7 @@ def test_a_method_without_such_a_part_asks_devices_that_train_only(tmp_path):
 
 
 def test_a_device_that_is_asked_to_join_where_there_is_nothing_for_it_says_what_to_change(tmp_path):
-    from edge_agent.agent.contribute import contribute_round
+    from edge_agent.agent.head_tier import contribute_round
     from edge_agent.config import AgentConfig, DataConfig
     from edge_agent.errors import MissingCapability
 

@@ -18,9 +18,8 @@ from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
-from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import Topics
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import MemoryBroker, Message
 from edge_agent.worker import InlineWorker
 
 CLIENTS = ("c0", "c1", "c2", "c3")

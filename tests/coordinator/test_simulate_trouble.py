@@ -14,7 +14,7 @@ from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
 from coordinator.fleet import commands
-from coordinator.fleet.uploads import Collector
+from coordinator.fleet.transfers import Collector
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results

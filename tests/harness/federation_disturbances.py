@@ -15,8 +15,8 @@ from edge_agent.errors import HeadwaterError
 from edge_agent.task import Tensors
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import CHUNK_BYTES, Outgoing
-from edge_agent.wire.memory import MemoryTransport
 from edge_agent.wire.tensors import encode
+from edge_agent.wire.transport import MemoryTransport
 
 
 class Stranger:

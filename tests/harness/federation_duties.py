@@ -11,7 +11,7 @@ import numpy as np
 
 from edge_agent import methods
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.agent.uploads import Outbox
+from edge_agent.agent.transfers import Outbox
 from edge_agent.config import AgentConfig
 from edge_agent.data import Samples
 from edge_agent.task import ImageInput, Task, Tensors

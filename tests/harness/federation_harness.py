@@ -22,9 +22,9 @@ from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
-from edge_agent.wire.memory import Faults, MemoryBroker, MemoryTransport
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.tensors import decode
+from edge_agent.wire.transport import Faults, MemoryBroker, MemoryTransport
 from edge_agent.worker import InlineWorker
 
 LONGEST_PAUSE_S = 0.5

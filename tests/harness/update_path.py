@@ -25,10 +25,10 @@ BESIDE = {
     "coordinator/service/status.py": {"update"},
     "coordinator/service/peers.py": {"tick", "is_serving"},
     "coordinator/fleet/registry.py": {"expire"},
-    "coordinator/fleet/downloads.py": {"pump", "have", "progress", "withdraw"},
+    "coordinator/fleet/transfers.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/runs/context.py": {"collect"},
     "coordinator/runs/finish.py": {"requested_cancels"},
-    "edge_agent/agent/downloads.py": {"tick"},
+    "edge_agent/agent/transfers.py": {"tick"},
     "edge_agent/agent/tasks.py": {"release_memory"},
 }
 """File -> functions that are not counted, nor what they call."""
@@ -68,7 +68,7 @@ class Recorder:
     def _is_beside(self, frame: FrameType, file: str, name: str) -> bool:
         if (file, name) == ("edge_agent/agent/event_loop.py", "step"):
             return bool(frame.f_locals["self"].config.id != "agent-0")
-        return file == "edge_agent/wire/memory.py" or name in BESIDE.get(file, ())
+        return file == "edge_agent/wire/transport.py" or name in BESIDE.get(file, ())
 
     def _file(self, path: str) -> str:
         if path not in self._files:

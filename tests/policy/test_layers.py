@@ -44,7 +44,7 @@ INNER = {
     "L3": {"L0", "L1", "L3"},
     "export": {"L0", "L1", "L3", "export"},
 }
-FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.memory|wire\.transport|agent|cli|worker)(\..+)?|paho.*"
+FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.transport|agent|cli|worker)(\..+)?|paho.*"
 OURS = {"edge_agent", "export", "coordinator"}
 
 

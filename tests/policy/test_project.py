@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from coordinator.broker import mosquitto_acl
+from coordinator.broker.access import mosquitto_acl
 from coordinator.cli import COMMANDS as HEADWATER_COMMANDS
 from coordinator.config import CoordinatorConfig
 from edge_agent import __version__, data, methods

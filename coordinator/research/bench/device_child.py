@@ -41,7 +41,7 @@ def least_seconds(work: Callable[[], Any], runs: int = RUNS, clock: Callable[[],
 def encoder(folder: str, precision: str) -> dict[str, float]:
     """Seconds to load a bundle's encoder as the agent does, and of one input; all code of an agent is loaded."""
     importlib.import_module("edge_agent.agent.app")
-    importlib.import_module("edge_agent.agent.install")
+    importlib.import_module("edge_agent.agent.head_tier")
     from edge_agent import bundle as bundles
     from edge_agent.encoder import Encoder
 

@@ -15,8 +15,7 @@ from edge_agent.config import BrokerConfig
 from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 
-from ...broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
-from ...broker.supervise import SupervisedBroker
+from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
 from ...cli.follow import read_status
 from ...runs.request import Request
 from ...state.journal import Journal

@@ -21,9 +21,8 @@ from mqtt_harness import PATIENCE_S
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
-from edge_agent.agent.checking import check_beside
 from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks import TaskRunner, check_beside
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
 from edge_agent.errors import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from edge_agent.agent.downloads import Downloads
+from edge_agent.agent.transfers import Downloads
 from edge_agent.errors import ChunkError
 from edge_agent.wire.chunks import IDLE_S, REPORT_AFTER_S, BlobCache, Outgoing, decode_frame
 from edge_agent.wire.messages import Have, Progress, Want

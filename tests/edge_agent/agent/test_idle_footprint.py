@@ -33,7 +33,7 @@ def test_duties_without_a_bundle_and_an_empty_outbox_stay_light(tmp_path):
     code = f"""
 from pathlib import Path
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.agent.uploads import Outbox
+from edge_agent.agent.transfers import Outbox
 from edge_agent.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
 assert TaskRunner(config, "head").bundle_id == ""

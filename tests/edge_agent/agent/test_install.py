@@ -7,8 +7,8 @@ import pytest
 
 from edge_agent import bundle as bundles
 from edge_agent import data
-from edge_agent.agent import install as module
-from edge_agent.agent.install import install_bundle
+from edge_agent.agent import head_tier as module
+from edge_agent.agent.head_tier import install_bundle
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.agent.uploads import OFFER_AGAIN_S, Outbox, Uploads
+from edge_agent.agent.transfers import OFFER_AGAIN_S, Outbox, Uploads
 from edge_agent.errors import ChunkError, UsageError
 from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
 from edge_agent.wire.messages import Ack, Grant, Receipt, UpdateManifest

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.wire.memory import Faults, MemoryBroker
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import Faults, MemoryBroker, Message
 
 COUNT = 2000
 

@@ -1,4 +1,4 @@
-"""Updates on their way in: nothing is believed, allocated or counted before it has been checked.
+"""Transfers of a coordinator: updates are collected and checked, blobs are distributed.
 
 An update is accepted when its bytes are on disk under their hash, its tensors are exactly those that the method
 declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A rejected update costs
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,23 @@ from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.methods import Update
 from edge_agent.storage import sync_folder
 from edge_agent.task import Tensors
-from edge_agent.wire.chunks import WINDOW_BYTES, Frame, Incoming, Receiving, chunk_count
-from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Purpose, Receipt, UpdateManifest
+from edge_agent.wire.chunks import (
+    AHEAD_BYTES,
+    WINDOW_BYTES,
+    Frame,
+    Incoming,
+    Outgoing,
+    Receiving,
+    Sending,
+    chunk_count,
+    expand,
+)
+from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Purpose, Receipt, Topics, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from ..state.journal import Accepted, Journal
 from ..state.store import BlobStore
-from .rejections import Rejections
+from .registry import Rejections
 
 log = logging.getLogger(__name__)
 
@@ -396,3 +406,131 @@ def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
         with blobs.path(accepted.digest).open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         yield Update(agent, accepted.samples, decode(mapped))
+
+
+GATHER_S = 0.05
+"""How long the first asker waits for others: once everybody offered has answered, no time is lost at all."""
+
+Publish = Callable[[str, bytes], None]
+
+
+@dataclass
+class _Offer:
+    """One blob and everybody concerned with it."""
+
+    blob: Outgoing
+    unanswered: set[str] = field(default_factory=set)
+    waiting: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    start_at: float = 0.0
+    sendings: list[Sending] = field(default_factory=list)
+
+
+class Distributor:
+    """All blobs on offer. `pump` does the sending; call it after each event and when it says."""
+
+    def __init__(self, topics: Topics, publish: Publish, clock: Callable[[], float]) -> None:
+        self._topics, self._publish, self._clock = topics, publish, clock
+        self._offers: dict[str, _Offer] = {}
+        self.bytes_to: dict[str, int] = {}
+
+    def offer(self, blob: Outgoing, agents: Iterable[str]) -> None:
+        """These agents may ask for the blob from now on, and are expected to answer."""
+        offer = self._offers.setdefault(blob.ref.digest, _Offer(blob))
+        offer.unanswered.update(agents)
+
+    def withdraw(self, digests: Iterable[str]) -> None:
+        """Nobody needs these blobs any more."""
+        for digest in digests:
+            self._offers.pop(digest, None)
+
+    def have(self, agent: str, digest: str) -> None:
+        """An agent has the whole blob, from its cache or because it has just got it."""
+        if offer := self._offers.get(digest):
+            offer.unanswered.discard(agent)
+            self._leave(offer, agent)
+
+    def want(self, agent: str, digest: str, ranges: Iterable[tuple[int, int]]) -> bool:
+        """An agent lacks these chunks; False when no such blob is on offer.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        offer = self._offers.get(digest)
+        if offer is None:
+            return False
+        wanted = list(ranges)
+        for _ in expand(wanted, offer.blob.count):
+            pass  # only checks them, before anything is changed
+        offer.unanswered.discard(agent)
+        self._leave(offer, agent)
+        if not offer.waiting:
+            offer.start_at = self._clock() + GATHER_S
+        offer.waiting[agent] = wanted
+        return True
+
+    def take(self, agent: str, digest: str) -> Outgoing | None:
+        """The whole blob, for an agent in this very process, counted as if it had travelled; None: not on offer."""
+        offer = self._offers.get(digest)
+        if offer is None:
+            return None
+        self.have(agent, digest)
+        self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
+        return offer.blob
+
+    def progress(self, agent: str, digest: str, seen: int) -> None:
+        """An agent reports how many frames it has seen since it asked."""
+        if offer := self._offers.get(digest):
+            for sending in offer.sendings:
+                sending.saw(agent, seen, self._clock())
+
+    def forget(self, agent: str) -> None:
+        """An agent is gone: nothing waits for it."""
+        for offer in self._offers.values():
+            offer.unanswered.discard(agent)
+            self._leave(offer, agent)
+
+    def pump(self) -> float | None:
+        """Publish what flow control allows; seconds until it wants to be called again, None when only events matter."""
+        now, due = self._clock(), list[float]()
+        for offer in self._offers.values():
+            self._start(offer, now)
+            for sending in offer.sendings:
+                self._send(offer, sending, now)
+            offer.sendings = [sending for sending in offer.sendings if sending.receivers]
+            if offer.waiting:
+                due.append(offer.start_at - now)
+            if any(not sending.done for sending in offer.sendings):
+                due.append(0.5)
+        return max(0.0, min(due)) if due else None
+
+    def _start(self, offer: _Offer, now: float) -> None:
+        if not offer.waiting or (offer.unanswered and now < offer.start_at):
+            return
+        ranges = _union(offer.waiting.values())
+        offer.sendings.append(Sending(offer.blob, ranges, offer.waiting, ahead_bytes=AHEAD_BYTES, now=now))
+        offer.waiting = {}
+
+    def _send(self, offer: _Offer, sending: Sending, now: float) -> None:
+        receivers = sending.receivers
+        one = len(receivers) == 1
+        topic = self._topics.down_chunks(receivers[0]) if one else self._topics.broadcast(offer.blob.ref.digest)
+        for frame in sending.due(now):
+            self._publish(topic, frame)
+            for agent in receivers:
+                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+
+    def _leave(self, offer: _Offer, agent: str) -> None:
+        offer.waiting.pop(agent, None)
+        for sending in offer.sendings:
+            sending.leave(agent)
+
+
+def _union(wanted: Iterable[Iterable[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """The ranges that cover all of ``wanted``, merged."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(piece for ranges in wanted for piece in ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
