@@ -73,7 +73,8 @@ class Encoder:
             BundleDamaged: ONNX Runtime cannot load the file, its output has another size than the manifest promises, or
                 this device computes other features than the exporter.
         """
-        onnx = bundle.encoder_path(precision)
+        variant = bundle.variant(precision)
+        onnx = bundle.folder / variant.file
         runtime = onnxruntime()
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
         mapped = _mapped(onnx, bundle.manifest.files[onnx.name].sha256, runtime) if cache and len(wanted) == 1 else None
@@ -87,7 +88,7 @@ class Encoder:
             input_shape=bundle.manifest.task.input_shape,
             feature_dim=bundle.manifest.feature_dim,
             precision=precision,
-            fingerprint=bundle.variant(precision).fingerprint,
+            fingerprint=variant.fingerprint,
             providers=tuple(session.get_providers()),
             format=kind,
         )

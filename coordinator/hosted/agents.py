@@ -30,7 +30,7 @@ from ..processes.worker_main import listen
 from .transport import TASK_TOPIC
 
 if TYPE_CHECKING:
-    from edge_agent.client.session import Built
+    from edge_agent.client import Built
     from edge_agent.data import Samples
     from edge_agent.data.partition import Pools
 
@@ -48,7 +48,7 @@ class ProcessResources:
     def model(self, job: Job, device: str) -> Built:
         """The model of the job's run, built once."""
         from edge_agent import methods
-        from edge_agent.client.session import Built
+        from edge_agent.client import Built
 
         key = (job.run, device)
         if self._model is None or self._model[0] != key:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from edge_agent import data, heads, methods
-from edge_agent.client.session import choose_device
+from edge_agent.client import choose_device
 from edge_agent.errors import DataError
 from edge_agent.heads import FitData
 from edge_agent.methods import Method

@@ -17,7 +17,7 @@ from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.runner import fault
 from edge_agent.agent.tasks import Resources, TaskRunner, kept_before
 from edge_agent.agent.transfers import Outbox
-from edge_agent.client.session import Built, ClientState, Session
+from edge_agent.client import Built, ClientState, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_agent import data
-from edge_agent.client.session import Arrays
+from edge_agent.client import Arrays
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
 from edge_agent.errors import DataError, UsageError

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from edge_agent.client.session import choose_device
+from edge_agent.client import choose_device
 from edge_agent.errors import ChunkError, RunFailed, StateError
 from edge_agent.storage import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing

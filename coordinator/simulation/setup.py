@@ -11,7 +11,7 @@ from typing import Any
 
 from edge_agent import methods, models
 from edge_agent.agent.tasks import LAST_ROUND
-from edge_agent.client.session import Built, choose_device, supported
+from edge_agent.client import Built, choose_device, supported
 from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import MissingCapability, StateError, UsageError

@@ -28,7 +28,7 @@ from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
 from .transfers import Outbox
 
 if TYPE_CHECKING:
-    from ..client.session import Built, ClientState, Outcome, Session
+    from ..client import Built, ClientState, Outcome, Session
     from ..data import Samples
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class TaskRunner:
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         self._remove_ended(job.run)
         session, files = self.session(job), self.resources.state_files(job.run)
-        from ..client.session import ClientState
+        from ..client import ClientState
         from ..limits import keep_freed_memory
 
         keep_freed_memory()
@@ -288,7 +288,7 @@ class TaskRunner:
         import torch
 
         from .. import methods
-        from ..client.session import Arrays, Session
+        from ..client import Arrays, Session
 
         if self.config.training.threads:
             torch.set_num_threads(self.config.training.threads)

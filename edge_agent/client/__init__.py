@@ -1,1 +1,255 @@
 """A client's part of a run: training session of one client, and of many clients at once."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..config import Precision
+from ..errors import DataError
+from ..methods.base import Method
+from ..methods.values import Client
+from ..models.base import Parts
+from ..task import Task, Tensors
+from ..training.loops import accuracy
+from ..training.parts import (
+    load_arrays,
+    norm_names,
+    own_layers,
+    personal_names,
+    statistics_of,
+    take_statistics,
+    to_arrays,
+)
+from ..training.precision import StepTimes, time_steps
+from ..training.weights import put_weights
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Labelled samples: inputs (n, ...) float32, labels (n,) int64."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps after a round: its personal tensors and its named memory."""
+
+    personal: Tensors = field(default_factory=dict)
+    memory: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a round: ``update`` travels, ``kept`` stays, ``metrics`` are reported."""
+
+    update: Tensors
+    kept: ClientState
+    metrics: dict[str, float]
+    samples: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run's model with its fresh tensors. Clients that take turns in one process may share one."""
+
+    model: Parts
+    fresh: Tensors
+
+    @classmethod
+    def of(
+        cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Tensors | None = None
+    ) -> Built:
+        """The model that every client of a run with this seed starts from; ``weights``: what its encoder has.
+
+        Raises:
+            UnknownName: no such encoder.
+            ConfigError: the encoder does not fit the task.
+            DataError: no such device.
+        """
+        torch.manual_seed(seed)
+        model = method.build(task)
+        if weights:
+            put_weights(model, weights)
+        model = model.to(choose_device(device))
+        return cls(model, to_arrays(model, model.state_dict()))
+
+
+class Session:
+    """A client of one run. Building the model is done once; each round gets what was kept, wherever it was kept.
+
+    ``model`` is one that others use in turn: each round begins by loading all of it. ``evaluate_after`` repeats a
+    round's evaluation after local training where the method does not do so anyway. Steps are done in ``precision``,
+    which may be changed between rounds.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        client: str,
+        train: Arrays,
+        test: Arrays,
+        *,
+        seed: int,
+        device: str = "auto",
+        model: Built | None = None,
+        evaluate_after: bool = False,
+        precision: Precision = "float32",
+    ) -> None:
+        if not len(train.labels):
+            raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
+        self.method, self.task, self.client, self.seed = method, task, client, seed
+        self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
+        self.precision = supported(precision, self.device)
+        built = model or Built.of(method, task, seed=seed, device=device)
+        self._model, self._fresh = built.model, built.fresh
+        self._shared = method.shared_names(self._model)
+        self._personal = personal_names(self._model, self._shared)
+        self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
+        self._train, self._test = self._place(train), self._place(test)
+
+    def train(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
+        """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
+
+        Raises:
+            TensorsError: what was received does not fit the model.
+            TrainingFailed: training stopped.
+        """
+        client = self._client(received, kept, round_number, rounds)
+        metrics = self.scores(client) if evaluate else {}
+        update = self.method.local_update(client, received)
+        return self.after_round(client, update, metrics, evaluate=evaluate)
+
+    def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
+        """After the last round: personalize to what was received, and evaluate; nothing travels."""
+        client = self._client(received, kept, rounds, rounds, salt=1)
+        take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
+        self.method.personalize(client, received)
+        metrics = self.scores(client)
+        return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
+
+    def norm_tensors(self, kept: ClientState) -> Tensors:
+        """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
+        return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
+
+    def step_times(self) -> StepTimes:
+        """Seconds of a training step in each precision, on this client's model and a batch of its samples."""
+        return time_steps(self._model, self._train[0][: self.method.params.batch_size])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the samples."""
+        return sum(tensor.nbytes for tensor in (*self._train, *self._test))
+
+    @property
+    def test(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The held-out inputs (n, ...) and labels (n,), on the device."""
+        return self._test
+
+    def before_round(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int) -> Client:
+        """The client as it begins a round: its model holds what was received and what was kept."""
+        return self._client(received, kept, round_number, rounds)
+
+    def after_round(self, client: Client, update: Tensors, metrics: dict[str, float], *, evaluate: bool) -> Outcome:
+        """What came out of a round whose client has trained; its ``metrics`` are those from before."""
+        if evaluate and self._evaluates_after:
+            metrics = metrics | {
+                name.replace("acc.", "acc.after."): score for name, score in self.scores(client).items()
+            }
+        return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
+
+    def sent(self) -> Tensors:
+        """The shared tensors as they are in the model now: the update of a method with the standard local update."""
+        return to_arrays(self._model, self._shared)
+
+    def _client(self, received: Tensors, kept: ClientState, round_number: int, rounds: int, salt: int = 0) -> Client:
+        shared = {name: array for name, array in received.items() if not name.startswith("extra.")}
+        load_arrays(self._model, {**self._fresh, **kept.personal, **shared})
+        seeds = np.random.SeedSequence([self.seed, zlib.crc32(self.client.encode()), round_number, salt])
+        rng = np.random.default_rng(seeds)
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed(int(rng.integers(1 << 62)))
+        _seed_layers(self.device, int(rng.integers(1 << 62)))
+        return Client(
+            id=self.client,
+            model=self._model,
+            train_inputs=self._train[0],
+            train_labels=self._train[1],
+            task=self.task,
+            device=self.device,
+            rng=rng,
+            generator=generator,
+            round=round_number,
+            rounds=rounds,
+            precision=self.precision,
+            memory={name: array.copy() for name, array in kept.memory.items()},
+        )
+
+    def scores(self, client: Client) -> dict[str, float]:
+        """Accuracies on the held-out samples, by the name of the metric; none where there are no such samples."""
+        inputs, labels = self._test
+        if not len(labels):
+            return {}
+        with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
+            personal = self.method.predict(client, inputs)
+            scores = {"acc.personal": accuracy(personal, labels)}
+            # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
+            is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
+            shared = personal if is_same else self.method.predict_global(client, inputs)
+            if shared is not None:
+                scores["acc.global"] = accuracy(shared, labels)
+        return scores
+
+    def _keep(self, client: Client) -> ClientState:
+        return ClientState(to_arrays(self._model, self._personal), client.memory)
+
+    def _place(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)
+        return inputs, torch.from_numpy(np.ascontiguousarray(arrays.labels, dtype=np.int64)).to(self.device)
+
+
+def _seed_layers(device: torch.device, seed: int) -> None:
+    """For layers that draw from the global generator (dropout); where there is no GPU, without a thought of all others.
+
+    `torch.manual_seed` notes a traceback for each kind of GPU that may come to be: a millisecond for each client.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def supported(precision: Precision, device: torch.device) -> Precision:
+    """The same, where the device has it at all; whether it is faster there is found by `time_steps`.
+
+    Raises:
+        DataError: this GPU has no bfloat16.
+    """
+    if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DataError(
+            f"training.precision = 'bfloat16': {torch.cuda.get_device_name(device)} has none; use 'float32'"
+        )
+    return precision
+
+
+def choose_device(requested: str) -> torch.device:
+    """The device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
+
+    Raises:
+        DataError: a device was named that is not there.
+    """
+    if requested != "auto":
+        try:
+            return torch.empty(0, device=requested).device
+        except (RuntimeError, AssertionError) as error:
+            first = str(error).splitlines()[0]
+            raise DataError(f"training.device = '{requested}' cannot be used ({first}); use 'auto' or 'cpu'") from error
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

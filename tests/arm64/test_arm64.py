@@ -108,7 +108,7 @@ def made(tmp_path_factory):
     """A bundle of a small convolutional encoder, trained for one round, with images to try it on."""
     import torch
 
-    from edge_agent.client.session import Arrays, ClientState, Session
+    from edge_agent.client import Arrays, ClientState, Session
     from edge_agent.training.parts import to_arrays
     from export import bundle, model_from_state
 

@@ -12,7 +12,7 @@ import torch
 
 from coordinator.research.bench.figures import Row
 from edge_agent import methods
-from edge_agent.client.session import choose_device, supported
+from edge_agent.client import choose_device, supported
 from edge_agent.config import Precision
 from edge_agent.limits import keep_freed_memory
 from edge_agent.methods.values import Client, MethodParams

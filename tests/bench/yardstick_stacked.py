@@ -17,7 +17,7 @@ from coordinator.research.bench.simulate import Size, data_source, plan_for, tim
 from coordinator.simulation.engines.stacked import device_name
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
-from edge_agent.client.session import choose_device
+from edge_agent.client import choose_device
 from edge_agent.errors import MeasuringFailed
 
 MANY = 5

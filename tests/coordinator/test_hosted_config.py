@@ -14,7 +14,7 @@ from coordinator.hosted import HostedTransport, preflight, transport
 from coordinator.hosted.preflight import overlaps
 from coordinator.service.preflight import check_defaults
 from edge_agent import data
-from edge_agent.client.session import choose_device
+from edge_agent.client import choose_device
 from edge_agent.config import load, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError

@@ -24,7 +24,7 @@ from coordinator.simulation.engines.base import Work
 from coordinator.simulation.engines.pool import LocalWorkers, WorkerPool
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, EngineChoice, Prepared, planned
-from edge_agent.client import session
+from edge_agent.client import supported
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
 from edge_agent.training.precision import StepTimes
@@ -391,6 +391,6 @@ def test_a_gpu_without_bfloat16_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old one")
     with pytest.raises(DataError, match=r"'bfloat16': an old one has none; use 'float32'"):
-        session.supported("bfloat16", torch.device("cuda"))
-    assert session.supported("float32", torch.device("cuda")) == "float32"
-    assert session.supported("bfloat16", torch.device("cpu")) == "bfloat16", "a timed step tells whether it is faster"
+        supported("bfloat16", torch.device("cuda"))
+    assert supported("float32", torch.device("cuda")) == "float32"
+    assert supported("bfloat16", torch.device("cpu")) == "bfloat16", "a timed step tells whether it is faster"

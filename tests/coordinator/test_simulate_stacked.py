@@ -15,7 +15,7 @@ from coordinator.simulation.engines.stacked import ONE_BY_ONE, Starter, Trial
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from edge_agent import methods, models
-from edge_agent.client.session import ClientState, Session
+from edge_agent.client import ClientState, Session
 from edge_agent.client.stacked import Stack
 from edge_agent.errors import TrainingFailed
 from edge_agent.models.base import Layers

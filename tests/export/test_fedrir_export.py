@@ -54,7 +54,7 @@ def test_the_state_holds_the_encoder_and_nothing_else(exported):
 
 
 def test_the_graph_is_no_larger_than_the_encoder(exported):
-    graph = onnx.load(str(exported.bundle.encoder_path("fp32"))).graph
+    graph = onnx.load(str(exported.bundle.folder / exported.bundle.variant("fp32").file)).graph
     found = sum(math.prod(tensor.dims) for tensor in graph.initializer)
     limit = sum(tensor.numel() for tensor in exported.trained.part("encoder").state_dict().values())
     assert 0 < found <= limit

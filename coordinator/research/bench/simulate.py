@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.client.session import choose_device
+from edge_agent.client import choose_device
 from edge_agent.errors import MeasuringFailed
 
 from ...simulation.engines.stacked import device_name

@@ -254,7 +254,7 @@ class Mistakes:
 
 def _checks(cell: Cell, table: Table) -> Iterator[Callable[[], object]]:
     """Each raises a UsageError where what it checks does not exist."""
-    from edge_agent.client.session import choose_device
+    from edge_agent.client import choose_device
 
     plan = cell.plan
     for source in plan.data:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_agent import client
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.client import session
 from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.errors import DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, Task
@@ -113,7 +113,7 @@ def test_precision_of_a_run_is_timed_once_and_outlives_a_restart(make, monkeypat
     asked = []
 
     def timed(*seconds):
-        monkeypatch.setattr(session, "time_steps", lambda *_: asked.append(1) or StepTimes(*seconds))
+        monkeypatch.setattr(client, "time_steps", lambda *_: asked.append(1) or StepTimes(*seconds))
 
     timed(*((0.001, 0.009) if faster == "float32" else (0.009, 0.001)))
     mixed = {"training": {"precision": "bfloat16"}}

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent.data import partition
-from edge_agent.data.partition import rules
 from edge_agent.errors import ConfigError, DataError, UnknownName
 
 TRAIN = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
@@ -126,7 +125,7 @@ class Shares:
 
 
 def cut_sizes(counts, *draws):
-    cuts = rules._draw_cuts(np.array(counts), len(draws[0]), 1.0, Shares(*draws))
+    cuts = partition._draw_cuts(np.array(counts), len(draws[0]), 1.0, Shares(*draws))
     return None if cuts is None else [np.diff(cut).tolist() for cut in cuts]
 
 

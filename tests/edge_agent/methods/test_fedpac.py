@@ -8,7 +8,7 @@ import torch
 from paper_methods import fedpac, softmax
 
 from edge_agent import heads, methods
-from edge_agent.client.session import Arrays, ClientState, Session
+from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead

@@ -8,7 +8,7 @@ import torch
 from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, parts_of, tensors_of
 
 from edge_agent import heads, methods
-from edge_agent.client.session import Arrays, ClientState, Session
+from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.errors import ConfigError, TrainingFailed
 from edge_agent.methods.fedrir import specific_features
 from edge_agent.task import ImageInput, Task, WindowInput

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.client.session import Arrays, ClientState, Session
+from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.models.base import Parts
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.parts import MOST_ROWS, own_layers, statistics_of, take_statistics

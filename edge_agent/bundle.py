@@ -1,0 +1,523 @@
+"""One file that carries a frozen encoder to devices: manifest, ONNX variants, golden tensors, optional shared head.
+
+Layout: an uncompressed tar of flat regular files: ``manifest.json``, ``manifest.sha256``, then the rest in the order of
+their names. The manifest names every other file with its size and SHA-256; nothing is opened by ONNX Runtime before all
+of them have been checked. A reader that knows the manifest knows every tar header, every padding byte and the length of
+the whole file. It compares instead of parsing: links, paths that climb, extra members, holes and surplus bytes have no
+place to hide.
+
+The **bundle id** is the SHA-256 of the manifest without its name and time, so of all that a device computes with: the
+manifest names every file with its hash. It is the id that coordinator, agents, logs and reports show, and exporting one
+encoder again gives it again. The **fingerprint** belongs to one variant of the encoder (fp32 or int8): features, heads
+and figures of one variant are of no use with another.
+
+On a device each bundle is unpacked into a folder of its own. ``root/current.json`` lists folder names, the one in use
+first, its predecessors after it. A crash during an install leaves the old pointer and perhaps a folder that the next
+install removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from .config import mistakes_of
+from .errors import BundleDamaged, BundleError, StateError, cause
+from .methods.values import Grade
+from .storage import read_json, read_tensors, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
+from .task import Frozen, InputSpec, Task, Tensors
+from .wire.tensors import first_non_finite
+
+SCHEMA: Literal[2] = 2
+MANIFEST = "manifest.json"
+CHECKSUM = "manifest.sha256"
+"""Member after the manifest: its SHA-256, so that a flipped bit in a free-text field is noticed as well."""
+
+MAX_BUNDLE_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 * 1024
+
+EncoderPrecision = Literal["fp32", "int8"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,98}$")]
+"""Flat, no leading dot: also the longest name that a plain tar header holds."""
+
+_BLOCK = 512
+_END = bytes(2 * _BLOCK)
+_CHECKSUM_BYTES = 65
+_COPY_BYTES = 1 << 20
+_POINTER = "current.json"
+
+
+class FileEntry(Frozen):
+    """One file of the bundle."""
+
+    sha256: Sha256
+    size_bytes: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
+
+
+class Parity(Frozen):
+    """How far the exported encoder is from the trained one, measured by the exporter."""
+
+    max_abs: float = Field(ge=0, description="largest difference fp32 ONNX - torch, over all batches, in feature units")
+    scale: float = Field(
+        ge=0, description="largest absolute feature value; the gate is max_abs <= 1e-4 * max(1, scale)"
+    )
+    batches: tuple[int, ...] = Field(description="batch sizes compared")
+    int8_cosine: float | None = Field(None, description="mean cosine of int8 and fp32 features; None without int8")
+
+
+class Variant(Frozen):
+    """The encoder in one precision."""
+
+    file: str = Field(description="name of the ONNX file")
+    fingerprint: Sha256 = Field(description="SHA-256 of that file's hash and the task's input spec")
+
+
+class HeadCard(Frozen):
+    """What a device may fit on this encoder, and how true it is to the method."""
+
+    exactness: Grade
+    reason: str
+    params: dict[str, Any] = Field(default_factory=dict, description="defaults that this method gives the head")
+
+
+class Manifest(Frozen):
+    """What a bundle is and promises."""
+
+    schema_version: Literal[2] = SCHEMA
+    name: str = Field(description="run or release that it came from")
+    created: str = Field(description="ISO 8601 UTC, for people")
+    headwater_version: str
+    method: str
+    method_params: dict[str, Any] = Field(default_factory=dict)
+    norm: Literal["global", "local_stats", "local_all"] = "global"
+    norm_note: str = Field("", description="how batch norm was settled for one common encoder")
+    task: Task
+    feature_dim: int = Field(ge=1, le=1 << 20)
+    variants: dict[EncoderPrecision, Variant]
+    opset: int
+    exporter: Literal["dynamo", "legacy"]
+    parity: Parity
+    calibration_sha256: str | None = Field(None, description="hash of the int8 calibration inputs; None without int8")
+    golden: str = Field(
+        "golden.safetensors", description="file with raw inputs and what the exporter computed from them; see self_test"
+    )
+    global_head: str | None = Field(
+        None, description="file with 'weight' (K, d) and 'bias' (K,) of the shared classifier"
+    )
+    heads: dict[str, HeadCard] = Field(default_factory=dict)
+    requires: dict[str, str] = Field(default_factory=dict, description="package -> lowest version")
+    files: dict[FileName, FileEntry] = Field(max_length=64)
+
+    @property
+    def bundle_id(self) -> str:
+        """SHA-256 (hex) of the manifest without ``name`` and ``created``: the id of the bundle, of whatever name."""
+        return hashlib.sha256(dump_manifest(self.model_copy(update={"name": "", "created": ""}))).hexdigest()
+
+
+def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
+    """SHA-256 (hex) of one variant's file together with its preprocessing: what a head must share with its encoder."""
+    content = {"encoder": encoder_sha256, "input": TypeAdapter(InputSpec).dump_python(spec, mode="json")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON; equal manifests give equal bytes."""
+    return json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def parse_manifest(raw: bytes, where: str) -> Manifest:
+    """The manifest that ``raw`` holds, consistent in itself.
+
+    Raises:
+        BundleDamaged: not JSON, not of the expected form, or in contradiction with itself; every mistake is listed.
+        BundleError: written for another schema version; the message says which side to upgrade.
+    """
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise BundleDamaged(f"{where}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BundleDamaged(f"{where}: manifest cannot be read: {cause(error)}; fetch the bundle again") from error
+    if not isinstance(content, dict):
+        raise BundleDamaged(f"{where}: manifest is {type(content).__name__}, expected a JSON object")
+    version = content.get("schema_version")
+    if isinstance(version, int) and version != SCHEMA:
+        advice = "upgrade headwater on this device" if version > SCHEMA else "export the model again"
+        raise BundleError(f"{where} has bundle schema {version}, this side reads {SCHEMA}; {advice}")
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
+    if mistakes := _contradictions(manifest):
+        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
+    if dump_manifest(manifest) != raw:  # a name that occurs twice, for example
+        raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> list[str]:
+    wanted = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
+    if manifest.global_head is not None:
+        wanted.append(manifest.global_head)
+    mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
+    mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM) if name in manifest.files]
+    total = sum(entry.size_bytes for entry in manifest.files.values())
+    if total > MAX_BUNDLE_BYTES:
+        mistakes.append(f"files of {total} bytes, at most {MAX_BUNDLE_BYTES} are carried")
+    if "fp32" not in manifest.variants:
+        mistakes.append("no fp32 variant")
+    for precision, variant in manifest.variants.items() if not mistakes else ():
+        expected = fingerprint(manifest.files[variant.file].sha256, manifest.task.input)
+        if variant.fingerprint != expected:
+            mistakes.append(
+                f"{precision} fingerprint {variant.fingerprint[:16]}…, expected {expected[:16]}… for this encoder and "
+                "input"
+            )
+    return mistakes
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """A verified bundle file; ``offsets`` says where each file's content begins."""
+
+    path: Path
+    manifest: Manifest
+    offsets: Mapping[str, int]
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """Content of one file, a megabyte at a time.
+
+        Raises:
+            BundleDamaged: its bytes changed since the bundle was opened; only after the last block.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[name])
+            yield from _content(file, self.path, name, self.manifest.files[name])
+
+    def read(self, name: str) -> bytes:
+        """Content of one file, verified as by `blocks`."""
+        return b"".join(self.blocks(name))
+
+
+def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> Manifest:
+    """Write a bundle atomically; returns its manifest. Equal content gives equal bytes, on every machine.
+
+    ``manifest`` holds the fields of `Manifest` without ``files`` and ``schema_version``; ``variants`` names a file
+    for each precision, fingerprints follow from the content. A file's content is bytes or the path of a file to copy.
+
+    Raises:
+        BundleError: the fields are not a manifest, or refer to files that are not there; every mistake is listed.
+    """
+    contents = {name: data if isinstance(data, bytes) else data.read_bytes() for name, data in sorted(files.items())}
+    entries = {name: FileEntry(sha256=sha256_of(data), size_bytes=len(data)) for name, data in contents.items()}
+    unbound = {name: {"file": file, "fingerprint": "0" * 64} for name, file in manifest.get("variants", {}).items()}
+    given = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
+    try:
+        draft = Manifest.model_validate(given)
+    except ValidationError as error:
+        raise BundleError(f"{path}: manifest: {'; '.join(mistakes_of(error, Manifest))}") from error
+    if missing := [variant.file for variant in draft.variants.values() if variant.file not in entries]:
+        raise BundleError(f"{path}: no file {', '.join(missing)} among {', '.join(entries) or '(none)'}")
+    variants = {
+        precision: Variant(file=variant.file, fingerprint=fingerprint(entries[variant.file].sha256, draft.task.input))
+        for precision, variant in draft.variants.items()
+    }
+    complete = draft.model_copy(update={"variants": variants})
+    raw = dump_manifest(complete)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are carried")
+    parse_manifest(raw, str(path))
+    members = {MANIFEST: raw, CHECKSUM: _checksum(raw), **contents}
+    parts = [part for name, data in members.items() for part in (_header(name, len(data)), data, _padding(len(data)))]
+    write_atomic(path, *parts, _END)
+    return complete
+
+
+def open_bundle(path: Path) -> BundleFile:
+    """The bundle at ``path``, every byte of it verified.
+
+    Raises:
+        BundleDamaged: no such file, cut short, or bytes that are not what the manifest promises.
+        BundleError: written for another schema version.
+    """
+    try:
+        with path.open("rb") as file:
+            manifest = _read_manifest(file, path)
+            offsets: dict[str, int] = {}
+            before = _CHECKSUM_BYTES
+            for name, entry in sorted(manifest.files.items()):
+                _expect(file, _padding(before) + _header(name, entry.size_bytes), path, name)
+                offsets[name] = file.tell()
+                for _ in _content(file, path, name, entry):
+                    pass
+                before = entry.size_bytes
+            _expect(file, _padding(before) + _END, path, "the end")
+            if file.read(1):
+                raise BundleDamaged(f"{path}: bytes after the end; fetch the bundle again")
+    except OSError as error:
+        raise BundleDamaged(
+            f"{path}: cannot be read: {cause(error)}; expected a bundle file, usually named *.hwb"
+        ) from error
+    return BundleFile(path, manifest, offsets)
+
+
+def unpack(path: Path, folder: Path) -> Manifest:
+    """Verify the bundle at ``path`` and put its files into the new folder ``folder``, all of them or none.
+
+    Raises:
+        BundleDamaged: as `open_bundle`.
+        BundleError: as `open_bundle`, or ``folder`` exists already.
+    """
+    bundle = open_bundle(path)
+    if folder.exists():
+        raise BundleError(
+            f"{folder} exists already; expected a folder that is still to be made; remove it or name another"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    raw = dump_manifest(bundle.manifest)
+    contents: dict[str, Iterable[bytes]] = {MANIFEST: [raw], CHECKSUM: [_checksum(raw)]}
+    contents |= {name: bundle.blocks(name) for name in bundle.manifest.files}
+    try:
+        for name, blocks in contents.items():
+            with (temporary / name).open("wb") as file:
+                file.writelines(blocks)
+                file.flush()
+                sync(file.fileno())
+        sync_folder(temporary)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(folder.parent)
+    return bundle.manifest
+
+
+def _header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % _BLOCK)
+
+
+def _checksum(raw: bytes) -> bytes:
+    return sha256_of(raw).encode() + b"\n"
+
+
+def _read_manifest(file: BinaryIO, path: Path) -> Manifest:
+    header = file.read(_BLOCK)
+    digits = header[124:135]  # the size of the first member, in octal
+    size = int(digits, 8) if len(digits) == 11 and all(48 <= byte < 56 for byte in digits) else None
+    if size is None or header != _header(MANIFEST, size):
+        raise BundleDamaged(f"{path}: does not begin with {MANIFEST}; not a bundle, or damaged; fetch it again")
+    if size > MAX_MANIFEST_BYTES:
+        raise BundleDamaged(f"{path}: manifest of {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    raw = file.read(size)
+    if len(raw) != size:
+        raise BundleDamaged(f"{path}: cut short inside '{MANIFEST}'; fetch the bundle again")
+    _expect(file, _padding(size) + _header(CHECKSUM, _CHECKSUM_BYTES), path, CHECKSUM)
+    if file.read(_CHECKSUM_BYTES) != _checksum(raw):
+        raise BundleDamaged(f"{path}: the manifest is not the one that its checksum names; fetch the bundle again")
+    return parse_manifest(raw, str(path))
+
+
+def _content(file: BinaryIO, path: Path, name: str, entry: FileEntry) -> Iterator[bytes]:
+    """Content of one member in blocks; BundleDamaged where it is not what the manifest promises."""
+    digest, left = hashlib.sha256(), entry.size_bytes
+    while left:
+        block = file.read(min(left, _COPY_BYTES))
+        if not block:
+            raise BundleDamaged(f"{path}: cut short inside '{name}', {left} bytes missing; fetch the bundle again")
+        digest.update(block)
+        left -= len(block)
+        yield block
+    if digest.hexdigest() != entry.sha256:
+        raise BundleDamaged(
+            f"{path}: '{name}' has SHA-256 {digest.hexdigest()[:16]}…, the manifest promises {entry.sha256[:16]}…; "
+            "fetch the bundle again"
+        )
+
+
+def _expect(file: BinaryIO, expected: bytes, path: Path, name: str) -> None:
+    if file.read(len(expected)) != expected:
+        raise BundleDamaged(f"{path}: unexpected bytes before '{name}'; damaged or not written by headwater")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle in a folder; files that the device adds beside it (caches) are not part of it."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def id(self) -> str:
+        """The bundle's id everywhere, SHA-256 (hex); see `manifest`."""
+        return self.manifest.bundle_id
+
+    @property
+    def fingerprints(self) -> dict[EncoderPrecision, str]:
+        """What heads are bound to, for each precision that the bundle has."""
+        return {precision: variant.fingerprint for precision, variant in self.manifest.variants.items()}
+
+    def variant(self, precision: EncoderPrecision) -> Variant:
+        """The encoder in one precision.
+
+        Raises:
+            StateError: the bundle has no such variant.
+        """
+        result = self.manifest.variants.get(precision)
+        if result is None:
+            raise StateError(
+                f"bundle '{self.manifest.name}' has no {precision} variant; it has {', '.join(self.manifest.variants)}"
+            )
+        return result
+
+    def golden(self) -> Tensors:
+        """Raw inputs, and what the exporter computed from them; see `self_test`."""
+        return read_tensors(self.folder / self.manifest.golden)
+
+    def global_head(self) -> Tensors | None:
+        """The shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
+
+        Raises:
+            BundleDamaged: the file holds other arrays, of another size than the manifest promises, NaN or infinity.
+        """
+        if self.manifest.global_head is None:
+            return None
+        result = read_tensors(self.folder / self.manifest.global_head)
+        classes, size = self.manifest.task.num_classes, self.manifest.feature_dim
+        shapes = {name: array.shape for name, array in result.items()}
+        if shapes != {"weight": (classes, size), "bias": (classes,)}:
+            raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")
+        if (name := first_non_finite(result)) is not None:
+            raise BundleDamaged(f"global head: '{name}' holds NaN or infinity; export the bundle again")
+        return result
+
+
+def open_folder(folder: Path) -> Bundle:
+    """The bundle unpacked in ``folder``, every file verified again: flash memory forgets.
+
+    Raises:
+        BundleDamaged: a file is missing or its bytes are not what the manifest promises; all such files are named.
+        BundleError: written for another schema version.
+    """
+    raw = _read(folder / MANIFEST, MAX_MANIFEST_BYTES + 1)
+    if _read(folder / CHECKSUM, 100) != _checksum(raw):
+        raise BundleDamaged(f"{folder}: the manifest is not the one that its checksum names; install the bundle again")
+    manifest = parse_manifest(raw, str(folder))
+    paths = {folder / name: entry.sha256 for name, entry in sorted(manifest.files.items())}
+    damaged = [
+        path.name
+        for path, sha256 in paths.items()
+        if not path.is_file() or path.is_symlink() or sha256_file(path) != sha256
+    ]
+    if damaged:
+        raise BundleDamaged(f"{folder}: missing or damaged: {', '.join(damaged)}; install the bundle again")
+    return Bundle(folder, manifest)
+
+
+def install(path: Path, root: Path, keep: int = 2, check: Callable[[Bundle], object] | None = None) -> Bundle:
+    """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
+
+    The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
+    ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
+
+    Raises:
+        BundleDamaged: as `open_bundle`; what was current stays current.
+    """
+    name = open_bundle(path).manifest.bundle_id[:24]
+    folder = root / name
+    try:
+        bundle = open_folder(folder)
+    except BundleDamaged:
+        shutil.rmtree(folder, ignore_errors=True)
+        unpack(path, folder)
+        bundle = open_folder(folder)
+    if check is not None:
+        check(bundle)
+    names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
+    write_json(root / _POINTER, {"bundles": names})
+    for other in root.iterdir():  # bundles before these, and what a crash left behind
+        if other.is_dir() and other.name not in names:
+            shutil.rmtree(other, ignore_errors=True)
+    return bundle
+
+
+def current(root: Path) -> Bundle | None:
+    """The bundle in use under ``root``, verified; None where none was installed.
+
+    Raises:
+        BundleDamaged: it is damaged; `rollback` or `install` help.
+    """
+    names = _history(root)
+    return open_folder(root / names[0]) if names else None
+
+
+def current_manifest(root: Path) -> Manifest | None:
+    """What the bundle in use under ``root`` says of itself, its files not looked at; None where none was installed.
+
+    Raises:
+        BundleError: its manifest cannot be read.
+    """
+    names = _history(root)
+    return parse_manifest(_read(root / names[0] / MANIFEST, MAX_MANIFEST_BYTES + 1), str(root)) if names else None
+
+
+def current_id(root: Path) -> str:
+    """The id of the bundle in use under ``root``; empty where there is none, or its manifest cannot be read."""
+    try:
+        manifest = current_manifest(root)
+    except BundleError:
+        return ""
+    return "" if manifest is None else manifest.bundle_id
+
+
+def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bundle:
+    """The bundle that was in use before, made current again; ``check`` may refuse it first by raising.
+
+    Raises:
+        StateError: there is none.
+        BundleDamaged: it is damaged; the current one stays.
+    """
+    names = _history(root)
+    if len(names) < 2:
+        raise StateError(f"{root}: no earlier bundle to roll back to; {len(names)} installed")
+    bundle = open_folder(root / names[1])
+    if check is not None:
+        check(bundle)
+    write_json(root / _POINTER, {"bundles": names[1:]})
+    return bundle
+
+
+def _history(root: Path) -> list[str]:
+    content = read_json(root / _POINTER)
+    names = [] if content is None else content.get("bundles")
+    if not isinstance(names, list) or not all(isinstance(n, str) and n.replace("-", "").isalnum() for n in names):
+        raise StateError(
+            f"{root / _POINTER}: expected a list of folder names under 'bundles'; remove it and install again"
+        )
+    return [name for name in names if (root / name).is_dir()]
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise BundleDamaged(
+            f"{path}: cannot be read: {cause(error)}; expected a bundle that was unpacked here"
+        ) from error

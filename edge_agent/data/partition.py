@@ -1,0 +1,517 @@
+"""Which client gets which samples: one pool of labelled samples divided among clients, simulated or not.
+
+A partition is a small file with every client's rows, and a hash to compare partitions: another method, another machine
+or another day can work on the same split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ..config import NAME_PATTERN, DataConfig, mistakes_of
+from ..errors import ConfigError, DataError, StateError, UnknownName, nearest
+from ..storage import read_json, write_atomic
+from ..task import Frozen, InputSpec, Task
+from . import Samples, load, parse_source, source_kind, split, with_options
+from . import check as check_source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FORMAT = 1
+
+Row = Annotated[int, Field(ge=0)]
+
+
+class Share(Frozen):
+    """One client's rows: ``train`` in the training pool, ``test`` in the test pool (or in the only one there is)."""
+
+    train: tuple[Row, ...] = Field(min_length=1)
+    test: tuple[Row, ...] = ()
+
+
+class Pool(Frozen):
+    """By what a pool is recognised: how many samples, and their labels."""
+
+    train_samples: int = Field(ge=0)
+    test_samples: int | None = Field(None, ge=0, description="None: clients hold back a part of what they get")
+    labels_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @classmethod
+    def of(cls, train_labels: np.ndarray, test_labels: np.ndarray | None) -> Pool:
+        """The mark of a pool with these labels."""
+        digest = hashlib.sha256()
+        for labels in (train_labels, *(() if test_labels is None else (test_labels,))):
+            digest.update(len(labels).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(labels, "<i8").data)
+        tested = None if test_labels is None else len(test_labels)
+        return cls(train_samples=len(train_labels), test_samples=tested, labels_sha256=digest.hexdigest())
+
+
+class Division(Frozen):
+    """Client -> rows, the pool that they are rows of, and by which rule."""
+
+    format: int = Field(FORMAT, ge=FORMAT, le=FORMAT)
+    rule: str = Field(max_length=64)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    pool: Pool
+    clients: dict[Annotated[str, Field(pattern=NAME_PATTERN)], Share] = Field(min_length=1)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of pool and rows (hex): equal where all clients get the same samples, by any rule."""
+        rows = {name: {"train": share.train, "test": share.test} for name, share in self.clients.items()}
+        content = {"pool": self.pool.model_dump(mode="json"), "clients": rows}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file; on disk when this returns."""
+        content = {**self.model_dump(mode="json"), "sha256": self.sha256}
+        write_atomic(path, json.dumps(content, separators=(",", ":"), sort_keys=True).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Division:
+        """The division in a file.
+
+        Raises:
+            DataError: no such file, a damaged one, or not what `write` wrote.
+        """
+        try:
+            content = read_json(path)
+        except StateError as error:
+            raise DataError(f"{path}: damaged, it is not JSON; copy the partition again") from error
+        if content is None:
+            raise DataError(
+                f"{path}: no such file; expected a partition that 'headwater partition' or a simulation has written"
+            )
+        stated = content.pop("sha256", None)
+        try:
+            read = cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"partition {path}", mistakes_of(error, cls)[:20]) from error
+        if stated != read.sha256:
+            raise DataError(
+                f"{path}: its rows have the hash {read.sha256[:16]}, the file states {str(stated)[:16]}; copy it again"
+            )
+        read.check_rows(str(path))
+        return read
+
+    def share(self, client: str, where: str) -> Share:
+        """The rows of one client.
+
+        Raises:
+            DataError: no such client; the nearest name is suggested.
+        """
+        result = self.clients.get(client)
+        if result is None:
+            close = nearest(client, self.clients)
+            hint = f"did you mean '{close}'?" if close else f"the first is '{next(iter(self.clients))}'."
+            raise DataError(
+                f"{where}: no client '{client}' among {len(self.clients)}: {hint} "
+                "Name one of them as data.client, or as the id"
+            )
+        return result
+
+    def check_rows(self, where: str) -> None:
+        """Check that all rows lie in their pools and that no client has one of them twice.
+
+        Raises:
+            DataError: names the first client for which that is not so.
+        """
+        tested = self.pool.test_samples
+        for name, share in self.clients.items():
+            both = share.train + share.test if tested is None else share.test
+            beyond = max(share.train) >= self.pool.train_samples or max(both, default=-1) >= (
+                self.pool.train_samples if tested is None else tested
+            )
+            if beyond or len(set(share.train)) < len(share.train) or len(set(both)) < len(both):
+                raise DataError(f"{where}: client '{name}' has a row twice, or one that the pool does not have")
+
+    def check_pool(self, pool: Pool, where: str) -> None:
+        """Check that this is the pool that the rows belong to.
+
+        Raises:
+            DataError: it is another one.
+        """
+        if pool != self.pool:
+            raise DataError(
+                f"{where}: made for {_described(self.pool)}, the data are {_described(pool)}; "
+                "give the data that it was made for"
+            )
+
+
+def divided(
+    rule: str, settings: Mapping[str, Any], pool: Pool, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> Division:
+    """A division of rows given as arrays (train, test) for each client."""
+    clients = {
+        name: Share.model_construct(train=tuple(train.tolist()), test=tuple(test.tolist()))
+        for name, (train, test) in shares.items()
+    }
+    return Division.model_construct(
+        format=FORMAT, rule=rule, settings=dict(settings), pool=pool, clients=dict(sorted(clients.items()))
+    )
+
+
+def _described(pool: Pool) -> str:
+    test = "" if pool.test_samples is None else f" and {pool.test_samples} test"
+    return f"{pool.train_samples} training{test} samples with labels {pool.labels_sha256[:12]}"
+
+
+RULES_OF_SEVERAL = ("domains", "subjects")
+"""Rules whose pool has one source for each client; they need no partition file."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """All samples, images of 8 bits as such (`Samples.ready`): ``test`` None where each client holds back a part.
+
+    ``owners``: the rows of ``train`` of each client, where the data define them; ``tested``: likewise of ``test``.
+    """
+
+    train: Samples
+    test: Samples | None = None
+    owners: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tested: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> Pool:
+        """By what the pools are recognised."""
+        return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
+
+    def like(self, division: Division) -> Self:
+        """These pools; without the test samples where no client in ``division`` has any."""
+        return self if division.pool.test_samples is not None else replace(self, test=None)
+
+    def rows_of(self, share: Share) -> tuple[Samples, Samples]:
+        """One client's training and test samples, copied out of the pools."""
+        tested = self.train if self.test is None else self.test
+        train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
+        return self.train.take(train).ready(), tested.take(test).ready()
+
+
+def parts_of(source: str) -> tuple[str, str] | None:
+    """The sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
+
+    Raises:
+        UnknownName: no such kind of source.
+        ConfigError: not of the form kind:where?option=value.
+    """
+    kind, where, options = parse_source(source)
+    if "split" not in source_kind(kind).options.model_fields or "split" in options:
+        return None
+    train, test = (with_options(kind, where, {**options, "split": part}) for part in ("train", "test"))
+    return train, test
+
+
+def read_pools(
+    source: str,
+    input: InputSpec | None = None,  # noqa: A002 - the task's word
+    class_names: Sequence[str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Pools:
+    """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.load`.
+    """
+    parts = parts_of(source)
+    if parts is None:
+        return Pools(load(source, input, class_names, folder=folder, compact=True))
+    train = load(parts[0], input, class_names, folder=folder, compact=True)
+    return Pools(train, load(parts[1], train.input, train.class_names, folder=folder, compact=True))
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a client has of a partition that it shares with others."""
+
+    division: Division
+    share: Share
+    where: str
+
+    @classmethod
+    def of(cls, path: Path, client: str) -> Own:
+        """A client's rows from the file at ``path``.
+
+        Raises:
+            DataError: no such file, no such client, or a rule whose clients are sources of their own.
+            ConfigError: not a partition.
+            StateError: the file is damaged.
+        """
+        division = Division.read(path)
+        if division.rule in RULES_OF_SEVERAL:
+            raise DataError(
+                f"{path}: partition {division.rule} joins one source for each client; "
+                f"give '{client}' its own as data.source, and leave data.partition out"
+            )
+        return cls(division, division.share(client, str(path)), str(path))
+
+    def taken_from(self, pools: Pools) -> tuple[Samples, Samples]:
+        """The client's training and test samples.
+
+        Raises:
+            DataError: the pools are not those that the partition was made for.
+        """
+        pools = pools.like(self.division)
+        self.division.check_pool(pools.mark, self.where)
+        return pools.rows_of(self.share)
+
+
+def own_samples(
+    config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str]
+) -> tuple[Samples, Samples]:
+    """Training and test samples of a device: its rows of a shared partition, or all of its source, split.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client.
+    """
+    if config.partition is None:
+        return split(load(config.source, spec, class_names, folder=config.folder), config.test_fraction, config.seed)
+    own = Own.of(config.partition, config.client or client)
+    return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
+
+
+def check_own(config: DataConfig, client: str, task: Task | None = None) -> None:
+    """Check that the data of a device exist and that the partition has it; no sample is read.
+
+    With a task its classes and the kind of its inputs have to be those of the data.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
+    """
+    parts = None if config.partition is None else parts_of(config.source)
+    for source in parts or (config.source,):
+        if task is None:
+            check_source(source, config.folder)
+        else:
+            check_source(source, config.folder, task.input, task.class_names)
+    if config.partition is not None:
+        Own.of(config.partition, config.client or client)
+
+
+Rows = list[np.ndarray]
+"""Positions (n,) int64 in a pool, one array for each client."""
+
+RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
+
+GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
+"""FedPAC's dominant classes; client i belongs to group i mod 5."""
+
+UNIFORM_PERCENT = 20
+"""FedPAC's s: this share of a client's samples is spread evenly over all classes."""
+
+MAX_DRAWS = 10_000
+"""Draws of a Dirichlet partition before it counts as impossible: some seconds."""
+
+
+def check_rule(name: str) -> None:
+    """Check the name of a rule.
+
+    Raises:
+        UnknownName: no such rule; the nearest name is suggested.
+    """
+    if name not in RULES:
+        raise UnknownName("partition", name, RULES)
+
+
+def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0) -> Rows:
+    """FedPAC's split (Xu, Tong, Huang, ICLR 2023, official code): 20 % even over ten classes, 80 % of three of them.
+
+    Nothing is random. A pointer for each class moves through its samples (in the order of the pool, from ``first`` on)
+    as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
+
+    Raises:
+        DataError: not ten classes, or a class with fewer samples than one client takes of it.
+    """
+    by_class = [np.flatnonzero(labels == label) for label in range(10)]
+    if (len(labels) and int(labels.max()) > 9) or not all(map(len, by_class)):
+        raise DataError(
+            f"partition fedpac: the pool has {len(np.unique(labels))} classes, the rule is made for ten; "
+            "use dirichlet, pathological or iid"
+        )
+    even = size * UNIFORM_PERCENT // 100
+    takes = [[*_spread(range(10), even), *_spread(dominant, size - even)] for dominant in GROUPS]
+    for take in takes[:clients]:
+        needs: Counter[int] = Counter()
+        for label, count in take:
+            needs[label] += count
+        for label, needed in sorted(needs.items()):
+            if needed > len(by_class[label]):
+                raise DataError(
+                    f"partition fedpac: a client of {size} samples takes {needed} of class {label}, the pool has "
+                    f"{len(by_class[label])}; lower --size or use more data"
+                )
+    pointers = [first] * 10
+    dealt: Rows = []
+    for client in range(clients):
+        pieces = []
+        for label, count in takes[client % len(GROUPS)]:
+            start = pointers[label] if pointers[label] + count <= len(by_class[label]) else 0
+            pointers[label] = start + count
+            pieces.append(by_class[label][start : start + count])
+        rows = np.concatenate(pieces)
+        if len(np.unique(rows)) < len(rows):
+            raise DataError(
+                f"partition fedpac: client {client} of {size} samples would get some of {len(labels)} twice, because a "
+                "class is used up between its even and its dominant part; lower --size or use more data"
+            )
+        dealt.append(rows)
+    return dealt
+
+
+def _spread(classes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """(class, count) in the order in which a client takes them; the last class takes the remainder."""
+    each = count // len(classes)
+    last = count - each * (len(classes) - 1)
+    return [*((label, each) for label in classes[:-1]), (classes[-1], last)]
+
+
+def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
+    """Each class is spread over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
+
+    Clients with N / clients samples get nothing more; the draw is repeated until all clients have ``min_size``.
+
+    Raises:
+        DataError: fewer samples than that takes, or no draw gave all clients enough.
+    """
+    _check_pool(len(labels), clients, min_size, "dirichlet")
+    counts = np.bincount(labels)
+    smallest, poorest = -1, 0
+    for _ in range(MAX_DRAWS):
+        cuts = _draw_cuts(counts, clients, alpha, rng)
+        if cuts is None:
+            continue
+        sizes = np.diff(np.stack(cuts), axis=1).sum(axis=0)
+        least = int(sizes.min())
+        if least > smallest:
+            smallest, poorest = least, int(sizes.argmin())
+        if least >= min_size:
+            dealt: list[Rows] = [[] for _ in range(clients)]
+            for label, cut in enumerate(cuts):
+                rows = rng.permutation(np.flatnonzero(labels == label))
+                for client in range(clients):
+                    dealt[client].append(rows[cut[client] : cut[client + 1]])
+            return [rng.permutation(np.concatenate(pieces)) for pieces in dealt]
+    best = "no client could be given samples" if smallest < 0 else f"the best left client {poorest} with {smallest}"
+    raise DataError(
+        f"partition dirichlet: alpha {alpha:g} with {clients} clients left one with fewer than {min_size} samples in "
+        f"each of {MAX_DRAWS} draws ({best}); raise --alpha, lower --min-size or use fewer clients"
+    )
+
+
+def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray] | None:
+    """For each class the places (clients + 1,) at which its samples are cut; None where a class found no taker."""
+    held, fair, cuts = np.zeros(clients, np.int64), counts.sum() / clients, []
+    for count in counts:
+        shares = rng.dirichlet(np.full(clients, alpha)) * (held < fair)
+        total = shares.sum()
+        if not total > 0:  # all of a tiny alpha's mass lies on clients that are full, or underflowed
+            return None
+        inner = (np.cumsum(shares / total) * count).astype(np.int64)[:-1]
+        cuts.append(np.concatenate([[0], inner, [count]]))
+        held += np.diff(cuts[-1])
+    return cuts
+
+
+def pathological(
+    labels: np.ndarray, clients: int, rng: np.random.Generator, *, classes_each: int = 2, min_size: int = 10
+) -> Rows:
+    """A few classes for each client, as in the code of FedRIR and PFLlib: class 0 goes to the first clients, and so on.
+
+    A class goes to the first ceil(clients / classes * classes_each) clients that still need one; all but the last of
+    them take a random number between a tenth and the whole of an equal share, the last one takes the rest.
+
+    Raises:
+        DataError: some client would get no class, or fewer than ``min_size`` samples; or more classes than there are.
+    """
+    counts = np.bincount(labels)
+    if classes_each > len(counts):
+        raise DataError(f"partition pathological: {classes_each} classes for each client, the data have {len(counts)}")
+    takers = int(np.ceil(clients / len(counts) * classes_each))
+    needs, dealt = np.full(clients, classes_each), [[np.empty(0, np.int64)] for _ in range(clients)]
+    for label, count in enumerate(counts):
+        chosen = np.flatnonzero(needs)[:takers]
+        if not len(chosen):
+            break
+        rows, each = np.flatnonzero(labels == label), count / len(chosen)
+        sizes = rng.integers(int(each / 10), max(int(each), int(each / 10) + 1), len(chosen) - 1)
+        for client, piece in zip(chosen, np.split(rows, np.cumsum(sizes)), strict=True):
+            dealt[client].append(piece)
+        needs[chosen] -= 1
+    result, least = [np.concatenate(pieces) for pieces in dealt], max(1, min_size)
+    if short := [client for client, rows in enumerate(result) if len(rows) < least]:
+        raise DataError(
+            f"partition pathological: client {short[0]} gets {len(result[short[0]])} samples, expected at least "
+            f"{least} ({len(short)} of {clients} clients fall short); use more data, fewer clients or a lower "
+            "--min-size"
+        )
+    return result
+
+
+def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int | None = None) -> Rows:
+    """Random parts without overlap, of ``size`` samples each or as equal as can be.
+
+    Raises:
+        DataError: fewer samples than that takes.
+    """
+    _check_pool(len(labels), clients, size or 1, "iid")
+    rows = rng.permutation(len(labels))
+    return np.array_split(rows if size is None else rows[: size * clients], clients)
+
+
+def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: np.random.Generator) -> Rows:
+    """Test rows for each client: every class of the test pool in the proportions in which the training rows share it.
+
+    No test sample goes to two clients; a class without training samples has no test samples.
+    """
+    classes = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
+    held = np.stack([np.bincount(train_labels[rows], minlength=classes) for rows in train]).astype(np.float64)
+    dealt: list[Rows] = [[] for _ in train]
+    for label in range(classes):
+        rows, total = rng.permutation(np.flatnonzero(test_labels == label)), held[:, label].sum()
+        cuts = np.floor(np.cumsum(held[:, label]) / (total or 1.0) * len(rows) + 1e-9).astype(np.int64)
+        for client, piece in enumerate(np.split(rows, cuts)[: len(train)]):
+            dealt[client].append(piece)
+    return [np.concatenate(pieces) for pieces in dealt]
+
+
+def _check_pool(samples: int, clients: int, each: int, rule: str) -> None:
+    if samples < clients * each:
+        raise DataError(
+            f"partition {rule}: {samples} samples for {clients} clients of at least {each}; "
+            f"{clients * each} are needed: use more data, fewer clients or smaller parts"
+        )
+
+
+def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
+    """Sizes by Dirichlet(alpha) over the clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
+
+    Every sample goes to one client, drawn from all classes alike. Sizes are drawn again until all clients have
+    ``min_size``; a small ``alpha`` gives a few clients nearly everything.
+
+    Raises:
+        DataError: fewer samples than that takes, or no draw gave all clients enough.
+    """
+    _check_pool(len(labels), clients, min_size, "quantity")
+    smallest = 0
+    for _ in range(MAX_DRAWS):
+        cuts = np.floor(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * len(labels) + 1e-9).astype(np.int64)[:-1]
+        sizes = np.diff(cuts, prepend=0, append=len(labels))
+        smallest = max(smallest, int(sizes.min()))
+        if sizes.min() >= min_size:
+            return np.split(rng.permutation(len(labels)), cuts)
+    raise DataError(
+        f"partition quantity: alpha {alpha:g} with {clients} clients left one with fewer than {min_size} samples "
+        f"in each of {MAX_DRAWS} draws (the best with {smallest}); raise --alpha, lower --min-size or use fewer clients"
+    )
