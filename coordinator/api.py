@@ -382,7 +382,7 @@ class TrainedModel:
         from edge_agent.wire.tensors import decode
         from export import model_from_state
 
-        from .runs.batch_norm import pooled_before
+        from .runs.release import pooled_before
         from .simulation.own_parts import register
         from .simulation.results import pooled_batch_norm
         from .simulation.setup import planned

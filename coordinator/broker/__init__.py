@@ -26,8 +26,7 @@ from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
 from edge_agent.storage import Access, write_atomic
 
-from ..processes.launch import worker_command
-from ..processes.supervisor import ChildProcess, Supervisor
+from ..processes.supervisor import ChildProcess, Supervisor, worker_command
 from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import typer
 from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import folder_lock
 
-from ..runs.finish import end_run
+from ..runs.results import end_run
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .follow import standing

@@ -13,13 +13,11 @@ from rich.table import Table
 from edge_agent.errors import UsageError
 
 from ..config import CoordinatorConfig, RunConfig, load_config
-from ..hosted.preflight import overlaps
 from ..report.figures import notes_of
-from ..runs.proxy_metrics import metric_lines
 from ..runs.request import Request, Weights
-from ..runs.result_warnings import lines
+from ..runs.result_notes import lines, metric_lines
 from ..service.app import coordinator, stop_on_signals
-from ..service.preflight import checked_method, fresh_on_devices
+from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted, listed

@@ -313,7 +313,7 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """What the numbers are, and where the rest is."""
-    from ..runs.result_warnings import lines
+    from ..runs.result_notes import lines
 
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
     for scope, last in result["last"]["acc"].items():

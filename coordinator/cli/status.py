@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..runs.proxy_metrics import coordinator_metrics, metric_lines
+from ..runs.result_notes import coordinator_metrics, metric_lines
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted

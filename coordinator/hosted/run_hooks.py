@@ -140,7 +140,7 @@ class OwnDataHooks(RunHooks):
         path = run.context.state.run(run.id).folder / _WARM
         path.parent.mkdir(parents=True, exist_ok=True)
         request = {
-            "do": "coordinator.hosted.warm_start:train_warm",
+            "do": "coordinator.hosted.own_data:train_warm",
             "into": str(path),
             "settings": settings.model_dump(mode="json"),
             **_request(run),
@@ -184,7 +184,7 @@ class OwnDataHooks(RunHooks):
             _remove(path)
             return
         request = {
-            "do": "coordinator.hosted.proxy:evaluate_on_proxy",
+            "do": "coordinator.hosted.own_data:evaluate_on_proxy",
             "state": str(path),
             **_request(run),
             **self._where(),

@@ -21,9 +21,8 @@ from edge_agent.wire.messages import Topics
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message, Traffic, Transport
 
 from ..config import CoordinatorConfig
-from ..processes.launch import worker_command
 from ..processes.pipe import Frame, Pipe
-from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor
+from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor, worker_command
 from ..text import listed
 
 log = logging.getLogger(__name__)

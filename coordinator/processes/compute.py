@@ -14,9 +14,8 @@ from typing import Any
 
 from edge_agent.errors import HeadwaterError, RunFailed, cause
 
-from .launch import worker_command
 from .pipe import Frame, Pipe
-from .supervisor import MAX_CRASHES, NO_LIMITS, ChildProcess, Limits
+from .supervisor import MAX_CRASHES, NO_LIMITS, ChildProcess, Limits, worker_command
 from .worker_main import listen
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Child processes: started with a pipe and limits, restarted when they exit, and why they exited."""
+"""Child processes: their command lines, start with a pipe and limits, restart when they exit, and why they exited."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +38,31 @@ OWNER_STOP_S = 1.0
 """How long the owner of such a process waits before a restart: it may be about to receive the same signal."""
 
 TAIL_LINES, TAIL_BYTES = 5, 1 << 16
+
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that holds these packages, also if they were not installed; searched after Python's own modules."""
+
+_BEGIN = (
+    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; "
+    "at = [n for n, path in enumerate(sys.path) if path.endswith('-packages')] or [len(sys.path)]; "
+    "sys.path.insert(at[0], sys.argv.pop(1)); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line that runs a module as ``python -m module arguments`` would, without the working folder.
+
+    ``python -m`` looks for modules in the working folder first: a user's ``queue.py`` there would replace Python's own.
+    Everything else on the module path, ``PYTHONPATH`` included, is found as usual.
+    """
+    return (sys.executable, "-c", _BEGIN, _ROOT, module, *arguments)
+
+
+def worker_command(function: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a child that calls ``function`` (``module:name``) with its pipe and these arguments."""
+    return command("coordinator.processes.worker_main", function, *arguments)
 
 
 @dataclass(frozen=True)
@@ -115,9 +141,13 @@ class ChildProcess:
         """Kill it at once."""
         self._process.kill()
 
+    def terminate(self) -> None:
+        """Ask it to stop; it is not waited for."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """Ask it to stop, wait, and kill it if it does not."""
-        self._process.terminate()
+        self.terminate()
         self.pipe.close()
         self.wait()
 

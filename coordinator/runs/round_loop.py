@@ -23,11 +23,9 @@ from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
-from .batch_norm import with_pooled_norm
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
-from .finish import finish_run
-from .metrics import RoundStats, RunStats, restore, round_record
-from .release import EncoderReleaser, stop_reason
+from .release import EncoderReleaser, stop_reason, with_pooled_norm
+from .results import RoundStats, RunStats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, without
 
 log = logging.getLogger(__name__)

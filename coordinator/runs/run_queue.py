@@ -16,8 +16,8 @@ from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of
 from ..state.store import StateFolder
 from .context import Steps, Waiting
-from .finish import end_run, requested_cancels
 from .request import Request
+from .results import end_run, requested_cancels
 from .round_loop import RunLoop
 
 log = logging.getLogger(__name__)

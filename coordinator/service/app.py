@@ -18,12 +18,12 @@ from edge_agent.worker import ThreadWorker
 from ..broker import EmbeddedBroker
 from ..config import CoordinatorConfig
 from ..hosted import CombinedTransport, HostedTransport
-from ..hosted.preflight import overlaps
 from ..hosted.run_hooks import OwnDataHooks
 from ..processes.compute import ComputeProcess
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
+from .preflight import overlaps
 
 log = logging.getLogger(__name__)
 

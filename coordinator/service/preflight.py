@@ -1,19 +1,21 @@
-"""What of a configuration can be found wrong before anything is done: all of it is told at once."""
+"""Checks of a configuration before anything starts; all mistakes are reported at once."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from edge_agent import data, methods, models
-from edge_agent.errors import ConfigError, UsageError
+from edge_agent.config import DataConfig
+from edge_agent.data.partition import check_own
+from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
 
-from ..config import CoordinatorConfig
-from ..hosted.preflight import check_hosted, check_settings, check_warmable
+from ..config import CoordinatorConfig, ProxyConfig, WarmStartConfig
 
 log = logging.getLogger(__name__)
 
@@ -31,38 +33,50 @@ def checked_method(
         ConfigError: several of them, all listed.
         MissingCapability: a package that the method or the encoder needs is not installed.
     """
-    made: list[Method] = []
-    looks: tuple[Callable[[], object], ...] = (
-        lambda: made.append(methods.create(name, params, paper=paper)),
-        lambda: models.check(config.task),
-        lambda: data.check(config.export.calibration, config.export.folder) if config.export.calibration else None,
-        lambda: check_hosted(config),
-        lambda: check_settings(config.warm_start, "[warm_start]"),
-        lambda: check_settings(config.proxy, "[proxy]"),
-    )
-    mistakes = [mistake for look in looks if (mistake := _mistake(look)) is not None]
-    later = (
-        lambda: made[0].check(config.task),
-        lambda: check_warmable(made[0], config.warm_start),
-        lambda: _check_patience(made[0], config),
-    )
-    mistakes += [mistake for look in later if made and (mistake := _mistake(look)) is not None]
-    path = config.run.weights
-    if path is not None and not mistakes:  # else the model cannot be built, perhaps
-        mistakes += filter(None, [_mistake(lambda: _check_weights(made[0], config.task, path))])
+    mistakes = list[UsageError]()
+
+    def check(look: Callable[[], object]) -> None:
+        try:
+            look()
+        except UsageError as error:
+            mistakes.append(error)
+
+    created = list[Method]()
+    check(lambda: created.append(methods.create(name, params, paper=paper)))
+    check(lambda: models.check(config.task))
+    if source := config.export.calibration:
+        check(lambda: data.check(source, config.export.folder))
+    mistakes += _unusable_data(config)
+    if created:
+        method, weights, patience = created[0], config.run.weights, config.export.patience
+        shares_encoder = "encoder" in method.shared
+        check(lambda: method.check(config.task))
+        if config.warm_start is not None and not shares_encoder:
+            mistakes.append(
+                UsageError(
+                    f"[warm_start] with method '{method.name}', which shares no encoder: it would reach no client; "
+                    "leave it out (headwater run --no-warm-start)"
+                )
+            )
+        if patience and method.needs_last_round:
+            mistakes.append(
+                UsageError(
+                    f"export.patience = {patience} may end a run of method '{method.name}' before its last round, in "
+                    "which it computes what it evaluates; set export.patience = 0, or switch that off in the method"
+                )
+            )
+        if weights is not None and not mistakes:  # otherwise the model may not be buildable
+            check(lambda: _check_weights(method, config.task, weights))
+        if not mistakes:
+            return method
     if len(mistakes) == 1:
         raise mistakes[0]
-    if mistakes:
-        raise ConfigError(where or "this run", [line for mistake in mistakes for line in _lines(mistake)])
-    return made[0]
-
-
-def _check_patience(method: Method, config: CoordinatorConfig) -> None:
-    if config.export.patience and method.needs_last_round:
-        raise UsageError(
-            f"export.patience = {config.export.patience} may end a run of method '{method.name}' before its last round,"
-            " in which it does what it needs to answer; set export.patience = 0, or switch that off in the method"
-        )
+    lines = [
+        f"{mistake.where}: {line}" if isinstance(mistake, ConfigError) else line
+        for mistake in mistakes
+        for line in (mistake.mistakes if isinstance(mistake, ConfigError) else [str(mistake)])
+    ]
+    raise ConfigError(where or "this run", lines)
 
 
 def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
@@ -87,7 +101,9 @@ def _check_weights(method: Method, task: Task, path: Path) -> None:
     from edge_agent.training.weights import read_weights
 
     if "encoder" not in method.shared:
-        raise UsageError(f"weights {path} with method '{method.name}', which shares no encoder: nobody would get them")
+        raise UsageError(
+            f"weights {path} with method '{method.name}', which shares no encoder: no client would get them"
+        )
     read_weights(method.build(task).encoder, path)
 
 
@@ -100,16 +116,86 @@ def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"weights": None})})
 
 
-def _mistake(look: Callable[[], object]) -> UsageError | None:
+def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
+    """A mistake for each section whose samples are missing or whose device cannot be used; no sample is read."""
+    clients = [
+        (f"{client.id}: ", f"{client.id}: ", client.device, functools.partial(check_own, client.data, client.id))
+        for client in config.hosted
+    ]
+    own = {"[warm_start]": config.warm_start, "[proxy]": config.proxy}
+    sections = {"[[hosted]]": clients} | {
+        where: [("data: ", "", one.device, functools.partial(data.check, one.data, one.folder))]
+        for where, one in own.items()
+        if one is not None
+    }
+    for where, users in sections.items():
+        mistakes = []
+        for of_data, of_device, device, check in users:
+            try:
+                check()
+            except UsageError as error:
+                mistakes.append(f"{of_data}{error}")
+            if missing := missing_device(device):
+                mistakes.append(f"{of_device}device = '{device}': {missing}; use 'auto' or 'cpu'")
+        if mistakes:
+            yield ConfigError(where, mistakes)
+
+
+PARTS = ("split", "subject", "domain")
+"""Options of sources that select samples: two values select two sets, unless one of them is all."""
+
+
+def overlaps(config: CoordinatorConfig) -> list[str]:
+    """Warnings about samples that are used twice: here, and at a hosted client. Sources are compared, not samples."""
+    warnings = []
+    for client in config.hosted:
+        name, source = client.id, client.data.source
+        if config.warm_start is not None and _may_overlap(client.data, config.warm_start):
+            warnings.append(
+                f"[warm_start] learns from {config.warm_start.data}, and '{name}' holds back samples of {source} to "
+                "test on: the encoder may have seen them, and accuracies come out too high; give one of them others"
+            )
+        if config.proxy is not None and _may_overlap(client.data, config.proxy):
+            warnings.append(
+                f"[proxy] scores on {config.proxy.data}, and '{name}' has samples of {source}: it may train on those "
+                "that acc.proxy is scored on, which then comes out too high; give one of them others"
+            )
+    return warnings
+
+
+def _may_overlap(client: DataConfig, own: WarmStartConfig | ProxyConfig) -> bool:
+    """Whether two sources may hold the same samples: same kind and location, and no option that separates them."""
+    locations, options = [], []
     try:
-        look()
-    except UsageError as error:
-        return error
-    return None
+        for source, folder in ((client.source, client.folder), (own.data, own.folder)):
+            kind, location, given = data.location(source, folder)
+            locations.append((kind, location))
+            options.append(data.source_kind(kind).options.model_validate(given).model_dump())
+    except (HeadwaterError, ValueError):  # reported by `checked_method`
+        return False
+    first, second = options
+    if locations[0] != locations[1]:
+        return False
+    same_division = all(first.get(name) == second.get(name) for name in ("clients", "seed"))
+    if same_division and first.get("client") != second.get("client"):
+        return False
+    pairs = [{first.get(name), second.get(name)} for name in PARTS]
+    return not any(len(values) == 2 and values.isdisjoint({None, "all"}) for values in pairs)
 
 
-def _lines(mistake: UsageError) -> Iterator[str]:
-    if isinstance(mistake, ConfigError):
-        yield from (f"{mistake.where}: {line}" for line in mistake.mistakes)
-    else:
-        yield str(mistake)
+def missing_device(requested: str) -> str:
+    """Why a device cannot be used; empty where it can. Nothing is started on it."""
+    import torch
+
+    if requested == "auto":
+        return ""
+    try:
+        device = torch.device(requested)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return f"this machine has {count} CUDA devices" if (device.index or 0) >= count else ""
+    if device.type == "mps":
+        return "" if torch.backends.mps.is_available() else "this machine has no Apple GPU"
+    return "" if device.type == "cpu" else "expected auto, cpu, cuda or mps"

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from simulation_harness import learned_anywhere, run, small_plan, write_images
 
 from coordinator.config import CoordinatorConfig
-from coordinator.hosted.warm_start import train_warm
+from coordinator.hosted.own_data import train_warm
 from coordinator.research.analyze.simulations import SimulationTarget
 from coordinator.runs.request import Request, Weights
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights

@@ -13,8 +13,7 @@ import coordinator
 from coordinator.hosted import transport
 from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
-from coordinator.processes.launch import command
-from coordinator.processes.supervisor import ChildProcess
+from coordinator.processes.supervisor import ChildProcess, command
 from coordinator.simulation.engines import pool
 from edge_agent.errors import RunFailed
 
@@ -76,4 +75,4 @@ def test_it_is_otherwise_as_with_m(hostile):
 
 def test_no_child_is_started_in_another_way():
     found = {path.name for path in ROOT.rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")}
-    assert found == {"launch.py"}
+    assert found == {"supervisor.py"}

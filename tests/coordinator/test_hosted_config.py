@@ -10,9 +10,9 @@ import torch
 
 from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
-from coordinator.hosted import HostedTransport, preflight, transport
-from coordinator.hosted.preflight import overlaps
-from coordinator.service.preflight import check_defaults
+from coordinator.hosted import HostedTransport, transport
+from coordinator.service import preflight
+from coordinator.service.preflight import check_defaults, overlaps
 from edge_agent import data
 from edge_agent.client import choose_device
 from edge_agent.config import load, parse

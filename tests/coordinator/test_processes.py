@@ -13,9 +13,8 @@ import threading
 import pytest
 
 from coordinator.processes.compute import ComputeProcess
-from coordinator.processes.launch import worker_command
 from coordinator.processes.pipe import Pipe, SharedBuffer
-from coordinator.processes.supervisor import ChildProcess, Limits, Supervisor
+from coordinator.processes.supervisor import ChildProcess, Limits, Supervisor, worker_command
 from edge_agent.errors import RunFailed
 
 FUNCTIONS = """

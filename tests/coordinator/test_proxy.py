@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
 from coordinator.config import ProxyConfig
-from coordinator.hosted.proxy import evaluate_on_proxy
+from coordinator.hosted.own_data import evaluate_on_proxy
 from coordinator.hosted.run_hooks import PROXY_LIMIT_S, OwnDataHooks, _pending_states
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
-from coordinator.runs.proxy_metrics import metric_lines
+from coordinator.runs.result_notes import metric_lines
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.storage import write_tensors

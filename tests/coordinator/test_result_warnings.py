@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.runs.result_warnings import absent_of, lines, standard_error, warnings_of
+from coordinator.runs.result_notes import absent_of, lines, standard_error, warnings_of
 
 
 def client(name, personal, local=None, support=100, **fields):

@@ -15,8 +15,8 @@ from federation_harness import Federation
 from simulation_harness import write_images
 
 from coordinator.config import CoordinatorConfig, WarmStartConfig
+from coordinator.hosted.own_data import train_warm
 from coordinator.hosted.run_hooks import OwnDataHooks
-from coordinator.hosted.warm_start import train_warm
 from coordinator.processes import compute, supervisor
 from coordinator.processes.compute import ComputeProcess
 from coordinator.runs.request import Request
@@ -34,7 +34,7 @@ def images(tmp_path):
     return WarmStartConfig(data=source, epochs=8, lr=0.1, device="cpu")
 
 
-WARM_START = "coordinator.hosted.warm_start:train_warm"
+WARM_START = "coordinator.hosted.own_data:train_warm"
 
 
 def question(settings, into, method="fedavg", seed=1, **changes):
@@ -169,7 +169,7 @@ def test_mistakes_are_told_before_the_run():
         raw = {"task": TASK, "warm_start": {"data": "digits:optdigits?n=20", **warm}}
         return parse(CoordinatorConfig, raw, where="test")
 
-    with pytest.raises(UsageError, match="'local', which shares no encoder: nobody would get what is learned"):
+    with pytest.raises(UsageError, match="'local', which shares no encoder: it would reach no client"):
         checked_method(configured(), "local", {})
     with pytest.raises(ConfigError) as caught:
         checked_method(configured(data="npz:nowhere", device="xpu9000"), "fedavg", {})

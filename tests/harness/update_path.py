@@ -27,7 +27,7 @@ BESIDE = {
     "coordinator/fleet/registry.py": {"expire"},
     "coordinator/fleet/transfers.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/runs/context.py": {"collect"},
-    "coordinator/runs/finish.py": {"requested_cancels"},
+    "coordinator/runs/results.py": {"requested_cancels"},
     "edge_agent/agent/transfers.py": {"tick"},
     "edge_agent/agent/tasks.py": {"release_memory"},
 }

@@ -24,7 +24,7 @@ from edge_agent.personalize import global_probabilities
 from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
-from ...runs.batch_norm import pooled_before
+from ...runs.release import pooled_before
 from ...runs.request import Request
 from ...state.store import StateFolder, states_of
 from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, LeftOut, Mixing, Settings, mixing_of

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from edge_agent.errors import MeasuringFailed, MissingCapability
 
-from ...processes import launch
+from ...processes import supervisor
 
 PATIENCE_S = 3.0
 """Time between SIGTERM and SIGKILL."""
@@ -90,7 +90,7 @@ def module(
 ) -> Iterator[Measured]:
     """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
     log = folder / f"{name}.log"
-    command = launch.command(module, *map(str, arguments))
+    command = supervisor.command(module, *map(str, arguments))
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             command,

@@ -29,9 +29,8 @@ from edge_agent.task import Task
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Job, UpdateManifest
 
-from ...processes.launch import worker_command
 from ...processes.pipe import Frame, Pipe, SharedBuffer
-from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits
+from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits, worker_command
 from ...processes.worker_main import listen
 from ..client_tasks import Shared, answer, no_memory
 from ..datasets import Pools

@@ -8,7 +8,7 @@ import pytest
 from reproduction_harness import TABLE
 
 from coordinator.research.reproduce import Reproduction, read_table
-from coordinator.runs.finish import end_run
+from coordinator.runs.results import end_run
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.state.store import StateFolder
 from edge_agent.errors import ConfigError, RunFailed, StateError

@@ -1,0 +1,194 @@
+"""Computations on the coordinator's own data, in a child process: the warm start, and accuracy on proxy samples.
+
+A warm start trains the encoder before any client trains: plain cross entropy, the same for all methods. The classifier
+is the method's own where it shares one that sits on the encoder's features; else one that is discarded. The same seed
+gives the same bits on the same kind of processor.
+
+The shared model is evaluated with the method's global classifier where there is one. Else a probe measures the
+features alone: the nearest mean of each class, from one half of the samples, scored on the other half. Batch norm that
+stays on clients takes its statistics from the samples themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_agent import data, heads, methods
+from edge_agent.client import choose_device
+from edge_agent.config import parse
+from edge_agent.errors import DataError
+from edge_agent.heads import FitData
+from edge_agent.methods import Method
+from edge_agent.methods.values import Client, MethodParams
+from edge_agent.models.base import Parts
+from edge_agent.storage import read_tensors, write_tensors
+from edge_agent.task import Task, Tensors
+from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
+from edge_agent.training.loops import train as train_model
+from edge_agent.training.parts import NORM_LAYERS, feature_dim, load_arrays, norm_names, to_arrays
+
+from ..config import WarmStartConfig
+from ..runs.request import Weights
+
+_SALT = 0xAA
+
+
+def train_warm(question: dict[str, Any]) -> dict[str, Any]:
+    """Train; the method's first state is then in the file ``into``, and the result has its accuracy.
+
+    ``question``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
+
+    Raises:
+        HeadwaterError: the data do not fit the task, or training diverged.
+    """
+    settings = parse(WarmStartConfig, question["settings"], where="[warm_start]")
+    method, task = methods.create(question["method"], question["params"]), Task.model_validate(question["task"])
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
+    train, test = data.split(samples, settings.test_fraction, settings.seed)
+    if not len(train):
+        raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
+    device = choose_device(settings.device)
+    torch.manual_seed(question["seed"])
+    model = method.build(task)
+    if question.get("weights") is not None:
+        Weights.model_validate(question["weights"]).load_into(model)
+    model = model.to(device)
+    trained, is_own = _with_head(method, model, task)
+    client = _client(trained.to(device), task, train, question["seed"], device)
+    loss = train_model(client, cross_entropy(client.model), _params(settings))
+    write_tensors(Path(question["into"]), method.start(to_arrays(model, method.shared_names(model))))
+    return {
+        "data": settings.data,
+        "samples": len(train),
+        "tested": len(test),
+        "epochs": settings.epochs,
+        "loss": round(loss, 6),
+        "accuracy": _score(trained, test, device),
+        "head": "shared" if is_own else "discarded",
+        "device": str(device),
+    }
+
+
+def _with_head(method: Method, model: Parts, task: Task) -> tuple[Parts, bool]:
+    """The encoder with a classifier, and whether that is the method's own."""
+    shared = to_arrays(model, method.shared_names(model))
+    if "head" in method.shared and method.global_head(method.start(shared)) is not None:
+        return Parts(encoder=model.encoder, head=model.head), True
+    return Parts(encoder=model.encoder, head=nn.Linear(feature_dim(model.encoder), task.num_classes)), False
+
+
+def _client(model: Parts, task: Task, train: data.Samples, seed: int, device: torch.device) -> Client:
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+    return Client(
+        id="warm start",
+        model=model,
+        train_inputs=torch.from_numpy(train.inputs).to(device),
+        train_labels=torch.from_numpy(train.labels).to(device),
+        task=task,
+        device=device,
+        rng=np.random.default_rng([seed, _SALT]),
+        generator=generator,
+    )
+
+
+def _params(settings: WarmStartConfig) -> MethodParams:
+    fields = ("lr", "momentum", "weight_decay", "batch_size")
+    return MethodParams(local_epochs=settings.epochs, **{name: getattr(settings, name) for name in fields})
+
+
+def _score(model: Parts, test: data.Samples, device: torch.device) -> float | None:
+    """Accuracy on held-out samples; None where there are none."""
+    if not len(test):
+        return None
+    result = predict_probabilities(model, torch.from_numpy(test.inputs).to(device))
+    return round(accuracy(result, torch.from_numpy(test.labels).to(device)), 6)
+
+
+PROBE = "prototype"
+
+
+def evaluate_on_proxy(question: dict[str, Any]) -> dict[str, Any]:
+    """``acc`` (0..1), on how many samples, ``by`` what, and where batch norm had its statistics from.
+
+    ``question``: method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
+
+    Raises:
+        HeadwaterError: the data do not fit the task, or the state is damaged.
+    """
+    method, task = methods.create(question["method"], question["params"]), Task.model_validate(question["task"])
+    state = read_tensors(Path(question["state"]))
+    samples = _samples(question["data"], question["folder"], task)
+    device = choose_device(question["device"])
+    model = _model(method, task, state).to(device)
+    inputs = torch.from_numpy(samples.inputs).to(device)
+    if is_local := bool(norm_names(model, method.shared_names(model))):
+        _take_statistics(model.encoder, inputs)
+    features = features_of(model, inputs).cpu().numpy()
+    if not np.isfinite(features).all():
+        raise DataError("features hold NaN or infinity: the shared encoder has diverged")
+    head = method.global_head(state)
+    acc, scored = _linear(head, features, samples) if head is not None else _probe(features, samples, task)
+    return {
+        "acc": round(acc, 6),
+        "samples": scored,
+        "by": "global head" if head is not None else f"{PROBE} probe",
+        "norm": "proxy" if is_local else "shared",
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _read(source: str, folder: str, task: str) -> data.Samples:
+    known = Task.model_validate_json(task)
+    return data.load(source, known.input, known.class_names, folder=Path(folder))
+
+
+def _samples(source: str, folder: str, task: Task) -> data.Samples:
+    """The samples; only the last source is kept."""
+    return _read(source, folder, task.model_dump_json())
+
+
+def _model(method: Method, task: Task, state: Tensors) -> Parts:
+    torch.manual_seed(0)
+    model = method.build(task)
+    known = model.state_dict().keys()
+    load_arrays(model, {name: array for name, array in state.items() if name in known})
+    return model
+
+
+def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512) -> None:
+    """Set the running means and variances of the encoder to those of these inputs."""
+    layers = [layer for layer in encoder.modules() if isinstance(layer, NORM_LAYERS)]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # the plain mean of all batches
+    encoder.eval()
+    for layer in layers:
+        layer.train()
+    with torch.no_grad():
+        for piece in torch.split(inputs, batch):
+            if len(piece) > 1 or len(inputs) == 1:
+                encoder(piece)
+
+
+def _linear(head: Tensors, features: np.ndarray, samples: data.Samples) -> tuple[float, int]:
+    told = (features @ head["weight"].T + head["bias"]).argmax(axis=1)
+    return float(np.mean(told == samples.labels)), len(samples)
+
+
+def _probe(features: np.ndarray, samples: data.Samples, task: Task) -> tuple[float, int]:
+    rows = data.Samples(features, samples.labels, samples.class_names, samples.input)
+    train, test = data.split(rows, 0.5, 0)
+    if not len(test):
+        raise DataError(f"{len(samples)} samples are too few for a probe; give two of a class or more")
+    probe = heads.create(PROBE, {})
+    probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
+    return float(np.mean(probe.predict_proba(test.inputs).argmax(axis=1) == test.labels)), len(test)
