@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -22,25 +22,38 @@ T = TypeVar("T")
 
 
 class Registry:
-    """The members of ``packages``, one file (or folder) each; not ``base``, private names and ``besides``."""
+    """The members of ``packages``, one file (or folder) each; not ``base``, private names and ``besides``.
 
-    def __init__(self, kind: str, *packages: str, entry_points: str | None = None, besides: Iterable[str] = ()) -> None:
+    Files in ``families`` (file -> members) hold several members, each under its own name.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *packages: str,
+        entry_points: str | None = None,
+        besides: Iterable[str] = (),
+        families: Mapping[str, Iterable[str]] | None = None,
+    ) -> None:
         self.kind, self.packages, self.entry_points = kind, packages, entry_points
-        self.besides = frozenset({"base", *besides})
+        self.families = {member: file for file, members in (families or {}).items() for member in members}
+        self.besides = frozenset({"base", *besides, *self.families.values()})
         self._extra: dict[str, Any] = {}
 
     def names(self) -> tuple[str, ...]:
         """All member names, sorted; nothing is imported."""
-        return tuple(sorted({*self._files(), *self._extra, *self._plugins()}))
+        return tuple(sorted({*self._files(), *self.families, *self._extra, *self._plugins()}))
 
     def load(self, name: str) -> Any:
-        """The member's module, or the object registered or plugged in under ``name``.
+        """The member's module, or the object of a family, registered or plugged in under ``name``.
 
         Raises:
             UnknownName: no such member; the nearest name is suggested.
         """
         if name in self._extra:
             return self._extra[name]
+        if file := self.families.get(name):
+            return getattr(importlib.import_module(f"{self.packages[0]}.{file}"), name)
         if package := self._files().get(name):
             return importlib.import_module(f"{package}.{name}")
         plugins = self._plugins()
@@ -79,7 +92,7 @@ class Registry:
 
     def ships(self, name: str) -> bool:
         """Whether a file of ours, or of an installed package, has this name."""
-        return name in self._files() or name in self._plugins()
+        return name in self._files() or name in self.families or name in self._plugins()
 
     def _files(self) -> dict[str, str]:
         return {

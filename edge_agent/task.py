@@ -119,7 +119,7 @@ class Task(Frozen):
     class_names: tuple[Label, ...] = Field(
         min_length=1, max_length=10_000, description="label map: position is the label"
     )
-    encoder: Label = Field("small_cnn", description="a file name in edge_agent/models")
+    encoder: Label = Field("small_cnn", description="an encoder in edge_agent/models")
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that encoder")
 
     @property

@@ -18,9 +18,8 @@ from edge_agent import self_test
 from edge_agent.bundle import EncoderPrecision, HeadCard, Manifest, pack
 from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
-from edge_agent.models.base import Parts
 from edge_agent.task import State, Task, Tensors
-from edge_agent.training.parts import feature_dim, load_arrays
+from edge_agent.training.parts import Parts, feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
 from .encoder import MAX_WEIGHT, MIN_COSINE, Exporter, largest_weight, to_int8, to_onnx

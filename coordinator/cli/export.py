@@ -18,7 +18,7 @@ from .options import Config, Json, State
 from .output import console, print_json, ready_for, set_up_logging, show, table, text
 
 if TYPE_CHECKING:
-    from edge_agent.models.base import Parts
+    from edge_agent.training.parts import Parts
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
 Out = Annotated[

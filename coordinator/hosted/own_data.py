@@ -26,12 +26,11 @@ from edge_agent.errors import DataError
 from edge_agent.heads import FitData
 from edge_agent.methods import Method
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.models.base import Parts
 from edge_agent.storage import read_tensors, write_tensors
 from edge_agent.task import Task, Tensors
 from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
 from edge_agent.training.loops import train as train_model
-from edge_agent.training.parts import NORM_LAYERS, feature_dim, load_arrays, norm_names, to_arrays
+from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
 
 from ..config import WarmStartConfig
 from ..runs.request import Weights

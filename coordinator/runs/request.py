@@ -17,7 +17,7 @@ from ..config import WarmStartConfig
 from ..text import listed
 
 if TYPE_CHECKING:
-    from edge_agent.models.base import Parts
+    from edge_agent.training.parts import Parts
 
 log = logging.getLogger(__name__)
 

@@ -56,12 +56,12 @@ def add_encoder(factory: Any) -> str:
     """
     from torch import nn
 
-    from edge_agent.models._own import OwnEncoder
+    from edge_agent.models.base import own_encoder
 
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UsageError(f"encoder {_shown(factory)}: expected a class or function that makes a torch.nn.Module")
     name = _free_name("encoder", factory, models.registry)
-    models.registry.add(name, OwnEncoder(name, factory))
+    models.registry.add(name, own_encoder(name, factory))
     return name
 
 

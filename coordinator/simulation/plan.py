@@ -100,7 +100,7 @@ class Plan(Frozen):
     encoder: str | None = Field(
         None,
         max_length=1000,
-        description="a file name in edge_agent/models, or PATH.py:NAME; default: one that suits the inputs",
+        description="an encoder in edge_agent/models, or PATH.py:NAME; default: one that suits the inputs",
     )
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="a keyword argument of the encoder")
     weights: Path | None = Field(

@@ -12,10 +12,10 @@ from ..config import Precision
 from ..errors import DataError
 from ..methods.base import Method
 from ..methods.values import Client
-from ..models.base import Parts
 from ..task import Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
+    Parts,
     load_arrays,
     norm_names,
     own_layers,

@@ -22,9 +22,8 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from ..methods.values import Client, MethodParams
-from ..models.base import Parts
 from ..training.loops import batches, local_optimizer, training_mode
-from ..training.parts import NORM_LAYERS
+from ..training.parts import NORM_LAYERS, Parts
 
 Convolutions = Literal["grouped", "unfolded"]
 """How convolutions of many clients are computed: as one of many groups, or as products of matrices."""

@@ -27,7 +27,7 @@ from .families import TwoNetworks
 from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..models.base import Parts
+    from ..training.parts import Parts
 
 
 class APFLParams(MethodParams):

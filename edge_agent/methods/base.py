@@ -24,8 +24,8 @@ from .values import Client, Exactness, Grade, MethodParams, Norm, Update
 if TYPE_CHECKING:
     import torch
 
-    from ..models.base import Parts
     from ..training.loops import Loss
+    from ..training.parts import Parts
 
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""

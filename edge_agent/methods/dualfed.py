@@ -16,7 +16,7 @@ statistics moving in stage two, as the official code does and the paper does not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -30,12 +30,9 @@ from ..training.loops import Loss, evaluate
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
 from ..training.optimizers import OptimizerState, train_parts
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .values import Client, MethodParams, grades, ours, refreshed_stats
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 Part = Literal["encoder", "projector", "personal_head", "head"]
 PARTS: tuple[Part, ...] = ("encoder", "projector", "personal_head", "head")

@@ -18,7 +18,7 @@ from .values import Client, Update, grades
 if TYPE_CHECKING:
     import torch
 
-    from ..models.base import Parts
+    from ..training.parts import Parts
 
 _STATISTICS = (".running_mean", ".running_var")
 

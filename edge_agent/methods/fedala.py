@@ -13,7 +13,6 @@ round's training, and is made once for each model received.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +23,9 @@ from torch.nn import functional as F
 from ..task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import cross_entropy, predict_probabilities, train
-from ..training.parts import load_arrays, to_arrays
+from ..training.parts import Parts, load_arrays, to_arrays
 from .base import Method
 from .values import Client, MethodParams, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
 

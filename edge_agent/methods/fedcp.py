@@ -14,7 +14,6 @@ difference of knowledge. The personal head starts as the shared one does.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -24,12 +23,9 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate, predict_probabilities, train
 from ..training.networks import gumbel
-from ..training.parts import encoder_and_head, feature_dim, to_arrays
+from ..training.parts import Parts, encoder_and_head, feature_dim, to_arrays
 from .base import Method
 from .values import Client, MethodParams, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 """Of the kernels in the alignment, as in the official code."""

@@ -13,8 +13,6 @@ joins the batch before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from pydantic import Field
@@ -27,12 +25,9 @@ from ..training.finetune import on_features
 from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax
 from ..training.networks import simplex
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .families import Tuned
 from .values import Client, MethodParams
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 
 class FedETFParams(MethodParams):

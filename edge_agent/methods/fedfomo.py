@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,13 +27,10 @@ from ..errors import TrainingFailed
 from ..task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
-from ..training.parts import load_arrays, to_arrays
+from ..training.parts import Parts, load_arrays, to_arrays
 from .base import weighted_mean
 from .families import TwoNetworks, is_learned, names_in, rng_of, split_extras, with_rows
 from .values import Client, MethodParams, Update, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
 _PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."

@@ -17,7 +17,7 @@ the full one, and its divergence is a mean over classes, too: neither is done he
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,13 +28,10 @@ from torch.nn import functional as F
 from ..task import State, Task, Tensors
 from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import SERVER_ONLY, Method
 from .families import is_learned
 from .values import Client, MethodParams, Update, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:
@@ -81,7 +78,7 @@ _ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", SERVER_ONLY + "base.
 class FedKDParams(MethodParams):
     """The paper's defaults."""
 
-    teacher_encoder: str = Field("", description="encoder of the teacher, a file name in edge_agent/models; '': task's")
+    teacher_encoder: str = Field("", description="encoder of the teacher, one of edge_agent/models; '': task's")
     teacher_params: dict[str, Any] = Field(default_factory=dict, description="its parameters, where it is named")
     decomposed: Literal["updates", "weights"] = Field(
         "updates", description="what is cut to low rank: the change of a round (the paper) or the weights (PFLlib)"

@@ -33,10 +33,9 @@ from torch.nn import functional as F
 
 from ..errors import TrainingFailed
 from ..heads import fedpac as steps
-from ..models.base import Parts
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, cross_entropy, features_of, train
-from ..training.parts import to_arrays
+from ..training.parts import Parts, to_arrays
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import Method, weighted_mean
 from .families import LARGEST, names_in, objection_to, packed, split_extras, with_rows

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -30,12 +30,9 @@ from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import drawn_mask, ensemble, mask_noise, steady_mask
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .values import Client, MethodParams, grades, ours, refreshed_stats
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _log = logging.getLogger(__name__)
 

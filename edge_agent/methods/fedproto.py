@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,13 +28,10 @@ from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, train
 from ..training.optimizers import optimizer_of
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .families import objection_to
 from .values import Client, MethodParams, Update
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
 

@@ -11,8 +11,6 @@ last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from pydantic import Field
 from torch import nn
@@ -21,12 +19,9 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
-from ..training.parts import encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .values import Client, MethodParams
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 
 class FedRoDParams(MethodParams):

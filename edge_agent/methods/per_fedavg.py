@@ -26,7 +26,7 @@ from .families import Tuned
 from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
-    from ..models.base import Parts
+    from ..training.parts import Parts
 
 Weights = Sequence[torch.Tensor]
 Slope = Callable[[Weights], tuple[torch.Tensor, Weights]]

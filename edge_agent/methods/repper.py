@@ -15,7 +15,7 @@ without labels has something to start from; off by default.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,12 +28,9 @@ from ..task import Task, Tensors
 from ..training import augment
 from ..training.loops import Loss, evaluate, features_of, local_optimizer, train
 from ..training.losses import supervised_contrastive
-from ..training.parts import encoder_alone, encoder_and_head
+from ..training.parts import Parts, encoder_alone, encoder_and_head
 from .base import Method
 from .values import Client, MethodParams, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _STAMP = "personal.encoder"
 _HEAD = "personal.head."

@@ -15,7 +15,7 @@ gradient only of plain SGD, so ``momentum`` should stay 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,13 +23,10 @@ from pydantic import Field
 
 from ..task import State, Task, Tensors
 from ..training.loops import cross_entropy, train
-from ..training.parts import to_arrays
+from ..training.parts import Parts, to_arrays
 from .base import SERVER_ONLY, Method, weighted_mean
 from .families import is_learned, names_in, packed, towards
 from .values import Client, MethodParams, Update, grades
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
 

@@ -17,7 +17,7 @@ over classes) are ours. A last batch of one sample joins the batch before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,13 +30,10 @@ from ..heads import get as head_called
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
-from ..training.parts import encoder_and_head
+from ..training.parts import Parts, encoder_and_head
 from .base import Method, weighted_mean
 from .families import split_extras
 from .values import Client, MethodParams, Update
-
-if TYPE_CHECKING:
-    from ..models.base import Parts
 
 _GRAM, _CROSS = "extra.gram", "extra.cross"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import Precision
-    from ..models.base import Parts
+    from ..training.parts import Parts
 
 Norm = Literal["global", "local_stats", "local_all"]
 """What travels of a batch norm layer: all of it; gamma and beta only; nothing."""

@@ -1,30 +1,54 @@
-"""Encoders, one file each: inputs (n, ...) float32 become features (n, feature_dim) float32.
+"""Encoders: inputs (n, ...) float32 become features (n, feature_dim) float32.
 
-The file name is the registry; others' packages add encoders through the entry-point group ``headwater.encoders``.
-Importing this module imports no torch.
+Each is an `Encoder` in one of the files in ``FAMILIES``. Others' packages add encoders through the entry-point group
+``headwater.encoders``. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..registry import Registry
 from ..task import Frozen, Task
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["NoParams", "check", "create", "names", "registry"]
+__all__ = ["Encoder", "NoParams", "check", "create", "names", "registry"]
 
-registry = Registry("encoder", __name__, entry_points="headwater.encoders")
+FAMILIES = {
+    "papers": ("alexnet_bn", "digits_cnn", "fedpac_cnn", "fedrir_cnn", "mobilenet_v1"),
+    "small": ("cnn1d", "linear", "small_cnn"),
+    "torchvision_networks": ("mobilenet_v2", "mobilenet_v3_small", "resnet18", "resnet34"),
+}
+"""File -> names of the encoders in it."""
+
+registry = Registry("encoder", __name__, entry_points="headwater.encoders", families=FAMILIES)
 
 
 class NoParams(Frozen):
-    """An encoder without parameters: what holds for one that states no ``Params``."""
+    """The parameters of an encoder without parameters."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How an encoder is built, and from which inputs.
+
+    ``build`` gets the task and checked ``Params``, and returns a module with an attribute ``feature_dim`` and fresh
+    weights from torch's global generator.
+    """
+
+    build: Callable[[Task, Any], nn.Module]
+    Params: type[BaseModel] = NoParams
+    accepts: tuple[str, ...] = ("image", "window")
+    smallest: int = 1
+    """Pixels or samples that each side of an input needs at least."""
 
 
 def names() -> tuple[str, ...]:
@@ -32,47 +56,55 @@ def names() -> tuple[str, ...]:
     return registry.names()
 
 
+def get(name: str) -> Encoder:
+    """The encoder of this name; nothing is built.
+
+    Raises:
+        UnknownName: no such encoder; the nearest name is suggested.
+        UsageError: what another package offers under this name is no `Encoder`.
+    """
+    member = registry.load(name)
+    if not isinstance(member, Encoder):
+        raise UsageError(f"encoder '{name}' ({member!r}): expected an edge_agent.models.Encoder")
+    return member
+
+
 def create(task: Task) -> nn.Module:
     """The task's encoder, which has an attribute ``feature_dim``; fresh weights from torch's global generator.
 
     Raises:
-        UnknownName: no such encoder; the nearest name is suggested.
+        UnknownName: as `get`.
+        UsageError: as `get`.
         ConfigError: parameters that it does not have, or inputs that it cannot take; all mistakes are listed.
         MissingCapability: torch or torchvision is not installed.
     """
-    encoder: nn.Module = check(task).build(task, **task.encoder_params)
-    return encoder
+    encoder = check(task)
+    return encoder.build(task, encoder.Params.model_validate(task.encoder_params))
 
 
-def check(task: Task) -> Any:
-    """The module of the task's encoder, which can be built with the task's parameters; nothing is built.
+def check(task: Task) -> Encoder:
+    """The task's encoder, which can be built with the task's parameters; nothing is built.
 
     Raises:
         UnknownName: as `create`.
+        UsageError: as `create`.
         ConfigError: as `create`.
         MissingCapability: as `create`.
     """
-    module = registry.load(task.encoder)
-    params = getattr(module, "Params", NoParams)
-    mistakes = _unfit_inputs(module, task)
+    encoder, mistakes = get(task.encoder), list[str]()
+    sides = task.input_shape[1:]
+    if task.input.kind not in encoder.accepts:
+        mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(encoder.accepts)}"
+        suited = [name for name in names() if task.input.kind in get(name).accepts]
+        mistakes = [f"{mistake}; encoders for {task.input.kind}s: {', '.join(suited)}"]
+    elif min(sides) < encoder.smallest:
+        size = " x ".join(map(str, sides))
+        mistake = f"inputs of {size}, this encoder needs at least {encoder.smallest} on each side; enlarge task.input"
+        mistakes = [mistake]
     try:
-        params.model_validate(task.encoder_params)
+        encoder.Params.model_validate(task.encoder_params)
     except ValidationError as error:
-        mistakes += mistakes_of(error, params)
+        mistakes += mistakes_of(error, encoder.Params)
     if mistakes:
         raise ConfigError(f"encoder '{task.encoder}'", mistakes)
-    return module
-
-
-def _unfit_inputs(module: Any, task: Task) -> list[str]:
-    """What of the task's inputs this encoder cannot take. Members may state ``ACCEPTS`` and ``SMALLEST``."""
-    accepts, smallest = getattr(module, "ACCEPTS", ("image", "window")), getattr(module, "SMALLEST", 1)
-    if task.input.kind not in accepts:
-        suited = [name for name in names() if task.input.kind in getattr(registry.load(name), "ACCEPTS", ())]
-        mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(accepts)}"
-        return [f"{mistake}; encoders for {task.input.kind}s: {', '.join(suited)}"]
-    sides = task.input_shape[1:]
-    if min(sides) < smallest:
-        size = " x ".join(map(str, sides))
-        return [f"inputs of {size}, this encoder needs at least {smallest} on each side; enlarge task.input"]
-    return []
+    return encoder

@@ -1,78 +1,34 @@
-"""Models of named parts, and what encoders share: a feature width, and the adaptation of torchvision's networks."""
+"""What encoders share: a module of layers, and modules that do not ship, checked when they are built."""
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from ..errors import UnknownName
-from ..task import Frozen, Task
-from ._torchvision import networks
+from ..errors import HeadwaterError, UsageError
+from ..task import Task
+from . import Encoder, NoParams
 
-Stem = Literal["imagenet", "small"]
-"""``imagenet``: torchvision's own first layers, which shrink early. ``small``: stride 1, for up to some 64 pixels."""
-
-
-class Parts(nn.Module):
-    """A model of named parts; the first word of each tensor's name is its part (``encoder.conv1.weight``).
-
-    ``Parts(encoder=..., head=...)`` answers with logits. Methods with other parts reach them by ``part(name)``.
-    """
-
-    encoder: nn.Module
-    head: nn.Module
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, module in parts.items():
-            self.add_module(name, module)
-
-    def part(self, name: str) -> nn.Module:
-        """The part called ``name``.
-
-        Raises:
-            UnknownName: no such part.
-        """
-        module = self._modules.get(name)
-        if module is None:
-            raise UnknownName("part", name, self._modules)
-        return module
-
-    def features(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Features (n, d) of the encoder."""
-        features: torch.Tensor = self.encoder(inputs)
-        return features
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
-        logits: torch.Tensor = self.head(self.encoder(inputs))
-        return logits
+Build = Callable[[Task, Any], nn.Module]
 
 
-class StemParams(Frozen):
-    """Parameters of encoders that were made for large images."""
-
-    stem: Stem = Field(
-        "imagenet", description="'small' keeps the size of small images: better features, 4 to 15x the work"
-    )
+def encoder(*accepts: str, smallest: int = 1, params: type[BaseModel] = NoParams) -> Callable[[Build], Encoder]:
+    """Make an `Encoder` of the function that builds it; ``accepts`` are the kinds of inputs that it can take."""
+    return partial(Encoder, Params=params, accepts=accepts, smallest=smallest)
 
 
-class Encoder(nn.Module):
-    """A module whose ``forward`` gives features (n, feature_dim) float32."""
-
-    def __init__(self, feature_dim: int) -> None:
-        super().__init__()
-        self.feature_dim = feature_dim
-
-
-class Layers(Encoder):
+class Layers(nn.Module):
     """An encoder that runs its layers one after another."""
 
     def __init__(self, feature_dim: int, layers: list[nn.Module]) -> None:
-        super().__init__(feature_dim)
+        super().__init__()
+        self.feature_dim = feature_dim
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -81,45 +37,53 @@ class Layers(Encoder):
         return features
 
 
-def with_channels(conv: nn.Conv2d, task: Task, *, stride: int | None = None, kernel: int | None = None) -> nn.Conv2d:
-    """A fresh first convolution like ``conv`` that takes the task's channels; smaller or denser where asked."""
-    size = kernel or int(conv.kernel_size[0])
-    return nn.Conv2d(
-        task.input.channels,
-        conv.out_channels,
-        kernel_size=size,
-        stride=stride or int(conv.stride[0]),
-        padding=size // 2,
-        bias=conv.bias is not None,
-    )
+class AnyParams(BaseModel):
+    """Whatever a factory takes."""
+
+    model_config = ConfigDict(extra="allow")
 
 
-def resnet(task: Task, name: str, stem: Stem) -> nn.Module:
-    """The ResNet of torchvision with this name, without its classifier and without pretrained weights."""
-    net = getattr(networks(), name)(weights=None)
-    if stem == "small":
-        net.conv1, net.maxpool = with_channels(net.conv1, task, stride=1, kernel=3), nn.Identity()
-    elif task.input.channels != 3:
-        net.conv1 = with_channels(net.conv1, task)
-    net.feature_dim, net.fc = net.fc.in_features, nn.Identity()
-    encoder: nn.Module = net
-    return encoder
+def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
+    """An encoder that does not ship: any factory of a ``torch.nn.Module``.
 
-
-def mobilenet(task: Task, name: str, stem: Stem, feature_dim: int) -> nn.Module:
-    """The MobileNet of torchvision with this name, without its classifier and without pretrained weights.
-
-    Batch norm statistics are set to follow short local training.
+    It is called with ``encoder_params`` as keyword arguments, and with ``task`` where it has a parameter of that name.
+    Building raises a `UsageError` where the factory fails, makes no module, or one that does not turn inputs into
+    features (n, d).
     """
-    net = getattr(networks(), name)(weights=None)
-    first = net.features[0]
-    if stem == "small" or task.input.channels != 3:
-        first[0] = with_channels(first[0], task, stride=1 if stem == "small" else None)
-    net.feature_dim, net.classifier = feature_dim, nn.Identity()
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            # torchvision gives MobileNetV3 a momentum of 0.01: after the few steps of a federated round the running
-            # statistics are still those of the start, and features in eval mode are at chance level (measured).
-            module.momentum = 0.1
-    encoder: nn.Module = net
-    return encoder
+
+    def build(task: Task, params: AnyParams) -> nn.Module:
+        arguments = params.model_dump()
+        if "task" in inspect.signature(factory).parameters:
+            arguments = {"task": task, **arguments}
+        try:
+            module = factory(**arguments)
+        except HeadwaterError:
+            raise
+        # Whatever a user's factory raises is its own matter, and no reason for a traceback.
+        except Exception as error:
+            raise UsageError(f"encoder '{name}': making it failed: {type(error).__name__}: {error}") from error
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"encoder '{name}': expected a torch.nn.Module, got {type(module).__name__}")
+        # The features' width is found by running two empty inputs; no random number is used up.
+        shape, was_training = (2, *task.input_shape), module.training
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                result = module.eval()(torch.zeros(shape))
+        except Exception as error:
+            raise UsageError(
+                f"encoder '{name}': inputs of shape {shape} failed: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            module.train(was_training)
+        if not isinstance(result, torch.Tensor) or result.ndim != 2 or len(result) != 2:
+            got = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise UsageError(f"encoder '{name}': inputs of shape {shape} gave {got}, expected features (2, d)")
+        width = int(result.shape[1])
+        if getattr(module, "feature_dim", width) != width:
+            raise UsageError(
+                f"encoder '{name}': its feature_dim is {module.feature_dim}, but its features have {width} columns"
+            )
+        module.feature_dim = width  # type: ignore[assignment]
+        return module
+
+    return Encoder(build, AnyParams)

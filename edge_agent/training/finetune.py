@@ -18,10 +18,9 @@ from torch import nn
 from torch.func import functional_call
 
 from ..methods.values import Client
-from ..models.base import Parts
 from ..task import Task
 from .loops import evaluate, features_of
-from .parts import encoder_and_head, load_arrays, to_arrays
+from .parts import Parts, encoder_and_head, load_arrays, to_arrays
 
 _KEPT = "tuned."
 _STAMP = "tuned_from"

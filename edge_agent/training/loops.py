@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import DataError, TrainingFailed
 from ..methods.values import Client, MethodParams
-from ..models.base import Parts
+from .parts import Parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.fedrir_cnn import CHANNELS, KERNEL, padding_for, stages
+from ..models.papers import FEDRIR_CHANNELS, FEDRIR_KERNEL, fedrir_padding, fedrir_stages
 from ..task import Task
 
 SHRINKS = 4
@@ -17,11 +17,11 @@ SHRINKS = 4
 
 
 class SpecificEncoder(nn.Module):
-    """Images to a Gaussian in ``dim`` dimensions: the stages of `models.fedrir_cnn`, then one linear layer."""
+    """Images to a Gaussian in ``dim`` dimensions: the stages of `models.papers.fedrir_cnn`, then one linear layer."""
 
     def __init__(self, task: Task, dim: int) -> None:
         super().__init__()
-        layers, shape = stages(task)
+        layers, shape = fedrir_stages(task)
         self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(math.prod(shape), 2 * dim))
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,15 +35,15 @@ class Generator(nn.Module):
 
     def __init__(self, task: Task, dim: int) -> None:
         super().__init__()
-        _, shape = stages(task)
-        wide, narrow = CHANNELS[::-1]
-        padding = padding_for(task)
+        _, shape = fedrir_stages(task)
+        wide, narrow = FEDRIR_CHANNELS[::-1]
+        padding = fedrir_padding(task)
         self.layers = nn.Sequential(
             nn.Linear(dim, math.prod(shape)),
             nn.Unflatten(1, shape),
-            nn.ConvTranspose2d(wide, narrow, KERNEL, stride=2, padding=padding, output_padding=1),
+            nn.ConvTranspose2d(wide, narrow, FEDRIR_KERNEL, stride=2, padding=padding, output_padding=1),
             nn.ReLU(),
-            nn.ConvTranspose2d(narrow, task.input.channels, KERNEL, stride=2, padding=padding, output_padding=1),
+            nn.ConvTranspose2d(narrow, task.input.channels, FEDRIR_KERNEL, stride=2, padding=padding, output_padding=1),
         )
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from torch import nn
 
 from ..errors import StateError
 from ..methods.values import Client, MethodParams
-from ..models.base import Parts
 from ..task import Tensors
 from .loops import Loss, local_optimizer, train
+from .parts import Parts
 
 OptimizerState = Literal["reset", "persist"]
 """``reset``: every round starts without moments. ``persist``: a client continues with those of its last round."""

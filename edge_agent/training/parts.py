@@ -13,8 +13,44 @@ from torch.nn.modules.batchnorm import _BatchNorm as Norm  # what all layers of 
 
 from ..errors import TensorsError, UnknownName
 from ..models import create
-from ..models.base import Parts
 from ..task import Task, Tensors
+
+
+class Parts(nn.Module):
+    """A model of named parts; the first word of each tensor's name is its part (``encoder.conv1.weight``).
+
+    ``Parts(encoder=..., head=...)`` answers with logits. Methods with other parts reach them by ``part(name)``.
+    """
+
+    encoder: nn.Module
+    head: nn.Module
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, module in parts.items():
+            self.add_module(name, module)
+
+    def part(self, name: str) -> nn.Module:
+        """The part called ``name``.
+
+        Raises:
+            UnknownName: no such part.
+        """
+        module = self._modules.get(name)
+        if module is None:
+            raise UnknownName("part", name, self._modules)
+        return module
+
+    def features(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Features (n, d) of the encoder."""
+        features: torch.Tensor = self.encoder(inputs)
+        return features
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits (n, K)."""
+        logits: torch.Tensor = self.head(self.encoder(inputs))
+        return logits
+
 
 NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Precision
-from ..models.base import Parts
+from .parts import Parts
 
 _log = logging.getLogger(__name__)
 

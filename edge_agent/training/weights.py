@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import TensorsError, WeightsError, cause
-from ..models.base import Parts
 from ..task import Tensors
 from ..wire.tensors import decode, first_non_finite
+from .parts import Parts
 
 CONVERT = (
     'convert it once, where you trust it: python -c "import sys, torch; from safetensors.torch import save_file; '

@@ -72,7 +72,7 @@ def fresh_model() -> Any:
     import torch
     from torch import nn
 
-    model = nn.Sequential(workloads.W1Encoder.build(workloads.w1_task()), nn.Linear(FEATURES, CLASSES))
+    model = nn.Sequential(workloads.w1_encoder(workloads.w1_task()), nn.Linear(FEATURES, CLASSES))
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

@@ -16,9 +16,9 @@ from edge_agent.client import choose_device, supported
 from edge_agent.config import Precision
 from edge_agent.limits import keep_freed_memory
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.models.base import Parts
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import cross_entropy, train
+from edge_agent.training.parts import Parts
 
 NETWORKS = {"fedpac_cnn": (1, 28), "small_cnn": (3, 32), "resnet18": (3, 64)}
 """Encoder -> channels and side of its images."""

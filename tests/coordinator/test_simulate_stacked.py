@@ -18,7 +18,7 @@ from edge_agent import methods, models
 from edge_agent.client import ClientState, Session
 from edge_agent.client.stacked import Stack
 from edge_agent.errors import TrainingFailed
-from edge_agent.models.base import Layers
+from edge_agent.models.base import Layers, encoder
 from edge_agent.task import Frozen
 from edge_agent.wire.tensors import decode
 
@@ -26,25 +26,21 @@ PARAMS = {"local_epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.5, "weig
 SAME = {"rtol": 1e-5, "atol": 1e-5}
 
 
-class TinyNorm:
+class TinyParams(Frozen):
+    dropout: float = 0.0
+
+
+@encoder("image", smallest=4, params=TinyParams)
+def tiny_norm(task, params):
     """A convolution of 2 channels, batch norm, and 4 features; found by name."""
-
-    class Params(Frozen):
-        dropout: float = 0.0
-
-    ACCEPTS = ("image",)
-    SMALLEST = 4
-
-    @staticmethod
-    def build(task, dropout=0.0):
-        drops = [nn.Dropout(dropout)] if dropout else []
-        conv = [nn.Conv2d(1, 2, 3, padding=1, stride=2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()]
-        return Layers(4, [*conv, *drops, nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU()])
+    drops = [nn.Dropout(params.dropout)] if params.dropout else []
+    conv = [nn.Conv2d(1, 2, 3, padding=1, stride=2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()]
+    return Layers(4, [*conv, *drops, nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU()])
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(models.registry._extra, "tiny_norm", TinyNorm)
+    monkeypatch.setitem(models.registry._extra, "tiny_norm", tiny_norm)
     return {"encoder": "tiny_norm", "encoder_params": {}}
 
 

@@ -33,7 +33,9 @@ from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.worker import ThreadWorker
 
 if TYPE_CHECKING:
-    from edge_agent.models.base import Parts
+    from torch import nn
+
+    from edge_agent.training.parts import Parts
 
 NOOP = "noop"
 NOOP_ARRAYS = 20
@@ -63,7 +65,7 @@ class NoopMethod(Method):
         """So many arrays of equal size."""
         import torch
 
-        from edge_agent.models.base import Parts
+        from edge_agent.training.parts import Parts
 
         size = self.params.payload_bytes // (4 * NOOP_ARRAYS)
         arrays = {f"array{number:02d}": torch.nn.Parameter(torch.rand(size)) for number in range(NOOP_ARRAYS)}
@@ -89,32 +91,24 @@ class NoopTasks(TaskRunner):
         return self.outbox.put(update, run=job.run, round_number=job.round, samples=1, metrics={})
 
 
-class W1Encoder:
-    """The CNN of workload W1, in the form of a file in ``edge_agent/models``."""
+def w1_encoder(task: Task, _: NoParams | None = None) -> nn.Module:
+    """The CNN of workload W1: conv 5x5 (16), conv 5x5 (32), each halved, then 512 features."""
+    from torch import nn
 
-    Params = NoParams
-    ACCEPTS = ("image",)
-    SMALLEST = 16
+    from edge_agent.models.base import Layers
 
-    @staticmethod
-    def build(task: Task) -> Any:
-        """conv 5x5 (16), conv 5x5 (32), each halved, then 512 features."""
-        from torch import nn
-
-        from edge_agent.models.base import Layers
-
-        channels, *sides = task.input_shape
-        height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
-        layers: list[nn.Module] = [nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Flatten(), nn.Linear(32 * height * width, 512), nn.ReLU()]
-        return Layers(512, layers)
+    channels, *sides = task.input_shape
+    height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
+    layers: list[nn.Module] = [nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(32 * height * width, 512), nn.ReLU()]
+    return Layers(512, layers)
 
 
 def register() -> None:
     """Add the benchmark's method and encoder to the registries of this process."""
     methods.registry.add(NOOP, NoopMethod)
-    models.registry.add(W1_ENCODER, W1Encoder)
+    models.registry.add(W1_ENCODER, models.Encoder(w1_encoder, accepts=("image",), smallest=16))
 
 
 def number_of(client: str) -> int:

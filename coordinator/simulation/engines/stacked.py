@@ -24,9 +24,9 @@ from edge_agent.agent.runner import fault
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
 from edge_agent.errors import HeadwaterError, RunFailed, TrainingFailed
 from edge_agent.methods import Client, Method
-from edge_agent.models.base import Parts
 from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
+from edge_agent.training.parts import Parts
 from edge_agent.wire.messages import Fault, UpdateManifest
 
 from ..client_tasks import Answer, HalfRound, Shared, answer, attempt, is_out_of_memory

@@ -8,8 +8,8 @@ from torch.func import functional_call
 
 from edge_agent import methods
 from edge_agent.methods.apfl import Share, mixture, mixture_loss, share
-from edge_agent.models.base import Parts
 from edge_agent.training.loops import predict_probabilities
+from edge_agent.training.parts import Parts
 
 QUICK = {"lr": 0.1, "batch_size": 4}
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
 
 from edge_agent import models
-from edge_agent.errors import ConfigError, UnknownName
+from edge_agent.errors import ConfigError, UnknownName, UsageError
 from edge_agent.task import ImageInput, Task, WindowInput
 
 GREY = ImageInput(channels=1, height=28, width=28)
@@ -51,16 +53,29 @@ def test_features_have_the_promised_form(encoder, spec, width):
     assert built.feature_dim == width
 
 
-def test_every_encoder_file_is_found_and_says_what_it_accepts():
+def test_every_encoder_is_found_and_says_what_it_accepts():
     expected = {
         *("small_cnn", "fedpac_cnn", "resnet18", "resnet34", "cnn1d", "linear"),
         *("mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small", "alexnet_bn", "digits_cnn", "fedrir_cnn"),
     }  # fmt: skip
     assert expected <= set(models.names())
     for name in models.names():
-        module = models.registry.load(name)
-        assert set(module.ACCEPTS) <= {"image", "window"}, name
-        assert module.__doc__, name
+        encoder = models.get(name)
+        assert set(encoder.accepts) <= {"image", "window"}, name
+        assert encoder.build.__doc__, name
+        assert encoder.build.__name__ == name
+
+
+def test_every_encoder_of_a_family_is_listed():
+    for file, listed in models.FAMILIES.items():
+        family = importlib.import_module(f"edge_agent.models.{file}")
+        assert sorted(name for name, member in vars(family).items() if isinstance(member, models.Encoder)) == [*listed]
+
+
+def test_what_is_no_encoder_is_refused(monkeypatch):
+    monkeypatch.setattr(models.registry, "_extra", {"bare": nn.Identity})
+    with pytest.raises(UsageError, match=r"encoder 'bare' .*: expected an edge_agent.models.Encoder"):
+        models.create(task("bare"))
 
 
 def test_fedpac_networks_have_the_published_number_of_weights():
@@ -175,8 +190,8 @@ def test_inputs_that_are_too_small_are_refused_with_the_least_size(encoder, spec
 
 @pytest.mark.parametrize("name", [n for n in models.names() if n != "resnet34"])
 def test_the_smallest_accepted_input_really_works(name):
-    module = models.registry.load(name)
-    side = max(getattr(module, "SMALLEST", 4), 4)
-    kind = module.ACCEPTS[0]
+    encoder = models.get(name)
+    side = max(encoder.smallest, 4)
+    kind = encoder.accepts[0]
     spec = ImageInput(channels=3, height=side, width=side) if kind == "image" else WindowInput(channels=2, length=side)
     assert models.create(task(name, spec)).eval()(torch.zeros(1, *spec.shape)).shape[0] == 1

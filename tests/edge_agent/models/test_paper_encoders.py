@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from edge_agent import models
 from edge_agent.errors import ConfigError
-from edge_agent.models.alexnet_bn import _GridMean
 from edge_agent.models.base import Layers
+from edge_agent.models.papers import GridMean
 from edge_agent.task import ImageInput, Task, WindowInput
 from export.encoder import to_onnx
 from export.parity import parity_gate
@@ -79,18 +77,18 @@ def test_alexnet_without_its_classifier_has_the_known_number_of_weights(alexnet)
 
 
 def test_alexnet_at_its_own_size_needs_no_grid(alexnet):
-    assert not any(isinstance(layer, _GridMean) for layer in alexnet.modules())
+    assert not any(isinstance(layer, GridMean) for layer in alexnet.modules())
     assert any(isinstance(layer, nn.Identity) for layer in alexnet.modules())
 
 
 @pytest.mark.parametrize("height, width", [(7, 7), (6, 9), (1, 1), (13, 4), (12, 18)])
 def test_means_over_the_grid_are_those_of_torch(height, width):
     maps = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(_GridMean(height, width)(maps), nn.AdaptiveAvgPool2d(6)(maps))
+    torch.testing.assert_close(GridMean(height, width)(maps), nn.AdaptiveAvgPool2d(6)(maps))
 
 
 def test_the_grid_does_not_travel():
-    assert not _GridMean(7, 7).state_dict()
+    assert not GridMean(7, 7).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_the_exported_graph_gives_the_same_features(encoder, size):
 
 def test_the_grid_can_be_exported():
     task = image_task("alexnet_bn", 3, 7, 10)
-    grid = Layers(3 * 36, [_GridMean(7, 10), nn.Flatten()]).eval()
+    grid = Layers(3 * 36, [GridMean(7, 10), nn.Flatten()]).eval()
     inputs = torch.randn(2, 3, 7, 10, generator=torch.Generator().manual_seed(1)).numpy()
     gate, _ = parity_gate(to_onnx(grid, task, "legacy").model, grid, inputs)
     assert gate.passed, gate.detail
@@ -127,10 +125,10 @@ def bare(monkeypatch):
     """An encoder of somebody else's that states nothing but how it is built."""
     monkeypatch.setattr(models.registry, "_extra", {})
 
-    def build(task: Task) -> nn.Module:
+    def build(task: Task, _: models.NoParams) -> nn.Module:
         return Layers(task.input_shape[-1], [nn.Flatten()])
 
-    models.registry.add("bare", SimpleNamespace(build=build))
+    models.registry.add("bare", models.Encoder(build))
     return Task(input=WindowInput(channels=1, length=6), class_names=("a", "b"), encoder="bare")
 
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from edge_agent.errors import MissingCapability
-from edge_agent.models import _torchvision
+from edge_agent.models import torchvision_networks
 
 # A package that fails as the real one does beside a torch that it was not compiled for.
 MISMATCHED = """
@@ -18,9 +18,9 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from edge_agent.models import _torchvision
-found = _torchvision.networks()
-print(found.answer, hasattr(torch.ops.torchvision, "nms"), len(_torchvision._declared))
+from edge_agent.models import torchvision_networks
+found = torchvision_networks.networks()
+print(found.answer, hasattr(torch.ops.torchvision, "nms"), len(torchvision_networks._declared))
 """
 
 
@@ -47,15 +47,15 @@ def test_another_failure_is_not_papered_over(monkeypatch):
     def fail(name: str) -> None:
         raise RuntimeError("libtorch_cuda.so is of another version")
 
-    monkeypatch.setattr(_torchvision.importlib, "import_module", fail)
+    monkeypatch.setattr(torchvision_networks.importlib, "import_module", fail)
     with pytest.raises(MissingCapability, match="another version"):
-        _torchvision.networks()
+        torchvision_networks.networks()
 
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'")
 
-    monkeypatch.setattr(_torchvision.importlib, "import_module", fail)
+    monkeypatch.setattr(torchvision_networks.importlib, "import_module", fail)
     with pytest.raises(MissingCapability, match=r"headwater\[train\]"):
-        _torchvision.networks()
+        torchvision_networks.networks()

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from edge_agent import methods
 from edge_agent.errors import ConfigError, DataError, TrainingFailed
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.models.base import Parts
 from edge_agent.task import Task, WindowInput
 from edge_agent.training import loops
+from edge_agent.training.parts import Parts
 
 TASK = Task(input=WindowInput(channels=1, length=4), class_names=("a", "b", "c"), encoder="linear")
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.models.base import Parts
 from edge_agent.task import Task, WindowInput
-from edge_agent.training.parts import MOST_ROWS, own_layers, statistics_of, take_statistics
+from edge_agent.training.parts import MOST_ROWS, Parts, own_layers, statistics_of, take_statistics
 
 VALUES = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0], [7.0, 6.0]])
 

@@ -7,10 +7,9 @@ from torch import nn
 
 from edge_agent.errors import StateError
 from edge_agent.methods.values import Client
-from edge_agent.models.base import Parts
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.optimizers import lasting, moments, restore
-from edge_agent.training.parts import channels_last
+from edge_agent.training.parts import Parts, channels_last
 from edge_agent.wire.tensors import decode, encode
 
 TASK = Task(input=WindowInput(channels=1, length=4), class_names=("a", "b"), encoder="linear")

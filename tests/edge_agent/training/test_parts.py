@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from edge_agent.errors import TensorsError, UnknownName
-from edge_agent.models.base import Parts
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import (
+    Parts,
     encoder_alone,
     encoder_and_head,
     load_arrays,
