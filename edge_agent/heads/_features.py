@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..task import Tensors
-from .base import FitData, HeadParams, softmax
+from .base import FitData, Head, HeadParams, softmax
 
 FeatureNorm = Literal["none", "l2", "standard"]
 
@@ -43,9 +44,26 @@ def normalise(features: np.ndarray, kind: FeatureNorm, arrays: Tensors) -> np.nd
     return wide
 
 
-def one_hot(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Targets (n, k) float64 for ``labels`` that all occur in the ascending ``classes`` (k,)."""
-    return np.asarray(np.eye(len(classes))[np.searchsorted(classes, labels)])
+class NormedHead(Head):
+    """A head that answers with the softmax of logits of normalised features; by default, those of one linear layer."""
+
+    Params = NormedParams
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        norm = fit_norm(data.features, self.params.feature_norm)
+        inputs = normalise(data.features, self.params.feature_norm, norm)
+        return {**norm, **self._fit_inputs(inputs, np.searchsorted(classes, data.labels), len(classes), rng)}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        return softmax(self._logits(normalise(features, self.params.feature_norm, self.arrays)))
+
+    @abstractmethod
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        """Arrays of a fitted head, from normalised ``inputs`` (n, d) float64 and ``labels`` (n,) below ``classes``."""
+
+    def _logits(self, inputs: np.ndarray) -> np.ndarray:
+        """Logits (n, k) of normalised ``inputs``."""
+        return np.asarray(inputs @ self.arrays["weight"].T + self.arrays["bias"])
 
 
 _USUAL = (0.02, 0.98)
@@ -108,7 +126,7 @@ def shared_logits(arrays: Mapping[str, np.ndarray], features: np.ndarray) -> np.
     return np.asarray(features @ arrays["shared.weight"].T + arrays["shared.bias"])
 
 
-def together(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:
+def ensemble(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:
     """Probabilities (n, k) float64 of both classifiers' logits.
 
     ``kind``: "probs", the mean of both softmaxes; "logits", the softmax of the sum; "none", the shared one alone. Where

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from ..errors import TrainingFailed
 from ..task import Tensors
 
 EPSILON = 1e-5
@@ -156,18 +158,16 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
     layers: list[Layer] = []
     before = -1
     for index in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
-        layers += [Rectify()] if index - before > 1 else []
-        layers.append(_layer(tensors, f"{part}.{index}.", rows))
+        if index - before > 1:
+            layers.append(Rectify())
+        weight, bias = tensors[f"{part}.{index}.weight"], tensors[f"{part}.{index}.bias"]
+        if weight.ndim == 2:
+            layers.append(Linear(weight, bias, rows))
+        else:
+            mean, variance = (tensors[f"{part}.{index}.running_{name}"] for name in ("mean", "var"))
+            layers.append(BatchNorm(weight, bias, mean, variance, rows))
         before = index
     return Chain(layers)
-
-
-def _layer(tensors: Mapping[str, np.ndarray], prefix: str, rows: int) -> Layer:
-    weight = tensors[f"{prefix}weight"]
-    if weight.ndim == 2:
-        return Linear(weight, tensors[f"{prefix}bias"], rows)
-    mean, variance = tensors[f"{prefix}running_mean"], tensors[f"{prefix}running_var"]
-    return BatchNorm(weight, tensors[f"{prefix}bias"], mean, variance, rows)
 
 
 def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator) -> Tensors:
@@ -184,11 +184,14 @@ def fresh_norm(name: str, size: int) -> Tensors:
 
 
 class Sgd:
-    """SGD with momentum and weight decay on weights in place, as torch's; the gradients are used up."""
+    """SGD with the ``lr``, ``momentum`` and ``weight_decay`` of ``params``, on weights in place, as torch's.
 
-    def __init__(self, pairs: Pairs, *, lr: float, momentum: float, weight_decay: float) -> None:
+    The gradients are used up.
+    """
+
+    def __init__(self, pairs: Pairs, params: Any) -> None:
         self._pairs = [(weight, gradient, np.zeros_like(weight)) for weight, gradient in pairs]
-        self._lr, self._momentum, self._decay = lr, momentum, weight_decay
+        self._lr, self._momentum, self._decay = params.lr, params.momentum, params.weight_decay
 
     def step(self) -> None:
         """One step along the present gradients."""
@@ -207,6 +210,37 @@ def batches(samples: int, batch_size: int, rng: np.random.Generator, smallest: i
     if cuts and samples - cuts[-1] < min(smallest, batch_size):
         cuts.pop()
     yield from np.split(order, cuts)
+
+
+def train(
+    head: str,
+    tensors: Tensors,
+    step: Callable[[np.ndarray], float | None],
+    samples: int,
+    params: Any,
+    rng: np.random.Generator,
+    *,
+    suspects: Mapping[str, float],
+    smallest: int = 2,
+) -> None:
+    """Train ``tensors`` by ``params.epochs`` passes over the samples.
+
+    ``step`` learns from the rows of one of the `batches` and returns its loss, if it knows it. ``suspects`` are named,
+    with their values, where training diverges.
+
+    Raises:
+        TrainingFailed: loss or weights are not finite.
+    """
+    with np.errstate(all="ignore"):  # numbers that are not finite show in the sum
+        for epoch in range(1, params.epochs + 1):
+            split = batches(samples, params.batch_size, rng, smallest)
+            loss = sum(len(rows) * (step(rows) or 0.0) for rows in split) / samples
+            if not np.isfinite(total := loss + squares(tensors.values())):
+                values = " and ".join(f"{name} {value:g}" for name, value in suspects.items())
+                raise TrainingFailed(
+                    f"head '{head}': loss or weights became {total} in epoch {epoch} of {params.epochs} at {values}; "
+                    f"expected a finite number; lower {'it' if len(suspects) == 1 else 'one of them'}"
+                )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

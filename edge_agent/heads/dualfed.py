@@ -12,10 +12,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
-from ._features import shared_logits, shared_rows, together
+from ._features import ensemble, shared_logits, shared_rows
 from .base import FitData, Head, HeadParams
 
 _ROWS = 512
@@ -62,29 +61,28 @@ class DualFedHead(Head):
     source = "Zhu et al., DualFed, ACM Multimedia 2024, Eqs. 5-8"
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        tensors = start(data.features.shape[1], len(classes), self.params, rng)
-        inputs = np.ascontiguousarray(data.features, np.float32)
-        trainer = Trainer(
-            tensors, self.params, min(len(inputs), self.params.batch_size + self.params.smallest_batch - 1)
+        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
+        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + params.smallest_batch - 1))
+        layers.train(
+            "dualfed",
+            tensors,
+            lambda rows: trainer.step(inputs[rows], labels[rows]),
+            len(labels),
+            params,
+            rng,
+            smallest=params.smallest_batch,
+            suspects={"contrastive_weight (lambda)": params.contrastive_weight, "lr": params.lr},
         )
-        labels = np.searchsorted(classes, data.labels)
-        with np.errstate(all="ignore"):  # numbers that are not finite show in the loss
-            for epoch in range(1, self.params.epochs + 1):
-                _check(trainer.epoch(inputs, labels, rng), epoch, self.params)
-            _check(layers.squares(tensors.values()), self.params.epochs, self.params)
         return {**tensors, **shared_rows(data, classes)}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        rows = np.ascontiguousarray(features, np.float32)
-        return together(answers(self.arrays, rows), shared_logits(self.arrays, rows), self.params.ensemble)
-
-
-def answers(arrays: Tensors, rows: np.ndarray) -> np.ndarray:
-    """Logits (n, k) of the personal classifier behind the projector, for ``rows`` (n, d) float32."""
-    projector = layers.chain_of(arrays, "projector", min(len(rows), _ROWS))
-    weight, bias = arrays["personal_head.weight"], arrays["personal_head.bias"]
-    pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
-    return np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
+        rows, arrays = np.ascontiguousarray(features, np.float32), self.arrays
+        projector = layers.chain_of(arrays, "projector", min(len(rows), _ROWS))
+        weight, bias = arrays["personal_head.weight"], arrays["personal_head.bias"]
+        pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
+        logits = np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
+        return ensemble(logits, shared_logits(arrays, rows), self.params.ensemble)
 
 
 class Trainer:
@@ -94,17 +92,7 @@ class Trainer:
         self._params = params
         self._projector = layers.chain_of(tensors, "projector", rows)
         self._head = layers.Linear(tensors["personal_head.weight"], tensors["personal_head.bias"], rows)
-        self._sgd = layers.Sgd(
-            [*self._projector.pairs(), *self._head.pairs()],
-            lr=params.lr,
-            momentum=params.momentum,
-            weight_decay=params.weight_decay,
-        )
-
-    def epoch(self, inputs: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> float:
-        """One pass over all samples; returns the mean loss."""
-        split = layers.batches(len(labels), self._params.batch_size, rng, self._params.smallest_batch)
-        return sum(len(rows) * self.step(inputs[rows], labels[rows]) for rows in split) / len(labels)
+        self._sgd = layers.Sgd([*self._projector.pairs(), *self._head.pairs()], params)
 
     def step(self, inputs: np.ndarray, labels: np.ndarray) -> float:
         """One step on a batch of inputs (n, d) float32 and labels (n,) below k; returns the loss before it."""
@@ -165,12 +153,3 @@ def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) ->
     pull -= unit
     pull /= lengths
     return loss, pull
-
-
-def _check(loss: float, epoch: int, params: DualFedHeadParams) -> None:
-    if not np.isfinite(loss):
-        raise TrainingFailed(
-            f"head 'dualfed': loss or weights became {loss} in epoch {epoch} of {params.epochs} at "
-            f"contrastive_weight (lambda) {params.contrastive_weight:g} and lr {params.lr:g}; expected a finite "
-            "number; lower one of them"
-        )

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
 from .base import FitData, Head, HeadParams, softmax
@@ -138,18 +137,17 @@ def train(
     weight, bias = (np.array(head[name], np.float32) for name in ("weight", "bias"))
     inputs = np.ascontiguousarray(features, np.float32)
     layer = layers.Linear(weight, bias, min(len(inputs), params.batch_size + 1))
-    optimizer = layers.Sgd(layer.pairs(), lr=params.lr, momentum=params.momentum, weight_decay=params.weight_decay)
-    with np.errstate(all="ignore"):
-        for _ in range(params.epochs):
-            for rows in layers.batches(len(labels), params.batch_size, rng):
-                _, error = layers.cross_entropy(layer.forward(inputs[rows]), labels[rows])
-                layer.backward(error, to_inputs=False)
-                optimizer.step()
-    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-        raise TrainingFailed(
-            f"head 'fedpac': weights became infinite at lr {params.lr:g}; expected finite ones; choose a smaller lr"
-        )
-    return {"weight": weight, "bias": bias}
+    sgd = layers.Sgd(layer.pairs(), params)
+
+    def step(rows: np.ndarray) -> float:
+        loss, error = layers.cross_entropy(layer.forward(inputs[rows]), labels[rows])
+        layer.backward(error, to_inputs=False)
+        sgd.step()
+        return loss
+
+    trained = {"weight": weight, "bias": bias}
+    layers.train("fedpac", trained, step, len(labels), params, rng, suspects={"lr": params.lr})
+    return trained
 
 
 def _start(data: FitData, received: Tensors) -> Tensors:

@@ -14,23 +14,20 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import TrainingFailed
 from ..task import Tensors
 from . import _layers as layers
 from ._features import (
+    ensemble,
     fisher_score,
     fit_norm,
     keep_top,
     mistake_of_share,
     normalise,
-    one_hot,
     shared_logits,
     shared_rows,
-    together,
 )
 from .base import FitData, Head, HeadParams
-from .lr import LogisticRegressionParams as LogisticParams
-from .lr import fit_logistic
+from .lr import LogisticRegressionParams, fit_logistic
 
 _log = logging.getLogger(__name__)
 _ROWS = 512
@@ -83,13 +80,44 @@ class FedPickHead(Head):
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         shared = shared_rows(data, classes)
-        fit = _fit_fisher if self.params.selector == "fisher" else _fit_learned
-        return {**fit(data, classes, shared, self.params, rng), **shared}
+        if self.params.selector == "fisher":
+            return {**self._fit_fisher(data, classes), **shared}
+        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
+        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        logits = shared_logits(shared, inputs)
+        known = None if logits is None else layers.log_softmax(logits)
+        trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
+
+        def step(rows: np.ndarray) -> float:
+            noise = logistic_noise(np.empty((len(rows), inputs.shape[1]), np.float32), rng)
+            return trainer.step(inputs[rows], labels[rows], None if known is None else known[rows], noise)
+
+        suspects = {"lr": params.lr, "irrelevant_weight": params.irrelevant_weight}
+        layers.train("fedpick", tensors, step, len(labels), params, rng, suspects=suspects)
+        _, share = answers(tensors, inputs, params)
+        if params.mask == "hard" and (mistake := mistake_of_share(share)):
+            _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
+        return {**tensors, **shared}
+
+    def _fit_fisher(self, data: FitData, classes: np.ndarray) -> Tensors:
+        """A mask of the features of highest Fisher score, and a logistic regression on them."""
+        kept = keep_top(fisher_score(data.features, data.labels), self.params.keep_ratio)
+        chosen = data.features[:, kept]
+        norm = fit_norm(chosen, "standard")
+        targets = np.eye(len(classes))[np.searchsorted(classes, data.labels)]
+        options = LogisticRegressionParams(c=self.params.c)
+        fitted, bias = fit_logistic(normalise(chosen, "standard", norm), targets, options)
+        # The classifier is kept for raw features: what standardising did goes into its weights.
+        fitted = fitted / norm["feature_scale"]
+        weight = np.zeros((len(classes), len(kept)), np.float32)
+        weight[:, kept] = fitted
+        raw_bias = (bias - fitted @ norm["feature_mean"]).astype(np.float32)
+        return {"mask.kept": kept.astype(np.float32), "relevant_head.weight": weight, "relevant_head.bias": raw_bias}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         rows = np.ascontiguousarray(features, np.float32)
         logits, _ = answers(self.arrays, rows, self.params)
-        return together(logits, shared_logits(self.arrays, rows), self.params.ensemble)
+        return ensemble(logits, shared_logits(self.arrays, rows), self.params.ensemble)
 
 
 def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
@@ -113,50 +141,6 @@ def picked(arrays: Tensors, features: np.ndarray, params: FedPickHeadParams) -> 
     return (scores > params.cut).astype(np.float32)
 
 
-def _fit_fisher(
-    data: FitData,
-    classes: np.ndarray,
-    shared: Tensors,  # noqa: ARG001 - nothing is distilled
-    params: FedPickHeadParams,
-    rng: np.random.Generator,  # noqa: ARG001 - convex
-) -> Tensors:
-    kept = keep_top(fisher_score(data.features, data.labels), params.keep_ratio)
-    chosen = data.features[:, kept]
-    norm = fit_norm(chosen, "standard")
-    fitted, bias = fit_logistic(
-        normalise(chosen, "standard", norm), one_hot(data.labels, classes), LogisticParams(c=params.c)
-    )
-    # The classifier is kept for raw features: what standardising did goes into its weights.
-    fitted = fitted / norm["feature_scale"]
-    weight = np.zeros((len(classes), len(kept)), np.float32)
-    weight[:, kept] = fitted
-    raw_bias = bias - fitted @ norm["feature_mean"]
-    return {
-        "mask.kept": kept.astype(np.float32),
-        "relevant_head.weight": weight,
-        "relevant_head.bias": raw_bias.astype(np.float32),
-    }
-
-
-def _fit_learned(
-    data: FitData, classes: np.ndarray, shared: Tensors, params: FedPickHeadParams, rng: np.random.Generator
-) -> Tensors:
-    tensors = start(data.features.shape[1], len(classes), params, rng)
-    inputs = np.ascontiguousarray(data.features, np.float32)
-    labels = np.searchsorted(classes, data.labels)
-    known = shared_logits(shared, inputs)
-    known = layers.log_softmax(known) if known is not None else None
-    trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
-    with np.errstate(all="ignore"):  # numbers that are not finite show in the loss
-        for epoch in range(1, params.epochs + 1):
-            _check(trainer.epoch(inputs, labels, known, rng), epoch, params)
-        _check(layers.squares(tensors.values()), params.epochs, params)
-    _, share = answers(tensors, inputs, params)
-    if params.mask == "hard" and (mistake := mistake_of_share(share)):
-        _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
-    return tensors
-
-
 class Trainer:
     """Trains the arrays ``mask.*``, ``relevant_head.*`` and ``irrelevant_head.*`` in place; ``rows``: largest batch."""
 
@@ -169,28 +153,13 @@ class Trainer:
         )
         weight = tensors["relevant_head.weight"]
         self._soft, self._picked, self._rest = np.empty((3, rows, weight.shape[1]), weight.dtype)
-        self._noise = np.empty((rows, weight.shape[1]), np.float32)
-        self._sgd = layers.Sgd(
-            [*self._mask.pairs(), *self._relevant.pairs(), *self._irrelevant.pairs()],
-            lr=params.lr,
-            momentum=params.momentum,
-            weight_decay=params.weight_decay,
-        )
-
-    def epoch(
-        self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, rng: np.random.Generator
-    ) -> float:
-        """One pass over all samples; returns the mean loss. ``known`` (n, k): the global classifier's log-softmax."""
-        total = 0.0
-        for rows in layers.batches(len(labels), self._params.batch_size, rng):
-            noise = logistic_noise(self._noise[: len(rows)], rng)
-            total += len(rows) * self.step(inputs[rows], labels[rows], None if known is None else known[rows], noise)
-        return total / len(labels)
+        self._sgd = layers.Sgd([*self._mask.pairs(), *self._relevant.pairs(), *self._irrelevant.pairs()], params)
 
     def step(self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, noise: np.ndarray) -> float:
         """One step on a batch of inputs (n, d) float32 with mask noise of the same shape; returns the loss before it.
 
-        The part of the loss that only the frozen global classifier sees is left out.
+        ``known`` (n, k): the global classifier's log-softmax. The part of the loss that only that classifier, which is
+        frozen, sees is left out.
         """
         params, n = self._params, len(labels)
         soft, relevant, rest = self._soft[:n], self._picked[:n], self._rest[:n]
@@ -201,7 +170,15 @@ class Trainer:
         if params.mask == "soft":
             np.multiply(inputs, soft, out=relevant)
         np.subtract(inputs, relevant, out=rest)
-        loss, error = self._relevant_loss(self._relevant.forward(relevant), labels, known)
+        logits = self._relevant.forward(relevant)
+        loss, error = layers.cross_entropy(logits, labels)
+        loss *= params.relevant_weight
+        error *= params.relevant_weight
+        if known is not None and params.distillation_weight:
+            distance, pull = divergence(logits, known, both=not params.detach_targets)
+            pull *= params.distillation_weight
+            error += pull
+            loss += params.distillation_weight * distance
         entropy, error_rest = negative_entropy(self._irrelevant.forward(rest))
         error_rest *= params.irrelevant_weight
         slope = self._relevant.backward(error)
@@ -213,20 +190,6 @@ class Trainer:
         self._mask.backward(slope)
         self._sgd.step()
         return loss + params.irrelevant_weight * entropy
-
-    def _relevant_loss(
-        self, logits: np.ndarray, labels: np.ndarray, known: np.ndarray | None
-    ) -> tuple[float, np.ndarray]:
-        params = self._params
-        loss, error = layers.cross_entropy(logits, labels)
-        loss *= params.relevant_weight
-        error *= params.relevant_weight
-        if known is not None and params.distillation_weight:
-            distance, pull = divergence(logits, known, both=not params.detach_targets)
-            pull *= params.distillation_weight
-            error += pull
-            loss += params.distillation_weight * distance
-        return loss, error
 
 
 def start(size: int, classes: int, params: FedPickHeadParams, rng: np.random.Generator) -> Tensors:
@@ -281,11 +244,3 @@ def _sigmoid(logits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     half += 1
     half *= 0.5
     return np.asarray(half)
-
-
-def _check(loss: float, epoch: int, params: FedPickHeadParams) -> None:
-    if not np.isfinite(loss):
-        raise TrainingFailed(
-            f"head 'fedpick': loss or weights became {loss} in epoch {epoch} of {params.epochs} at lr {params.lr:g} "
-            f"and irrelevant_weight {params.irrelevant_weight:g}; expected a finite number; lower one of them"
-        )

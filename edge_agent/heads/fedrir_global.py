@@ -6,13 +6,15 @@ gradients through convolutions. Step size and batch are FedRIR's; weights start 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from pydantic import Field
 
-from ..errors import TrainingFailed
 from ..task import Tensors
-from ._features import FeatureNorm, NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, Head, softmax
+from . import _layers as layers
+from ._features import FeatureNorm, NormedHead, NormedParams
+from .base import softmax
 
 _DECAY1, _DECAY2, _EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as everywhere."""
@@ -27,51 +29,41 @@ class FedRIRGlobalParams(NormedParams):
     batch_size: int = Field(100, ge=1, description="FedRIR, 4.2; the last batch of an epoch may be smaller")
 
 
-class FedRIRGlobalHead(Head):
+class FedRIRGlobalHead(NormedHead):
     """One linear layer on frozen shared features; the generator decides start and order."""
 
     Params = FedRIRGlobalParams
     source = "FedRIR, WWW 2025: ablation w/o MCSL, encoder frozen"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        norm = fit_norm(data.features, self.params.feature_norm)
-        inputs = normalise(data.features, self.params.feature_norm, norm)
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
         bound = 1.0 / np.sqrt(inputs.shape[1])
-        layer = {
-            "weight": rng.uniform(-bound, bound, (len(classes), inputs.shape[1])),
-            "bias": rng.uniform(-bound, bound, len(classes)),
-        }
-        train(layer, inputs, one_hot(data.labels, classes), self.params, rng)
-        if not all(np.isfinite(array).all() for array in layer.values()):
-            lr = self.params.lr
-            raise TrainingFailed(f"weights of head 'fedrir_global' became infinite with lr {lr}; choose a smaller one")
-        return {**norm, **layer}
-
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        inputs = normalise(features, self.params.feature_norm, self.arrays)
-        return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
+        weight = rng.uniform(-bound, bound, (classes, inputs.shape[1]))
+        layer = {"weight": weight, "bias": rng.uniform(-bound, bound, classes)}
+        train(layer, inputs, np.eye(classes)[labels], self.params, rng)
+        return layer
 
 
 def train(
     layer: Tensors, inputs: np.ndarray, targets: np.ndarray, params: FedRIRGlobalParams, rng: np.random.Generator
 ) -> None:
-    """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot."""
+    """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot.
+
+    Raises:
+        TrainingFailed: the weights are not finite any more.
+    """
     moments = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in layer.items()}
-    steps = 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(params.epochs):
-            order = rng.permutation(len(inputs))
-            for begin in range(0, len(order), params.batch_size):
-                batch, steps = order[begin : begin + params.batch_size], steps + 1
-                error = softmax(inputs[batch] @ layer["weight"].T + layer["bias"]) - targets[batch]
-                gradients = {"weight": error.T @ inputs[batch] / len(batch), "bias": error.mean(axis=0)}
-                for name, gradient in gradients.items():
-                    layer[name] -= params.lr * _direction(*moments[name], gradient, steps)
+    numbers = itertools.count(1)
 
+    def step(rows: np.ndarray) -> None:
+        number = next(numbers)
+        error = softmax(inputs[rows] @ layer["weight"].T + layer["bias"]) - targets[rows]
+        gradients = {"weight": error.T @ inputs[rows] / len(rows), "bias": error.mean(axis=0)}
+        for name, gradient in gradients.items():
+            first, second = moments[name]
+            first += (1 - _DECAY1) * (gradient - first)
+            second += (1 - _DECAY2) * (gradient**2 - second)
+            # Both moments are corrected for their start at zero.
+            scale = np.sqrt(second / (1 - _DECAY2**number)) + _EPSILON
+            layer[name] -= params.lr * (first / (1 - _DECAY1**number) / scale)
 
-def _direction(first: np.ndarray, second: np.ndarray, gradient: np.ndarray, steps: int) -> np.ndarray:
-    """Adam's step for a gradient; both moments (updated in place) are corrected for their start at zero."""
-    first += (1 - _DECAY1) * (gradient - first)
-    second += (1 - _DECAY2) * (gradient**2 - second)
-    scale = np.sqrt(second / (1 - _DECAY2**steps)) + _EPSILON
-    return np.asarray(first / (1 - _DECAY1**steps) / scale)
+    layers.train("fedrir_global", layer, step, len(inputs), params, rng, smallest=1, suspects={"lr": params.lr})

@@ -10,9 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from ..task import Tensors
-from ._features import NormedParams, fit_norm, normalise, one_hot
+from ._features import NormedHead, NormedParams
 from ._layers import minimise
-from .base import FitData, Head, softmax
 
 
 class LogisticRegressionParams(NormedParams):
@@ -25,21 +24,15 @@ class LogisticRegressionParams(NormedParams):
     tolerance: float = Field(1e-4, gt=0, description="largest entry of the mean loss's gradient at which to stop")
 
 
-class LogisticRegressionHead(Head):
+class LogisticRegressionHead(NormedHead):
     """Logistic regression: convex, so the result does not depend on the generator."""
 
     Params = LogisticRegressionParams
     source = "RepPer (PCL stage): LR head; L2, C = 1"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        norm = fit_norm(data.features, self.params.feature_norm)
-        inputs = normalise(data.features, self.params.feature_norm, norm)
-        weight, bias = fit_logistic(inputs, one_hot(data.labels, classes), self.params)
-        return {**norm, "weight": weight, "bias": bias}
-
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        inputs = normalise(features, self.params.feature_norm, self.arrays)
-        return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        weight, bias = fit_logistic(inputs, np.eye(classes)[labels], self.params)
+        return {"weight": weight, "bias": bias}
 
 
 def fit_logistic(

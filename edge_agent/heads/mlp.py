@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field
 
-from ..errors import TrainingFailed
 from ..task import Tensors
-from ._features import NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, Head, softmax
+from . import _layers as layers
+from ._features import NormedHead, NormedParams
+from .base import softmax
 
 
 class PerceptronParams(NormedParams):
@@ -27,73 +27,41 @@ class PerceptronParams(NormedParams):
     batch_size: int = Field(16, ge=1)
 
 
-class PerceptronHead(Head):
+class PerceptronHead(NormedHead):
     """One linear layer, or two with rectified units between; the generator decides start and order."""
 
     Params = PerceptronParams
     source = "RepPer (PCL stage): MLP head, one linear layer, 10 local epochs of SGD"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        norm = fit_norm(data.features, self.params.feature_norm)
-        inputs = normalise(data.features, self.params.feature_norm, norm)
-        layers = _start([inputs.shape[1], *([self.params.hidden] if self.params.hidden else []), len(classes)], rng)
-        _train(layers, inputs, one_hot(data.labels, classes), self.params, rng)
-        if not all(np.isfinite(layer).all() for layer in layers.values()):
-            raise TrainingFailed(
-                f"weights of head 'mlp' became infinite with lr {self.params.lr}; choose a smaller one"
-            )
-        return {**norm, **layers}
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        params, arrays = self.params, dict[str, np.ndarray]()
+        for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
+            bound = 1.0 / np.sqrt(size)
+            arrays[f"weight{number}"] = rng.uniform(-bound, bound, (outputs, size))
+            arrays[f"bias{number}"] = rng.uniform(-bound, bound, outputs)
+        chain = perceptron(arrays, params.batch_size)
+        sgd = layers.Sgd(chain.pairs(), params)
 
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        inputs = normalise(features, self.params.feature_norm, self.arrays)
-        return softmax(_forward(self.arrays, inputs)[-1])
+        def step(rows: np.ndarray) -> None:
+            propagate(chain, inputs[rows], labels[rows])
+            sgd.step()
 
+        layers.train(self.name, arrays, step, len(labels), params, rng, smallest=1, suspects={"lr": params.lr})
+        return arrays
 
-def _start(sizes: list[int], rng: np.random.Generator) -> Tensors:
-    layers: Tensors = {}
-    for number, (inputs, outputs) in enumerate(pairwise(sizes)):
-        bound = 1.0 / np.sqrt(inputs)
-        layers[f"weight{number}"] = rng.uniform(-bound, bound, (outputs, inputs))
-        layers[f"bias{number}"] = rng.uniform(-bound, bound, outputs)
-    return layers
+    def _logits(self, inputs: np.ndarray) -> np.ndarray:
+        return perceptron(self.arrays, len(inputs)).forward(inputs)
 
 
-def _forward(layers: Tensors, inputs: np.ndarray) -> list[np.ndarray]:
-    """Activations before each layer, logits last."""
-    activations = [inputs]
-    depth = 2 if "weight1" in layers else 1
-    for number in range(depth):
-        outputs = activations[-1] @ layers[f"weight{number}"].T + layers[f"bias{number}"]
-        activations.append(np.maximum(outputs, 0) if number + 1 < depth else outputs)
-    return activations
+def perceptron(arrays: Tensors, rows: int) -> layers.Chain:
+    """The layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
+    first = layers.Linear(arrays["weight0"], arrays["bias0"], rows)
+    if "weight1" not in arrays:
+        return layers.Chain([first])
+    return layers.Chain([first, layers.Rectify(), layers.Linear(arrays["weight1"], arrays["bias1"], rows)])
 
 
-def _train(
-    layers: Tensors, inputs: np.ndarray, targets: np.ndarray, params: PerceptronParams, rng: np.random.Generator
-) -> None:
-    speed = {name: np.zeros_like(layer) for name, layer in layers.items()}
-    with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(params.epochs):
-            order = rng.permutation(len(inputs))
-            for begin in range(0, len(order), params.batch_size):
-                batch = order[begin : begin + params.batch_size]
-                _step(layers, speed, _gradients(layers, inputs[batch], targets[batch]), params)
-
-
-def _gradients(layers: Tensors, inputs: np.ndarray, targets: np.ndarray) -> Tensors:
-    """Gradients of the mean cross-entropy, by hand."""
-    activations = _forward(layers, inputs)
-    error = (softmax(activations[-1]) - targets) / len(inputs)
-    gradients: Tensors = {}
-    for number in reversed(range(len(activations) - 1)):
-        gradients[f"weight{number}"] = error.T @ activations[number]
-        gradients[f"bias{number}"] = error.sum(axis=0)
-        error = (error @ layers[f"weight{number}"]) * (activations[number] > 0)
-    return gradients
-
-
-def _step(layers: Tensors, speed: Tensors, gradients: Tensors, params: PerceptronParams) -> None:
-    for name, layer in list(layers.items()):
-        speed[name] *= params.momentum
-        speed[name] += gradients[name] + params.weight_decay * layer
-        layers[name] = layer - params.lr * speed[name]
+def propagate(chain: layers.Chain, inputs: np.ndarray, labels: np.ndarray) -> None:
+    """Work out the gradients of the mean cross entropy."""
+    probabilities = softmax(chain.forward(inputs))
+    chain.backward((probabilities - np.eye(probabilities.shape[1])[labels]) / len(inputs))

@@ -10,8 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..task import Tensors
-from ._features import FeatureNorm, NormedParams, fit_norm, normalise, one_hot
-from .base import FitData, Head, softmax
+from ._features import FeatureNorm, NormedHead, NormedParams
 
 
 class PrototypeParams(NormedParams):
@@ -20,22 +19,19 @@ class PrototypeParams(NormedParams):
     feature_norm: FeatureNorm = Field("none", description="none, l2 (cosine distance) or standard")
 
 
-class PrototypeHead(Head):
+class PrototypeHead(NormedHead):
     """Class means of the features; nothing is iterated."""
 
     Params = PrototypeParams
     source = "Snell et al., Prototypical Networks, NeurIPS 2017; FedProto, AAAI 2022 (nearest prototype)"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        norm = fit_norm(data.features, self.params.feature_norm)
-        inputs = normalise(data.features, self.params.feature_norm, norm)
-        members = one_hot(data.labels, classes)
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        members = np.eye(classes)[labels]
         means = members.T @ inputs / members.sum(axis=0)[:, None]
         scatter = float(np.mean(np.sum((inputs - members @ means) ** 2, axis=1)))
-        return {**norm, "means": means, "scale": np.array([scatter or 1.0])}
+        return {"means": means, "scale": np.array([scatter or 1.0])}
 
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        inputs = normalise(features, self.params.feature_norm, self.arrays)
+    def _logits(self, inputs: np.ndarray) -> np.ndarray:
         means = self.arrays["means"]
         # |x|^2 is the same for all classes, and softmax does not see what all classes share.
-        return softmax((2 * inputs @ means.T - np.sum(means**2, axis=1)) / self.arrays["scale"])
+        return np.asarray((2 * inputs @ means.T - np.sum(means**2, axis=1)) / self.arrays["scale"])

@@ -91,7 +91,10 @@ def save(
     )
     write_atomic(folder / card.arrays_file, data)
     write_json(folder / CARD, card.model_dump(mode="json"))
-    _remove_others(folder, card.arrays_file)
+    for path in folder.glob("arrays-*.safetensors"):
+        if path.name != card.arrays_file:
+            with contextlib.suppress(OSError):
+                path.unlink()
     return folder / CARD
 
 
@@ -106,8 +109,16 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         ConfigError: its parameters are not ones of that head.
     """
     card = _read_card(folder / CARD)
-    if fingerprints is not None:
-        _check_binding(card, fingerprints)
+    if fingerprints is not None and card.precision not in fingerprints:
+        raise FingerprintMismatch(
+            f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "
+            f"{' or '.join(fingerprints)}; run it in {card.precision}, or fit again"
+        )
+    if fingerprints is not None and card.fingerprint != fingerprints[card.precision]:
+        raise FingerprintMismatch(
+            f"head '{card.head}' was fitted on {card.precision} encoder {card.fingerprint[:16]}…, this bundle's is "
+            f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
+        )
     arrays = _read_arrays(folder, card)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
@@ -128,19 +139,6 @@ def _read_card(path: Path) -> SavedCard:
         raise StateError(f"{path}: {'; '.join(mistakes_of(error, SavedCard))}; fit the head again") from error
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: is not JSON ({error}); fit the head again") from error
-
-
-def _check_binding(card: SavedCard, fingerprints: Mapping[EncoderPrecision, str]) -> None:
-    if card.precision not in fingerprints:
-        raise FingerprintMismatch(
-            f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "
-            f"{' or '.join(fingerprints)}; run it in {card.precision}, or fit again"
-        )
-    if card.fingerprint != fingerprints[card.precision]:
-        raise FingerprintMismatch(
-            f"head '{card.head}' was fitted on {card.precision} encoder {card.fingerprint[:16]}…, this bundle's is "
-            f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
-        )
 
 
 def _read_arrays(folder: Path, card: SavedCard) -> Tensors:
@@ -185,10 +183,3 @@ def _read(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise StateError(f"{path}: more than {limit} bytes; expected a head saved by 'edge-agent fit'")
     return data
-
-
-def _remove_others(folder: Path, keep: str) -> None:
-    for path in folder.glob("arrays-*.safetensors"):
-        if path.name != keep:
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -23,9 +23,8 @@ from pydantic import Field
 from ..errors import MissingCapability, TrainingFailed
 from ..storage import read_tensors, write_tensors
 from ..task import Tensors
-from ._features import FeatureNorm, NormedParams, fit_norm, normalise
+from ._features import FeatureNorm, NormedHead, NormedParams
 from ._layers import minimise
-from .base import FitData, Head, softmax
 
 _ROWS = 1024
 """Rows for which the kernel is held at once: 1024 x 2000 support vectors are 16 MB."""
@@ -46,40 +45,31 @@ class SVMParams(NormedParams):
     timeout_s: float = Field(600.0, gt=0, description="rbf: longest fit before it is given up")
 
 
-class SVMHead(Head):
+class SVMHead(NormedHead):
     """Linear or RBF support vector machine."""
 
     Params = SVMParams
     source = "RepPer (PCL stage): SVM head; kernel and C are not stated there"
 
-    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        if self.params.kernel == "rbf" and importlib.util.find_spec("sklearn") is None:
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        params = self.params
+        if params.kernel == "linear":
+            weight, bias = fit_linear(inputs, np.where(np.arange(classes) == labels[:, None], 1.0, -1.0), params)
+            return {"weight": weight, "bias": bias}
+        if importlib.util.find_spec("sklearn") is None:
             raise MissingCapability.package("sklearn", "heads", "fitting head 'svm' with kernel rbf")
-        norm = fit_norm(data.features, self.params.feature_norm)
-        inputs = normalise(data.features, self.params.feature_norm, norm)
-        labels = np.searchsorted(classes, data.labels).astype(np.int64)
-        if self.params.kernel == "linear":
-            weight, bias = fit_linear(
-                inputs, np.where(np.arange(len(classes)) == labels[:, None], 1.0, -1.0), self.params
-            )
-            return {**norm, "weight": weight, "bias": bias}
-        options = {
-            "c": self.params.c,
-            "gamma": self.params.gamma or 1.0 / (inputs.shape[1] * (float(inputs.var()) or 1.0)),
-        }
-        return {**norm, **_fit_in_child({"inputs": inputs, "labels": labels}, options, self.params.timeout_s)}
+        options = {"c": params.c, "gamma": params.gamma or 1.0 / (inputs.shape[1] * (float(inputs.var()) or 1.0))}
+        return _fit_in_child({"inputs": inputs, "labels": labels.astype(np.int64)}, options, params.timeout_s)
 
-    def _predict(self, features: np.ndarray) -> np.ndarray:
-        inputs = normalise(features, self.params.feature_norm, self.arrays)
+    def _logits(self, inputs: np.ndarray) -> np.ndarray:
         if self.params.kernel == "linear":
-            return softmax(inputs @ self.arrays["weight"].T + self.arrays["bias"])
-        blocks = [self._kernel(inputs[begin : begin + _ROWS]) for begin in range(0, len(inputs), _ROWS)]
-        return softmax(np.concatenate(blocks) @ self.arrays["dual"].T + self.arrays["bias"])
-
-    def _kernel(self, inputs: np.ndarray) -> np.ndarray:
-        support = self.arrays["support"]
-        squares = np.sum(inputs**2, axis=1)[:, None] - 2 * inputs @ support.T + np.sum(support**2, axis=1)
-        return np.asarray(np.exp(-self.arrays["gamma"] * np.maximum(squares, 0)))
+            return super()._logits(inputs)
+        support, kernels = self.arrays["support"], []
+        for begin in range(0, len(inputs), _ROWS):
+            block = inputs[begin : begin + _ROWS]
+            squares = np.sum(block**2, axis=1)[:, None] - 2 * block @ support.T + np.sum(support**2, axis=1)
+            kernels.append(np.exp(-self.arrays["gamma"] * np.maximum(squares, 0)))
+        return np.asarray(np.concatenate(kernels) @ self.arrays["dual"].T + self.arrays["bias"])
 
 
 def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tuple[np.ndarray, np.ndarray]:
@@ -115,11 +105,15 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
     with tempfile.TemporaryDirectory(prefix="headwater-svm-") as name:
         folder = Path(name)
         write_tensors(folder / "in.safetensors", arrays)
-        command = [sys.executable, "-m", "edge_agent.heads._sklearn_fit", json.dumps(options)]
+        command = [sys.executable, "-m", "edge_agent.heads.svm", json.dumps(options)]
+        # The child must find this very package, also where it is not installed but on a path that was set up by hand.
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # The working folder comes first on a child's import path: nobody else may write there.
         try:
             done = subprocess.run(
-                command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise TrainingFailed(
@@ -132,8 +126,23 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
         return {key: array.copy() for key, array in fitted.items()}
 
 
-def _environment() -> dict[str, str]:
-    # The child must find this very package, also where it is not installed but on a path that was set up by hand.
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+def _main(options: str) -> None:
+    """What the child does: reads ``in.safetensors`` and ``options`` (JSON), writes ``out.safetensors``."""
+    from sklearn.svm import SVC
+
+    data, wanted = read_tensors(Path("in.safetensors")), json.loads(options)
+    inputs, labels = data["inputs"], data["labels"]
+    classes = int(labels.max()) + 1
+    dual, bias = np.zeros((classes, len(inputs))), np.zeros(classes)
+    for label in range(classes):
+        machine = SVC(C=wanted["c"], kernel="rbf", gamma=wanted["gamma"]).fit(inputs, labels == label)
+        dual[label, machine.support_] = machine.dual_coef_[0]
+        bias[label] = machine.intercept_[0]
+    # Support vectors are shared between the machines, one for each class against the rest.
+    used = np.flatnonzero(np.any(dual != 0, axis=0))
+    fitted = {"support": inputs[used], "dual": np.ascontiguousarray(dual[:, used]), "bias": bias}
+    write_tensors(Path("out.safetensors"), {**fitted, "gamma": np.array([wanted["gamma"]], np.float64)})
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

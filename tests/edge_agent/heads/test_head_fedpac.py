@@ -149,7 +149,7 @@ def test_one_class_and_one_sample_fit():
 
 def test_a_step_size_that_diverges_is_named():
     features, labels = sample()
-    with pytest.raises(TrainingFailed, match=r"lr 1e\+38.*smaller"):
+    with pytest.raises(TrainingFailed, match=r"lr 1e\+38.*lower"):
         train(shared_head(), features * 1e6, labels, Params(lr=1e38), np.random.default_rng(0))
 
 

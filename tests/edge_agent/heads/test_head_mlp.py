@@ -6,7 +6,7 @@ import pytest
 from edge_agent import heads
 from edge_agent.errors import TrainingFailed
 from edge_agent.heads import FitData
-from edge_agent.heads.mlp import _gradients
+from edge_agent.heads.mlp import perceptron, propagate
 
 
 def data(seed: int = 0):
@@ -37,10 +37,11 @@ def test_gradients_by_hand_are_those_of_torch(hidden):
         if number + 2 < len(sizes):
             outputs = outputs.relu()
     torch.nn.functional.cross_entropy(outputs, torch.tensor(labels)).backward()
-    found = _gradients(layers, inputs, np.eye(3)[labels])
-    assert found.keys() == layers.keys()
-    for name, gradient in found.items():
-        assert np.allclose(gradient, leaves[name].grad.numpy(), atol=1e-12), name
+    chain = perceptron(layers, 11)
+    propagate(chain, inputs, labels)
+    assert len(chain.pairs()) == len(layers)
+    for (_, gradient), (name, leaf) in zip(chain.pairs(), leaves.items(), strict=True):
+        assert np.allclose(gradient, leaf.grad.numpy(), atol=1e-12), name
 
 
 @pytest.mark.parametrize("hidden", [0, 16])
@@ -77,5 +78,5 @@ def test_a_hidden_layer_separates_what_one_layer_cannot():
 
 def test_a_learning_rate_that_diverges_is_reported():
     head = heads.create("mlp", {"lr": 1e200, "feature_norm": "none", "weight_decay": 1.0, "hidden": 4})
-    with pytest.raises(TrainingFailed, match="smaller"):
+    with pytest.raises(TrainingFailed, match="lower it"):
         head.fit(data(), np.random.default_rng(0))

@@ -9,7 +9,7 @@ import pytest
 
 from edge_agent import heads
 from edge_agent.errors import MissingCapability, TrainingFailed
-from edge_agent.heads import FitData
+from edge_agent.heads import FitData, _features
 from edge_agent.heads.base import softmax
 
 RBF = {"kernel": "rbf"}
@@ -101,9 +101,7 @@ def test_a_fit_that_takes_too_long_is_given_up():
 
 
 def test_what_scikit_learn_says_reaches_the_reader(monkeypatch):
-    import edge_agent.heads.svm as module
-
     # Inputs of another length than the labels: only scikit-learn notices.
-    monkeypatch.setattr(module, "normalise", lambda *_: np.zeros((3, 2)))
+    monkeypatch.setattr(_features, "normalise", lambda *_: np.zeros((3, 2)))
     with pytest.raises(TrainingFailed, match="inconsistent numbers of samples"):
         heads.create("svm", RBF).fit(data(2), np.random.default_rng(0))
