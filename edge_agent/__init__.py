@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import heads, methods
     from .agent.event_loop import Agent
-    from .api import Personalizer, load_bundle
     from .data import load as load_data
+    from .personalize import Personalizer, load_bundle
 
 __version__ = "0.1.0"
 
@@ -21,8 +21,8 @@ __all__ = ["Agent", "Personalizer", "__version__", "heads", "load_bundle", "load
 
 _HOMES = {
     "Agent": (".agent.event_loop", "Agent"),
-    "Personalizer": (".api", "Personalizer"),
-    "load_bundle": (".api", "load_bundle"),
+    "Personalizer": (".personalize", "Personalizer"),
+    "load_bundle": (".personalize", "load_bundle"),
     "load_data": (".data", "load"),
 }
 

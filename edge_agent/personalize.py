@@ -1,9 +1,13 @@
-"""From a bundle and local data to a personal head, without torch: the same path for the agent and the command line."""
+"""Personal heads on a device, without torch: a bundle's encoder, local data, and a head that is fitted on its features.
+
+`Personalizer` is the Python interface. The agent and the command line call `personalize` and `evaluate_heads`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,15 +15,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from . import heads
+from . import bundle as bundles
+from . import data, heads
 from .bundle import Bundle, EncoderPrecision
 from .data import Samples, split
 from .encoder import Encoder, Progress
-from .errors import HeadwaterError, StateError
+from .errors import HeadwaterError, StateError, UsageError
 from .heads import FitData, Head, saved
 from .heads.base import softmax
-from .storage import read_tensors, write_tensors
+from .heads.saved import SavedHead
+from .storage import check_writable, folder_lock, read_tensors, write_tensors
 
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
@@ -27,6 +34,166 @@ Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 
 _RAW_DIMENSIONS = 4096
 """Raw inputs above this size are averaged down before the local baseline sees them."""
+
+
+def default_cache() -> Path:
+    """Folder for what can be made again: ``headwater`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
+
+
+def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
+    """The bundle at ``path``, verified: a bundle file, an unpacked folder, or an agent's state folder.
+
+    A file is unpacked once, in ``cache`` (default: `default_cache`).
+
+    Raises:
+        BundleDamaged: what is at that path cannot be used.
+        UsageError: nothing is there.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(
+            f"{path}: it is not there; expected a bundle file (*.hwb) or an agent's state folder, check the path"
+        )
+    if not path.is_dir():
+        folder = default_cache() if cache is None else Path(cache)
+        check_writable(folder)
+        with folder_lock(folder, "edge-agent"):
+            return bundles.install(path, folder / "bundles", keep=4)
+    if (path / "manifest.json").is_file():
+        return bundles.open_folder(path)
+    result = bundles.current(path / "bundles") or bundles.current(path)
+    if result is None:
+        raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
+    return result
+
+
+class Personalizer:
+    """A bundle's frozen encoder and a personal head: ``fit``, ``predict``, ``evaluate``, ``save``, ``load``.
+
+    Inputs X are arrays as a device's data have them: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or
+    floats 0..1, or windows (n, channels, length). Labels y are names of classes, or their positions in ``classes``. X
+    may also be `Samples`, or a data source such as ``"images:photos"``, which bring their own labels.
+    """
+
+    def __init__(self, bundle: Bundle, encoder: Encoder, head: SavedHead | None = None) -> None:
+        self.bundle, self.encoder, self.head = bundle, encoder, head
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        precision: Literal["fp32", "int8"] = "fp32",
+        threads: int = 1,
+        cache: str | Path | None = None,
+    ) -> Personalizer:
+        """The bundle at ``path`` (see `load_bundle`) with its encoder, after a self-test, and no head yet.
+
+        Raises:
+            BundleError: the bundle is damaged, or does not compute here what it should.
+            UsageError: nothing is at that path.
+            MissingCapability: onnxruntime is not installed.
+        """
+        bundle = load_bundle(path, cache)
+        return cls(bundle, Encoder.open(bundle, precision, threads))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the columns of ``predict_proba``."""
+        return self.bundle.manifest.task.class_names
+
+    def fit(
+        self,
+        X: ArrayLike | Samples | str,  # noqa: N803 - as scikit-learn calls it
+        y: ArrayLike | None = None,
+        *,
+        head: str = "lr",
+        params: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> Personalizer:
+        """This object, with a head fitted on all samples that are given.
+
+        Raises:
+            UnknownName: no such head.
+            ConfigError: impossible parameters of that head.
+            DataError: samples or labels that do not fit the bundle's task.
+            MissingCapability: a package that this head needs for fitting is not installed.
+        """
+        heads.create(head, params)  # a misspelt name does not wait for the features
+        samples = self._samples(X, y)
+        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, head, params, seed)
+        metrics: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
+        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, self.classes, metrics)
+        return self
+
+    def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+        """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.
+
+        Raises:
+            DataError: inputs that do not fit the bundle's task.
+            UsageError: there is neither a head nor a shared classifier.
+        """
+        return probabilities(self.bundle, self.head, self._features(X, None)[1])
+
+    def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+        """Name (n,) of the most probable class of each input; as `predict_proba`."""
+        result: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
+        return result
+
+    def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
+        """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
+
+        None where there is no head, or no shared classifier.
+
+        Raises:
+            DataError: samples or labels that do not fit the bundle's task.
+        """
+        samples, features = self._features(X, y)
+        personal = None
+        if self.head is not None:
+            personal = accuracy(self.head.head.predict_proba, features, samples.labels)
+        return {"acc.personal": personal, "acc.global": _score_global(self.bundle, features, samples.labels)}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the head into the folder ``path``, as 'edge-agent fit --out' does; returns its JSON file.
+
+        Raises:
+            UsageError: there is no head, or no file can be written there.
+        """
+        if self.head is None:
+            raise UsageError("there is no head to save yet; fit one first")
+        check_writable(Path(path))
+        return saved.save(Path(path), self.head)
+
+    def load(self, path: str | Path) -> Personalizer:
+        """This object with the head that was saved in the folder ``path``, and the encoder's variant it belongs to.
+
+        Raises:
+            FingerprintMismatch: the head was fitted on another encoder.
+            StateError: no head there, a damaged one, or one for other classes.
+        """
+        self.head = load_head(Path(path), self.bundle)
+        if self.head.precision != self.encoder.precision:
+            self.encoder = Encoder.open(self.bundle, self.head.precision)
+        return self
+
+    def _features(self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None) -> tuple[Samples, np.ndarray]:
+        samples = self._samples(inputs, labels, is_labelled=labels is not None)
+        return samples, self.encoder.features(samples.inputs)
+
+    def _samples(
+        self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, *, is_labelled: bool = True
+    ) -> Samples:
+        task = self.bundle.manifest.task
+        if isinstance(inputs, str):
+            return data.load(inputs, task.input, task.class_names)
+        if isinstance(inputs, data.Samples):
+            return inputs
+        array = np.asarray(inputs)
+        if labels is None and is_labelled:
+            raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
+        return data.from_arrays(array, None if labels is None else np.asarray(labels), task.input, task.class_names)
 
 
 @dataclass(frozen=True)
@@ -82,32 +249,30 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
-        return saved.save(
-            folder,
-            self.head,
-            fingerprint=self.fingerprint,
-            precision=self.precision,
-            class_names=self.class_names,
-            metrics=self.metrics(),
-        )
+        own = SavedHead(self.head, self.fingerprint, self.precision, self.class_names, self.metrics())
+        return saved.save(folder, own)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Training and test samples with their features, which every head of one bundle is fitted and scored on."""
+    """Training and held-out samples with their features, which every head of one bundle is fitted and scored on.
 
+    ``overall`` and ``local`` are the scores that do not depend on the head; see `Scores`.
+    """
+
+    bundle: Bundle
+    encoder: Encoder
     train: Samples
     test: Samples
     train_features: np.ndarray
     test_features: np.ndarray
-    precision: EncoderPrecision
-    fingerprint: str
+    overall: float | None
+    local: float | None
 
-    @property
-    def is_one_class(self) -> bool:
-        """Whether training and test samples are all of one single class."""
-        labels = np.concatenate([self.train.labels, self.test.labels])
-        return len(np.unique(labels)) == 1
+    def scores(self, head: Head) -> Scores:
+        """The scores of a head of this bundle."""
+        personal = accuracy(head.predict_proba, self.test_features, self.test.labels)
+        return Scores(personal, self.overall, self.local)
 
 
 def personalize(
@@ -117,7 +282,6 @@ def personalize(
     params: Mapping[str, Any] | None = None,
     *,
     encoder: Encoder,
-    test_fraction: float = 0.25,
     seed: int = 0,
     cache: Path | None = None,
     progress: Progress | None = None,
@@ -132,11 +296,8 @@ def personalize(
         DataError: samples that do not fit the task.
     """
     begin = clock()
-    result = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
-    fitted = fit(bundle, result, head, params, seed)
-    overall, local = score_global(bundle, result), score_local(result, bundle.manifest.task.num_classes, seed)
-    scores = Scores(accuracy(fitted.predict_proba, result.test_features, result.test.labels), overall, local)
-    return _result(bundle, result, fitted, scores, clock() - begin)
+    features = extract(bundle, samples, encoder, seed=seed, cache=cache, progress=progress)
+    return _fit_and_score(features, head, params, seed, begin, clock)
 
 
 def evaluate_heads(
@@ -145,7 +306,6 @@ def evaluate_heads(
     names: Iterable[str] | None = None,
     *,
     encoder: Encoder,
-    test_fraction: float = 0.25,
     seed: int = 0,
     cache: Path | None = None,
     progress: Progress | None = None,
@@ -155,40 +315,65 @@ def evaluate_heads(
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
     """
-    answer = extract(samples, encoder, test_fraction=test_fraction, seed=seed, cache=cache, progress=progress)
-    overall, local = score_global(bundle, answer), score_local(answer, bundle.manifest.task.num_classes, seed)
+    features = extract(bundle, samples, encoder, seed=seed, cache=cache, progress=progress)
     results: list[Result] = []
     failed: dict[str, str] = {}
     for name in names if names is not None else (bundle.manifest.heads or heads.names()):
-        begin = clock()
-        outcome = _try_fit(bundle, answer, name, seed)
-        if isinstance(outcome, str):
-            failed[name] = outcome
-            continue
-        scores = Scores(accuracy(outcome.predict_proba, answer.test_features, answer.test.labels), overall, local)
-        results.append(_result(bundle, answer, outcome, scores, clock() - begin))
+        try:
+            results.append(_fit_and_score(features, name, None, seed, clock(), clock))
+        except HeadwaterError as error:
+            _log.warning("head_not_fitted head=%s reason=%s", name, error)
+            failed[name] = str(error)
     results.sort(key=lambda result: -(result.scores.personal or 0.0))
     return results, failed
 
 
+def _fit_and_score(
+    features: Features,
+    head: str,
+    params: Mapping[str, Any] | None,
+    seed: int,
+    begin: float,
+    clock: Callable[[], float],
+) -> Result:
+    manifest = features.bundle.manifest
+    fitted = fit(features.bundle, features.train_features, features.train.labels, head, params, seed)
+    card = manifest.heads.get(fitted.name)
+    return Result(
+        head=fitted,
+        fingerprint=features.encoder.fingerprint,
+        precision=features.encoder.precision,
+        class_names=manifest.task.class_names,
+        scores=features.scores(fitted),
+        n_train=len(features.train),
+        n_test=len(features.test),
+        seconds=clock() - begin,
+        exactness=card.exactness if card is not None else "not stated",
+        one_class=of_one_class(features.train, features.test),
+    )
+
+
 def extract(
+    bundle: Bundle,
     samples: Given,
     encoder: Encoder,
     *,
-    test_fraction: float,
-    seed: int,
+    seed: int = 0,
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Features:
-    """The samples split, with their features, which come from ``cache`` where they were computed before."""
-    train, test = samples if isinstance(samples, tuple) else split(samples, test_fraction, seed)
+    """Training and held-out samples, with features that come from ``cache`` where they were computed before."""
+    train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, seed)
+    train_features, test_features = (features_of(part, encoder, cache, progress) for part in (train, test))
     return Features(
+        bundle,
+        encoder,
         train,
         test,
-        features_of(train, encoder, cache, progress),
-        features_of(test, encoder, cache, progress),
-        encoder.precision,
-        encoder.fingerprint,
+        train_features,
+        test_features,
+        overall=_score_global(bundle, test_features, test.labels),
+        local=raw_accuracy(train, test, bundle.manifest.task.num_classes, seed),
     )
 
 
@@ -198,21 +383,33 @@ def features_of(
     """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
 
     They are found again by the fingerprint of the encoder's variant and the inputs themselves, so a changed picture is
-    always noticed.
+    always noticed. Where they are missing or damaged they are computed again.
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
-    place = cache / f"{_cache_key(encoder, samples)}.safetensors"
-    known = _cached(place, (len(samples), encoder.feature_dim))
-    if known is not None:
+    providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
+    path = cache / f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}.safetensors"
+    try:
+        known = read_tensors(path).get("features")
+    except HeadwaterError:
+        known = None
+    shape = len(samples), encoder.feature_dim
+    if known is not None and known.shape == shape and known.dtype == np.float32 and np.isfinite(known).all():
         return known
     result = encoder.features(samples.inputs, progress)
-    write_tensors(place, {"features": result})
+    write_tensors(path, {"features": result})
     return result
 
 
-def fit(bundle: Bundle, features: Features, head: str, params: Mapping[str, Any] | None = None, seed: int = 0) -> Head:
-    """A head fitted on the training features; ``params`` win over those that the bundle suggests.
+def fit(
+    bundle: Bundle,
+    features: np.ndarray,
+    labels: np.ndarray,
+    head: str,
+    params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Head:
+    """A head fitted on features (n, d) and labels (n,); ``params`` win over those that the bundle suggests.
 
     Raises:
         UnknownName: no such head.
@@ -222,14 +419,8 @@ def fit(bundle: Bundle, features: Features, head: str, params: Mapping[str, Any]
     manifest = bundle.manifest
     suggested = manifest.heads[head].params if head in manifest.heads else {}
     fitted = heads.create(head, {**suggested, **(params or {})})
-    data = FitData(
-        features.train_features,
-        features.train.labels,
-        manifest.task.num_classes,
-        bundle.global_head(),
-        manifest.method_params,
-    )
-    fitted.fit(data, np.random.default_rng(seed))
+    given = FitData(features, labels, manifest.task.num_classes, bundle.global_head(), manifest.method_params)
+    fitted.fit(given, np.random.default_rng(seed))
     return fitted
 
 
@@ -240,12 +431,10 @@ def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, 
     return float(np.mean(predict(features).argmax(axis=1) == labels))
 
 
-def score_global(bundle: Bundle, features: Features) -> float | None:
-    """Accuracy of the bundle's shared classifier on the test features; None where the bundle has none."""
+def _score_global(bundle: Bundle, features: np.ndarray, labels: np.ndarray) -> float | None:
+    """Accuracy of the bundle's shared classifier; None where the bundle has none."""
     shared = bundle.global_head()
-    if shared is None:
-        return None
-    return accuracy(lambda rows: global_probabilities(shared, rows), features.test_features, features.test.labels)
+    return None if shared is None else accuracy(lambda rows: global_probabilities(shared, rows), features, labels)
 
 
 def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray:
@@ -253,9 +442,20 @@ def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray)
     return softmax(features.astype(np.float64) @ shared["weight"].T + shared["bias"])
 
 
-def score_local(features: Features, num_classes: int, seed: int = 0) -> float | None:
-    """acc.local: logistic regression on the raw inputs of the same training samples."""
-    return raw_accuracy(features.train, features.test, num_classes, seed)
+def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:
+    """Class probabilities (n, K) of a head, or of the bundle's shared classifier where there is no head.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    if head is not None:
+        return head.head.predict_proba(features)
+    shared = bundle.global_head()
+    if shared is None:
+        raise UsageError(
+            f"bundle '{bundle.manifest.name}' has no shared classifier; fit a head first, and pass it (--head)"
+        )
+    return global_probabilities(shared, features)
 
 
 def raw_accuracy(train: Samples, test: Samples, num_classes: int, seed: int = 0) -> float | None:
@@ -273,14 +473,19 @@ def of_one_class(train: Samples, test: Samples) -> bool:
 
 
 def flattened(inputs: np.ndarray) -> np.ndarray:
-    """Inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more."""
+    """Inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more.
+
+    Neighbouring pairs are averaged along each axis in turn; an odd last one is left out.
+    """
     while int(np.prod(inputs.shape[1:])) > _RAW_DIMENSIONS and max(inputs.shape[2:], default=1) > 1:
         for axis in range(2, inputs.ndim):
-            inputs = _halved(inputs, axis)
+            if size := inputs.shape[axis] // 2:
+                even, odd = (inputs.take(range(start, 2 * size, 2), axis=axis) for start in (0, 1))
+                inputs = np.asarray((even + odd) / 2)
     return np.ascontiguousarray(inputs.reshape(len(inputs), -1), np.float32)
 
 
-def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> saved.SavedHead:
+def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:
     """The saved head in ``folder``, if it was fitted on a variant of this bundle's encoder; ``precision``: on that one.
 
     Raises:
@@ -294,53 +499,4 @@ def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "
             f"{folder}: head for classes {', '.join(result.class_names[:10])}; the bundle has "
             f"{', '.join(bundle.manifest.task.class_names[:10])}; fit the head again"
         )
-    return result
-
-
-def _try_fit(bundle: Bundle, found: Features, name: str, seed: int) -> Head | str:
-    try:
-        return fit(bundle, found, name, None, seed)
-    except HeadwaterError as error:
-        _log.warning("head_not_fitted head=%s reason=%s", name, error)
-        return str(error)
-
-
-def _result(bundle: Bundle, found: Features, fitted: Head, scores: Scores, seconds: float) -> Result:
-    card = bundle.manifest.heads.get(fitted.name)
-    return Result(
-        head=fitted,
-        fingerprint=found.fingerprint,
-        precision=found.precision,
-        class_names=bundle.manifest.task.class_names,
-        scores=scores,
-        n_train=len(found.train),
-        n_test=len(found.test),
-        seconds=seconds,
-        exactness=card.exactness if card is not None else "not stated",
-        one_class=found.is_one_class,
-    )
-
-
-def _halved(inputs: np.ndarray, axis: int) -> np.ndarray:
-    """Means of neighbouring pairs along ``axis``; an odd last one is left out."""
-    size = inputs.shape[axis] // 2
-    if not size:
-        return inputs
-    even, odd = (inputs.take(range(start, 2 * size, 2), axis=axis) for start in (0, 1))
-    return np.asarray((even + odd) / 2)
-
-
-def _cache_key(encoder: Encoder, samples: Samples) -> str:
-    providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    return f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}"
-
-
-def _cached(place: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """Features from the cache, or None where they are missing or damaged: a cache may always be computed again."""
-    try:
-        result = read_tensors(place).get("features")
-    except HeadwaterError:
-        return None
-    if result is None or result.shape != shape or result.dtype != np.float32 or not np.isfinite(result).all():
-        return None
     return result

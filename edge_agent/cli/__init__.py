@@ -1,36 +1,37 @@
-"""The command ``edge-agent``: one module for each of its commands, imported only when that command is asked for.
+"""The command ``edge-agent``; the module of a command is imported only when that command is requested.
 
-A command module has ``add_arguments(parser)`` and ``run(arguments) -> int``; its docstring's last block is the example
-that ``--help`` shows. Results go to stdout, everything else to stderr.
+A command is a function of its arguments that returns an exit code. Its docstring is what ``--help`` shows, with the
+example in the last block. ``add_COMMAND_arguments(parser)`` beside it adds its arguments. Results go to stdout,
+everything else to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NoReturn
 
 from .. import __version__
 from ..errors import HeadwaterError, UsageError, cause, without_home
 from ..limits import limit_threads
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("run", "run the agent: join a federation until stopped"),
-    "status": ("status", "show what the agent on this device does"),
-    "fit": ("fit", "fit a personal head on local data"),
-    "predict": ("predict", "classify inputs with a bundle and a head"),
-    "evaluate": ("evaluate", "score a saved head, or compare heads on local data"),
-    "import": ("import_bundle", "install a bundle file into an agent's state folder"),
-    "rollback": ("rollback", "return to the previous bundle; newer releases still come"),
-    "doctor": ("doctor", "show what this device can do, and what is missing"),
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "run": ("agent", "run", "run the agent: join a federation until stopped"),
+    "status": ("agent", "status", "show what the agent on this device does"),
+    "fit": ("offline", "fit", "fit a personal head on local data"),
+    "predict": ("offline", "predict", "classify inputs with a bundle and a head"),
+    "evaluate": ("offline", "evaluate", "score a saved head, or compare heads on local data"),
+    "import": ("offline", "import_bundle", "install a bundle file into an agent's state folder"),
+    "rollback": ("offline", "rollback", "return to the previous bundle; newer releases still come"),
+    "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),
 }
-"""Command -> (module in this folder, summary)."""
+"""Command -> (module in this folder, function, summary)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,21 +86,19 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headwater {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    wanted = next((word for word in given if not word.startswith("-")), None)
-    for name, (module, summary) in COMMANDS.items():
+    wanted = next((argument for argument in given if not argument.startswith("-")), None)
+    for name, (module_name, function, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == wanted:
-            _complete(command, importlib.import_module(f"{__name__}.{module}"))
+            module = importlib.import_module(f"{__name__}.{module_name}")
+            run = getattr(module, function)
+            about, _, example = inspect.cleandoc(run.__doc__ or "").partition("\nExample:\n")
+            command.description, command.epilog = about.strip(), f"example:\n{example}"
+            getattr(module, f"add_{name}_arguments")(command)
+            command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")
+            command.set_defaults(run=run)
     return parser
-
-
-def _complete(command: argparse.ArgumentParser, module: ModuleType) -> None:
-    about, _, example = (module.__doc__ or "").partition("\nExample:\n")
-    command.description, command.epilog = about.strip(), f"example:\n{example.rstrip()}" if example else None
-    module.add_arguments(command)
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")
-    command.set_defaults(run=module.run)
 
 
 def _report(error: HeadwaterError, *, as_json: bool) -> int:

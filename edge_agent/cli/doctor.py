@@ -1,13 +1,4 @@
-"""Show what this device can do, what would let it do more, and whether an agent's configuration works.
-
-With --config, the way of an agent is walked as far as it goes: tier, state folder, data, head, then the broker's name,
-port, certificate and login, the topics of the agent, and whether a coordinator answers on them. Nobody is disturbed by
-it, an agent with this configuration may run meanwhile. --broker looks at the way to a broker alone. The verdict at the
-end is "ready" only when nothing has failed, and then the exit code is 0.
-
-Example:
-  edge-agent doctor --config agent.toml
-"""
+"""Check a device, an agent's configuration and the way to its broker."""
 
 from __future__ import annotations
 
@@ -46,8 +37,8 @@ _TIERS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent doctor``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", type=Path, metavar="FILE", help="check every step of the agent in this TOML file")
     which.add_argument("--broker", metavar="URL", help="check every step to this broker: mqtt://host or mqtts://host")
@@ -55,8 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for each step (default: 5)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; the exit code is that of the first step that failed, 75 where the broker is not reached."""
+def doctor(arguments: argparse.Namespace) -> int:
+    """Show what this device can do, what would let it do more, and whether an agent's configuration works.
+
+    With --config, the steps of an agent are tried as far as they succeed: tier, state folder, data, head, then the
+    broker's name, port, certificate and login, the topics of the agent, and whether a coordinator answers on them. An
+    agent with this configuration may run meanwhile, undisturbed. --broker checks the steps to a broker alone. The
+    verdict at the end is "ready" only when nothing has failed, and then the exit code is 0; else it is that of the
+    first step that failed, 75 where the broker is not reached.
+
+    Example:
+      edge-agent doctor --config agent.toml
+    """
     from ..capabilities import find
     from ..config import AgentConfig, load
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class SavedCard(Frozen):
 
 @dataclass(frozen=True)
 class SavedHead:
-    """A head from disk, ready to predict, and what it is bound to."""
+    """A fitted head, and what it is bound to."""
 
     head: Head
     fingerprint: str
@@ -59,20 +59,13 @@ class SavedHead:
     metrics: Mapping[str, float | int | str | None]
 
 
-def save(
-    folder: Path,
-    head: Head,
-    *,
-    fingerprint: str,
-    precision: EncoderPrecision,
-    class_names: Sequence[str],
-    metrics: Mapping[str, float | int | str | None],
-) -> Path:
+def save(folder: Path, saved: SavedHead) -> Path:
     """Write a fitted head into ``folder``, replacing the one there; returns the path of its JSON file.
 
     Raises:
         StateError: the head has not been fitted, or its arrays hold NaN or infinity.
     """
+    head = saved.head
     if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
         what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
         raise StateError(f"head '{head.name}' cannot be saved: {what}")
@@ -81,11 +74,11 @@ def save(
     card = SavedCard(
         head=head.name,
         params=head.params.model_dump(mode="json"),
-        fingerprint=fingerprint,
-        precision=precision,
-        class_names=tuple(class_names),
+        fingerprint=saved.fingerprint,
+        precision=saved.precision,
+        class_names=saved.class_names,
         feature_dim=head.feature_dim,
-        metrics=dict(metrics),
+        metrics=dict(saved.metrics),
         arrays_file=f"arrays-{digest[:16]}.safetensors",
         arrays_sha256=digest,
     )

@@ -187,7 +187,7 @@ def test_ctrl_c_ends_quietly(place, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("edge_agent.cli.doctor.run", interrupt)
+    monkeypatch.setattr("edge_agent.cli.doctor.doctor", interrupt)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == ""
 

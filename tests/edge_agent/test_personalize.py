@@ -120,7 +120,7 @@ def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
     _, bundle, encoder, samples = ready
     result = personalize(bundle, samples, encoder=encoder)
     names = ("zero", *result.class_names[1:])
-    saved.save(tmp_path, result.head, fingerprint=encoder.fingerprint, precision="fp32", class_names=names, metrics={})
+    saved.save(tmp_path, saved.SavedHead(result.head, encoder.fingerprint, "fp32", names, {}))
     with pytest.raises(StateError, match="zero"):
         load_head(tmp_path, bundle)
 

@@ -22,7 +22,7 @@ def imported_after(code: str) -> set[str]:
 
 
 def test_the_program_of_an_agent_imports_nothing_heavy():
-    assert imported_after("import edge_agent.cli.run, edge_agent.agent.app") == set()
+    assert imported_after("import edge_agent.cli.agent, edge_agent.agent.app") == set()
 
 
 def test_what_is_imported_is_noticed():

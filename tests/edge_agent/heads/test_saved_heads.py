@@ -25,9 +25,7 @@ def fitted(name: str, params=None):
 
 
 def store(folder, head):
-    return saved.save(
-        folder, head, fingerprint=FINGERPRINT, precision="fp32", class_names=NAMES, metrics={"acc.personal": 0.9}
-    )
+    return saved.save(folder, saved.SavedHead(head, FINGERPRINT, "fp32", NAMES, {"acc.personal": 0.9}))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,9 @@
-"""What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
-
-``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written); the
-exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no agent runs.
-
-Example:
-  edge-agent status --config agent.toml --json
-"""
+"""Commands about the agent of this device: run and status."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,10 +12,11 @@ from typing import Any
 from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, load
 from ..errors import HeadwaterError, StateError
+from ..limits import limit_threads
 from ..storage import folder_lock, read_json
 from . import output
 
-_SAID = (
+_REPORTED = (
     "tier",
     "welcomed",
     "federation_id",
@@ -40,21 +35,62 @@ _AT_REST = {"welcomed": False, "other_coordinator": None, "waits_for": None, "jo
 """Of what an agent wrote that no longer runs, this is over."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``edge-agent run``."""
+    parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
+    parser.add_argument("--no-wait", action="store_true", help="exit with 75 when the broker does not answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Be this device's agent: join a federation, train or personalize when asked, install encoders, until stopped.
+
+    Data and configuration are checked first: a mistake in them ends the agent with exit code 2 before it needs a
+    broker. While the broker is away the agent keeps trying until it is stopped, after random pauses of at most 30 s;
+    --no-wait, or wait = false under [broker], makes it give up with exit code 75 when the first try fails. While no
+    coordinator of its federation answers it keeps asking, and says so after 10 s. Log lines go to stderr.
+
+    Example:
+      edge-agent run --config agent.toml
+    """
+    logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
+    config = load(AgentConfig, arguments.config, overrides)
+    limit_threads(config.training.threads)
+    from ..agent import app
+
+    app.run(config)
+    return 0
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent status``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 0 whether the agent runs or not, 1 where something keeps it from its work."""
+def status(arguments: argparse.Namespace) -> int:
+    """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
+
+    ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
+    the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
+    agent runs.
+
+    Example:
+      edge-agent status --config agent.toml --json
+    """
     config = load(AgentConfig, arguments.config)
-    said = read_json(config.state / "status.json") or {}
-    running = _is_running(config.state)
+    reported = read_json(config.state / "status.json") or {}
+    running = False
+    if config.state.is_dir():
+        try:
+            with folder_lock(config.state, "edge-agent status"):
+                pass
+        except StateError:
+            running = True
     result: dict[str, Any] = {
         "id": config.id,
         "running": running,
         "state": str(config.state),
-        **{key: said.get(key) for key in _SAID},
+        **{key: reported.get(key) for key in _REPORTED},
         **({} if running else _AT_REST),
         "encoder": None,
         "head": None,
@@ -62,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     result["tier"] = result["tier"] or config.tier
     try:
-        result.update(_installed(config.state, said, running=running))
+        result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
@@ -71,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result["condition"] in {None, "ok"} else 1
 
 
-def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str, Any]:
+def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[str, Any]:
     """Bundle and head in the state folder: a bundle may have been put there since the agent wrote its status."""
     head = read_json(state / "head" / "head.json") or {}
     if not (state / "bundles").is_dir():
@@ -88,7 +124,7 @@ def _installed(state: Path, said: dict[str, Any], *, running: bool) -> dict[str,
         if head.get("fingerprint") not in fingerprints:  # it was fitted for another bundle
             head = {}
         if not running:
-            by_agent = said.get("rolled_back") if said.get("bundle_id") == manifest.bundle_id else None
+            by_agent = reported.get("rolled_back") if reported.get("bundle_id") == manifest.bundle_id else None
             result["rolled_back"] = ReleaseRecord(state).rolled_back() or by_agent
             result["waits_for"] = None if head else "'edge-agent run', which fits a head for this bundle"
     return {**result, "head": head.get("head"), "metrics": head.get("metrics")}
@@ -103,13 +139,3 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
         else:
             yield name, ("yes" if value else "no") if isinstance(value, bool) else value
-
-
-def _is_running(state: Path) -> bool:
-    if not state.is_dir():
-        return False
-    try:
-        with folder_lock(state, "edge-agent status"):
-            return False
-    except StateError:
-        return True

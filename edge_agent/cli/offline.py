@@ -1,0 +1,405 @@
+"""Commands that need no broker: fit, predict, evaluate, import and rollback, with bundles, local data and heads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BundleDamaged, UsageError
+from ..storage import check_writable, folder_lock
+from . import output
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle, EncoderPrecision
+    from ..data import Samples
+    from ..encoder import Encoder
+
+_SOURCES = """data sources (kind:where?option=value&option=value):
+  images:DIR                     one sub-folder of image files for each class
+  npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
+  idx:DIR?split=train            MNIST and the like; split=train, test or all
+  windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
+  digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
+  cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
+  pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
+  ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
+  python:module:function         a function of your own that returns (inputs, labels)
+Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
+counts from the working folder here, and from the file's own folder in a configuration file.
+"""
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent fit``."""
+    _add_bundle(parser)
+    _add_data(parser)
+    parser.add_argument("--head", default="lr", metavar="NAME", help="lr, svm, mlp, prototype … (default: lr)")
+    parser.add_argument(
+        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
+
+
+def fit(arguments: argparse.Namespace) -> int:
+    """Fit a personal head on local data with a bundle's encoder, evaluate it on held-out samples, and save it.
+
+    Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local logistic
+    regression on the raw inputs: what this device would reach alone.
+
+    Example:
+      edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
+    """
+    from .. import heads
+    from ..personalize import personalize
+
+    params = _parameters(arguments.param)
+    heads.create(arguments.head, params)  # mistakes are found before the features are computed
+    check_writable(arguments.out)
+    check_writable(_cache_of(arguments))
+    bundle = _bundle(arguments)
+    parts = _parts(arguments, bundle)
+    encoder = _encoder(arguments, bundle, train=parts[0])
+    result = personalize(bundle, parts, arguments.head, params, encoder=encoder, **_options(arguments))
+    result.save(arguments.out)
+    content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
+    rows = [
+        ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
+        ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
+        *((name, output.percent(share)) for name, share in result.scores.metrics().items()),
+        ("time", f"{result.seconds:.2f} s"),
+        ("saved in", arguments.out),
+    ]
+    notes = [output.ONE_CLASS] if result.one_class else []
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+
+
+def _parameters(given: list[str]) -> dict[str, Any]:
+    """Head parameters from ``name=value``; values are JSON where they can be, text otherwise."""
+    if wrong := [text for text in given if "=" not in text]:
+        raise UsageError(f"--param {', '.join(wrong)}: expected NAME=VALUE, for example --param c=0.5")
+    result: dict[str, Any] = {}
+    for name, _, value in (text.partition("=") for text in given):
+        try:
+            result[name] = json.loads(value)
+        except ValueError:
+            result[name] = value
+    return result
+
+
+def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent predict``."""
+    _add_bundle(parser)
+    parser.add_argument("--head", type=Path, metavar="DIR", help="saved head; default: the bundle's shared classifier")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--data", metavar="SOURCE", help="labelled data, as for 'edge-agent fit'")
+    where.add_argument("--input", action="append", metavar="FILE", help="image file; may be repeated")
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Classify inputs with a bundle's encoder and a saved head, or with the bundle's shared classifier.
+
+    Example:
+      edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
+    """
+    from ..data import images_from_files
+    from ..personalize import load_head, probabilities
+    from ..task import ImageInput
+
+    _check_head(arguments)
+    bundle = _bundle(arguments)
+    head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
+    task = bundle.manifest.task
+    if arguments.data is not None:
+        samples = _samples(arguments, bundle)
+        inputs, names = samples.inputs, list(samples.names) or [str(number) for number in range(len(samples))]
+    elif isinstance(task.input, ImageInput):
+        inputs, names = images_from_files(arguments.input, task.input), arguments.input
+    else:
+        raise UsageError("--input takes image files, this bundle's task has sensor windows; use --data windows:FILE")
+    encoder = _encoder(arguments, bundle, head.precision if head is not None else None)
+    shares = probabilities(bundle, head, encoder.features(inputs, output.progress("features")))
+    rows = [
+        {"input": name, "class": task.class_names[row.argmax()], "probability": round(float(row.max()), 6)}
+        for name, row in zip(names, shares, strict=True)
+    ]
+    shown = [(row["input"], row["class"], output.percent(row["probability"])) for row in rows]
+    return output.result(
+        arguments, {"predictions": rows}, lambda: output.table(("input", "class", "probability"), shown)
+    )
+
+
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent evaluate``."""
+    _add_bundle(parser)
+    _add_data(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--head", type=Path, metavar="DIR", help="saved head to evaluate")
+    which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Score a saved head on local data, or, without --head, fit and compare the heads that the bundle offers.
+
+    Scores are accuracies on held-out samples, the same samples that 'fit' holds out with the same seed.
+
+    Example:
+      edge-agent evaluate --bundle b.hwb --data images:photos
+    """
+    _check_head(arguments)
+    bundle = _bundle(arguments)
+    parts = _parts(arguments, bundle)
+    if arguments.head is not None:
+        return _evaluate_saved(arguments, bundle, parts)
+    return _compare(arguments, bundle, parts)
+
+
+def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
+    from ..personalize import extract, load_head, of_one_class
+
+    saved = load_head(arguments.head, bundle, arguments.precision)
+    encoder = _encoder(arguments, bundle, saved.precision)
+    scores = extract(bundle, parts, encoder, **_options(arguments)).scores(saved.head).metrics()
+    count, one_class = len(parts[1]), of_one_class(*parts)
+    content = {**scores, "head": saved.head.name, "precision": saved.precision, "n_test": count, "one_class": one_class}
+    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
+    rows += [(name, output.percent(share)) for name, share in scores.items()]
+    notes = [output.ONE_CLASS] if one_class else []
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+
+
+def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
+    from .. import heads
+    from ..personalize import evaluate_heads
+
+    names = arguments.heads.split(",") if arguments.heads is not None else None
+    for name in names or ():
+        heads.get(name)  # an unknown name is a mistake of the command line, not a head that failed
+    encoder = _encoder(arguments, bundle, train=parts[0])
+    results, failed = evaluate_heads(bundle, parts, names, encoder=encoder, **_options(arguments))
+    rows = [
+        (result.head.name, output.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
+        for result in results
+    ]
+    lines = output.table(("head", "acc.personal", "exactness", "fit"), rows)
+    for result in results[:1]:
+        overall, local = output.percent(result.scores.overall), output.percent(result.scores.local)
+        counts = f"{result.n_train} samples to fit, {result.n_test} held out"
+        lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
+        lines += [output.ONE_CLASS] if result.one_class else []
+    lines += [f"{name}: {reason}" for name, reason in failed.items()]
+    return output.result(
+        arguments, {"heads": [result.metrics() for result in results], "failed": failed}, lambda: lines
+    )
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent import``."""
+    parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
+
+
+def import_bundle(arguments: argparse.Namespace) -> int:
+    """Install a bundle file into an agent's state folder: verified, tested on its golden inputs, then made current.
+
+    For devices that get their bundles on a stick. The agent must not be running; it fits its head for the bundle when
+    it starts. The bundle before stays for 'edge-agent rollback'. What the coordinator released before is declined from
+    then on: the imported bundle stays until there is a release that is newer than the one it took the place of.
+
+    Example:
+      edge-agent import b.hwb --state /var/lib/headwater
+    """
+    from ..agent.local_state import ReleaseRecord
+    from ..bundle import current_id, install
+
+    _check_exists(arguments.bundle, "a bundle file (*.hwb)")
+    check_writable(arguments.state)
+    with folder_lock(arguments.state, "edge-agent import"):
+        notes: dict[str, str] = {}
+        check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
+        record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
+        record.check()
+        before = current_id(root)
+        bundle = install(arguments.bundle, root, check=check)
+        declined = record.put_by_hand(bundle.id, before)
+    content = {
+        "name": bundle.manifest.name,
+        "method": bundle.manifest.method,
+        "bundle_id": bundle.id,
+        "precisions": sorted(bundle.manifest.variants),
+        "classes": bundle.manifest.task.num_classes,
+        "folder": str(bundle.folder),
+        "self_test": not arguments.no_self_test,
+        "int8_note": notes.get("int8"),
+        "declines": None if declined is None else declined.source.bundle_id,
+    }
+    rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants))}
+    return output.result(arguments, content, lambda: output.pairs(rows.items()))
+
+
+def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent rollback``."""
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+
+
+def rollback(arguments: argparse.Namespace) -> int:
+    """Go back to the bundle that this device used before: verified, tested on its golden inputs, then made current.
+
+    The agent must not be running; it fits its head for the bundle when it starts. The release that was rolled back from
+    is declined from then on, as are older ones, until the coordinator makes a newer release.
+
+    Example:
+      edge-agent rollback --state /var/lib/headwater-agent
+    """
+    from .. import bundle as bundles
+    from ..agent.local_state import ReleaseRecord
+
+    _check_exists(arguments.state, "an agent's state folder")
+    with folder_lock(arguments.state, "edge-agent rollback"):
+        record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
+        record.check()
+        before = bundles.current(root)
+        bundle = bundles.rollback(root, _self_test)
+        declined = record.put_by_hand(bundle.id, "" if before is None else before.id)
+    content = {
+        "name": bundle.manifest.name,
+        "method": bundle.manifest.method,
+        "bundle_id": bundle.id,
+        "declines": None if declined is None else declined.source.bundle_id,
+    }
+    return output.result(arguments, content, lambda: output.pairs(content.items()))
+
+
+def _self_test(bundle: Bundle) -> dict[str, str]:
+    """Test every variant; returns why int8 cannot be used here, where it cannot: fp32 serves then.
+
+    Raises:
+        BundleDamaged: fp32 computes something else than the exporter did.
+        MissingCapability: onnxruntime is not installed.
+    """
+    from ..encoder import Encoder
+
+    Encoder.open(bundle, "fp32")
+    if "int8" in bundle.manifest.variants:
+        try:
+            Encoder.open(bundle, "int8")
+        except BundleDamaged as error:
+            return {"int8": f"not used on this device: {error}"}
+    return {}
+
+
+def _add_bundle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bundle", type=Path, required=True, metavar="PATH", help="bundle file (*.hwb), or an agent's state folder"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="folder of unpacked bundles and features (default: headwater in XDG_CACHE_HOME or ~/.cache)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of encoder and head, 0 = as many as cores (default: 1)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "int8"),
+        default="auto",
+        help="auto: the saved head's, else fp32, unless int8 is faster here and a head on your data as accurate",
+    )
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", required=True, metavar="SOURCE", help="local data, see below")
+    parser.add_argument(
+        "--test-fraction", type=float, default=0.25, metavar="F", help="share held out for evaluation (default: 0.25)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
+    parser.epilog = f"{_SOURCES}\n{parser.epilog or ''}"
+
+
+def _cache_of(arguments: argparse.Namespace) -> Path:
+    from ..personalize import default_cache
+
+    return default_cache() if arguments.cache is None else Path(arguments.cache)
+
+
+def _bundle(arguments: argparse.Namespace) -> Bundle:
+    """The bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
+
+    Raises:
+        BundleDamaged: what is at that path cannot be used.
+        UsageError: nothing is at that path, or impossible numbers among the arguments; all of them are listed.
+    """
+    from ..personalize import load_bundle
+
+    rules: list[tuple[str, Callable[[float], bool], str]] = [
+        ("threads", lambda value: 0 <= value <= 1024, "0..1024"),
+        ("test_fraction", lambda value: 0 < value < 1, "above 0 and below 1"),
+        ("seed", lambda value: value >= 0, "0 or more"),
+    ]
+    mistakes = [
+        f"--{name.replace('_', '-')} {value}: expected {expected}"
+        for name, is_possible, expected in rules
+        if (value := getattr(arguments, name, None)) is not None and not is_possible(value)
+    ]
+    if mistakes:
+        raise UsageError("; ".join(mistakes))
+    return load_bundle(arguments.bundle, _cache_of(arguments))
+
+
+def _check_head(arguments: argparse.Namespace) -> None:
+    if arguments.head is not None:
+        _check_exists(arguments.head, "a head saved by 'edge-agent fit'")
+
+
+def _check_exists(path: Path, expected: str) -> None:
+    if not path.exists():
+        raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
+
+
+def _samples(arguments: argparse.Namespace, bundle: Bundle) -> Samples:
+    from ..data import load
+
+    return load(arguments.data, bundle.manifest.task.input, bundle.manifest.task.class_names)
+
+
+def _parts(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
+    """The samples that ``--data`` names: those to learn from, and those held out by ``--test-fraction``."""
+    from ..data import split
+
+    return split(_samples(arguments, bundle), arguments.test_fraction, arguments.seed)
+
+
+def _encoder(
+    arguments: argparse.Namespace,
+    bundle: Bundle,
+    precision: EncoderPrecision | None = None,
+    train: Samples | None = None,
+) -> Encoder:
+    """The bundle's encoder after its self-test; ``precision`` (a saved head's) wins over ``--precision``.
+
+    Where that is ``auto``, int8 is taken if it suits this device and the samples ``train``, and fp32 without samples.
+    """
+    from ..precision import open_encoder
+
+    return open_encoder(
+        bundle,
+        precision or arguments.precision,
+        train,
+        1 if arguments.threads is None else arguments.threads,
+        seed=getattr(arguments, "seed", 0),
+        features=_cache_of(arguments) / "features",
+        progress=output.progress("features"),
+    )
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "seed": arguments.seed,
+        "cache": _cache_of(arguments) / "features",
+        "progress": output.progress("features"),
+    }
