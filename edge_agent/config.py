@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,12 +16,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError, cause, nearest
+from .storage import read_toml
 from .task import Frozen
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Model = TypeVar("Model", bound=BaseModel)
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
@@ -231,21 +226,6 @@ def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path 
     except ValidationError as error:
         raise ConfigError(where, mistakes_of(error, model)) from error
     return _anchor(parsed, base) if base is not None else parsed
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Contents of a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read or is not TOML.
-    """
-    try:
-        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"cannot be read: {cause(error)}"]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
-    return content
 
 
 def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:

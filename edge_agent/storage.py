@@ -8,13 +8,19 @@ import json
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from .errors import StateError, UsageError, cause
+from .errors import ConfigError, StateError, UsageError, cause
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from .task import Tensors
@@ -187,6 +193,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise StateError(f"{path}: cannot be read: {cause(error)}; remove it to start afresh") from error
     if not isinstance(content, dict):
         raise StateError(f"{path}: holds {type(content).__name__}, expected an object; remove it to start afresh")
+    return content
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Contents of a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML.
+    """
+    try:
+        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"cannot be read: {cause(error)}"]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
     return content
 
 

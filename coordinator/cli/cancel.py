@@ -16,13 +16,12 @@ from ..runs.results import end_run
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .follow import standing
-from .options import Config, Json, State, state_path
-from .output import print_json, show
+from .terminal import Config, Json, State, present, state_path
 
 Run = Annotated[str, typer.Argument(help="Run to end, as 'headwater status' names it.")]
 
 REASON = "'headwater cancel'"
-LOOK_EVERY_S, PATIENCE_S = 0.1, 30.0
+LOOK_EVERY_S, TIMEOUT_S = 0.1, 30.0
 """How long the command waits for a coordinator to come to the next safe point of its run; the request stays."""
 
 
@@ -36,13 +35,12 @@ def cancel(run: Run, config: Config = None, state: State = None, as_json: Json =
     """
     pause = threading.Event()
     with StateFolder(state_path(config, state)).look() as folder:
-        record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(PATIENCE_S / LOOK_EVERY_S))
-    if as_json:
-        print_json({"run_id": run, "status": record.status, "round": record.round, "cancelled": record.is_over})
-    elif record.is_over:
-        show(f"{run} is cancelled after round {record.round} of {record.request.get('rounds')}")
-    else:
-        show(f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'")
+        record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S))
+    line = f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'"
+    if record.is_over:
+        line = f"{run} is cancelled after round {record.round} of {record.request.get('rounds')}"
+    result = {"run_id": run, "status": record.status, "round": record.round, "cancelled": record.is_over}
+    present(result, [line], as_json=as_json)
 
 
 def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks: int) -> RunRecord:

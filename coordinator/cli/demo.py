@@ -10,9 +10,9 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -21,14 +21,13 @@ from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
 from edge_agent.task import ImageInput, Task
 
-from ..config import CoordinatorConfig
+from ..config import CoordinatorConfig, RunConfig
 from ..processes.supervisor import ChildProcess, command
 from ..runs.result_notes import lines
 from ..service.app import coordinator
 from .follow import follow
-from .options import Json, Verbose
-from .output import print_json, set_up_logging, show
 from .run import agents_table, footnotes, request_for
+from .terminal import Given, Json, Verbose, from_model, present, set_up_logging
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
@@ -45,83 +44,90 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RepPer's views flip images, which turns digits into other digits; the shared classifier is for ``acc.global``; one epoch
 a round with a larger step keeps the encoders of clients with 225 images near each other."""
 
+
 Folder = Annotated[
     Path, typer.Option("--dir", help="Folder for configurations, state and results; replaced each time.")
 ]
-Method = Annotated[str, typer.Option("--method", "-m", help="Method to train with.")]
-Rounds = Annotated[int, typer.Option("--rounds", "-r", min=1, help="Number of rounds.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, cohorts and agents.")]
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """The folder and the summary of a demonstration."""
+@from_model(
+    RunConfig,
+    ("method", "rounds", "seed"),
+    help={
+        "method": "Method to train with; default: repper.",
+        "rounds": "Number of rounds; default: 25.",
+        "seed": "Seed of weights, cohorts and agents; default: 0.",
+    },
+    bounds=True,
+)
+def demo(
+    given: Given, folder: Folder = Path("headwater-demo"), as_json: Json = False, verbose: Verbose = False
+) -> None:
+    """The whole way on this machine in under a minute: no network, no GPU, no download.
 
-    folder: Path
-    summary: dict[str, Any]
-    report: Path
-    seconds: float
+    Starts a broker, a coordinator and six agents as processes of their own. Four agents train a shared encoder, each on
+    digits of another style; the frozen encoder then goes to two agents without torch, whose styles and writers were in
+    no training data, and they fit personal heads.
 
-    def as_json(self) -> dict[str, Any]:
-        """One JSON object."""
-        names = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "bundle")
-        return {
-            **{key: self.summary[key] for key in names},
-            "seconds": round(self.seconds, 1),
-            "report": str(self.report),
-            "folder": str(self.folder),
-        }
-
-    def reading(self) -> Iterator[str]:
-        """The result in a few lines, and what to try next."""
-        heads = [a for a in self.summary["agents"] if a["tier"] == "head"]
-        personal, local = _mean(heads, "personal"), _mean(heads, "local")
-        if personal is not None and local is not None:
-            yield (
-                f"The {len(heads)} devices without torch get {personal:.3f} with their own head on the shared encoder, "
-                f"{local:.3f} with raw pixels alone (same data)."
-            )
-        yield from (f"warning: {line}" for line in lines(self.summary["warnings"]))
-        if settings := SETTINGS.get(self.summary["method"]):
-            asked = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
-            yield f"Settings of this run that are no defaults of {self.summary['method']}: {asked}"
-        bundle = self.summary.get("bundle")
-        yield f"All of it took {self.seconds:.0f} s. Plots: {self.report}"
-        if bundle:
-            yield "Next, on this machine or any other, without torch and without a network:"
-            source = f"digits:{HEAD_STYLES[0]}"
-            yield f"  edge-agent fit --bundle {bundle['path']} --data {source} --head lr --out my-head"
-            yield f"  edge-agent evaluate --bundle {bundle['path']} --data {source} --head my-head"
-
-
-def run_demo(folder: Path, *, method: str, rounds: int, seed: int) -> DemoResult:
-    """Run the demonstration in ``folder``, which is emptied first if it holds an earlier one.
-
-    Raises:
-        UsageError: the folder holds something else.
-        HeadwaterError: the run failed; the message holds the agents' stderr tail.
+    Example: headwater demo --method fedavg --rounds 10
     """
+    set_up_logging(verbose=verbose, quiet=True)
     begin = time.monotonic()
     folder = folder.absolute()
-    _empty(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise UsageError(f"{folder} is not empty and not of an earlier demo; choose another with --dir")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+    options = {"method": "repper", "rounds": 25, "seed": 0, **given}
     config = _coordinator_config(folder)
-    request = request_for(config, method, rounds, seed, SETTINGS.get(method, {}))
+    request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
     with coordinator(config) as service:
-        with _agents(folder, service.broker_url, seed) as agents:
+        with _agents(folder, service.broker_url, options["seed"]) as agents:
             run = service.state.journal.request_run(request.body())
 
             def step() -> None:
                 service.step(service.idle_s())
-                for name, process in agents.items():
-                    if not process.is_running:
-                        raise HeadwaterError(f"agent {name} ended: {process.exit_reason()}")
+                for name, agent in agents.items():
+                    if not agent.is_running:
+                        raise HeadwaterError(f"agent {name} ended: {agent.exit_reason()}")
 
             follow(service.state, run, step)
         results = service.state.run(run)
         summary = results.summary()
     if summary is None:
         raise HeadwaterError(f"{run} left no summary in {results.folder}; look at {folder / 'logs'}")
-    return DemoResult(folder, summary, results.report_path, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    kept = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "bundle")
+    result = {
+        **{key: summary[key] for key in kept},
+        "seconds": round(seconds, 1),
+        "report": str(results.report_path),
+        "folder": str(folder),
+    }
+    took = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
+    present(result, [agents_table(summary), *footnotes(summary), *_reading(summary, took)], as_json=as_json)
+
+
+def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
+    """What the table means, and what to try next."""
+    heads = [agent["acc"] for agent in summary["agents"] if agent["tier"] == "head"]
+    personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
+    if personal and local:
+        yield (
+            f"The {len(heads)} devices without torch get {fmean(personal):.3f} with their own head on the shared "
+            f"encoder, {fmean(local):.3f} with raw pixels alone (same data)."
+        )
+    yield from (f"warning: {line}" for line in lines(summary["warnings"]))
+    if settings := SETTINGS.get(summary["method"]):
+        options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
+        yield f"Settings of this run that are no defaults of {summary['method']}: {options}"
+    yield took
+    if bundle := summary.get("bundle"):
+        yield "Next, on this machine or any other, without torch and without a network:"
+        source = f"digits:{HEAD_STYLES[0]}"
+        yield f"  edge-agent fit --bundle {bundle['path']} --data {source} --head lr --out my-head"
+        yield f"  edge-agent evaluate --bundle {bundle['path']} --data {source} --head my-head"
 
 
 def _coordinator_config(folder: Path) -> CoordinatorConfig:
@@ -142,15 +148,14 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
 
 @contextlib.contextmanager
 def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProcess]]:
-    """All agents as processes, which are stopped at the end."""
-    agents = dict[str, ChildProcess]()
+    """All agents as processes, each with a configuration file as one would write it by hand."""
+    agents: dict[str, ChildProcess] = {}
     try:
         for number, style in enumerate(STYLES):
             tier = "train" if style in TRAIN_STYLES else "head"
-            name = f"{tier}-{style}"
+            name, path = f"{tier}-{style}", folder / f"{tier}-{style}.toml"
             count = f"&n={SAMPLES_OF_RENDERED}" if style == "rendered" else ""
             source = f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
-            path = folder / f"{name}.toml"
             path.write_text(
                 f'id = "{name}"\nfederation = "demo"\ntier = "{tier}"\nstate = "agents/{name}"\nheartbeat_s = 5\n\n'
                 f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\n\n[head]\nname = "lr"\n',
@@ -160,45 +165,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
             agents[name] = ChildProcess(run_agent, folder / "logs" / f"{name}.log")
         yield agents
     finally:
-        for process in agents.values():
-            process.terminate()
-        for process in agents.values():
-            process.stop()
-
-
-def _empty(folder: Path) -> None:
-    """Remove an earlier demonstration; any other folder has to be empty."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-        raise UsageError(f"{folder} is not empty and not of an earlier demo; choose another with --dir")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / MARKER).touch()
-
-
-def _mean(agents: list[dict[str, Any]], scope: str) -> float | None:
-    values = [a["acc"][scope] for a in agents if a["acc"][scope] is not None]
-    return sum(values) / len(values) if values else None
-
-
-def demo(
-    folder: Folder = Path("headwater-demo"),
-    method: Method = "repper",
-    rounds: Rounds = 25,
-    seed: Seed = 0,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """The whole way on this machine in under a minute: no network, no GPU, no download.
-
-    Starts a broker, a coordinator and six agents as processes of their own. Four agents train a shared encoder, each on
-    digits of another style; the frozen encoder then goes to two agents without torch, whose styles and writers nobody
-    trained on, and they fit personal heads.
-
-    Example: headwater demo --method fedavg --rounds 10
-    """
-    set_up_logging(verbose=verbose, quiet=True)
-    result = run_demo(folder, method=method, rounds=rounds, seed=seed)
-    if as_json:
-        print_json(result.as_json())
-        return
-    show(agents_table(result.summary), *footnotes(result.summary), *result.reading())
+        for agent in agents.values():
+            agent.terminate()
+        for agent in agents.values():
+            agent.stop()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from edge_agent import capabilities
 from edge_agent.cli.doctor import Step, attempted, walk
@@ -20,8 +21,7 @@ from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
-from .options import Json
-from .output import print_json, show, table
+from .terminal import Json, present, table
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; its broker is checked: login and topic rules.")
@@ -31,40 +31,39 @@ TIMEOUT_S = 5.0
 
 
 def doctor(config: Config = None, as_json: Json = False) -> None:
-    """What this machine can do as a coordinator, and whether a configuration's broker lets one in.
+    """What this machine can do as a coordinator, and whether a configuration's broker accepts its login.
 
     Example: headwater doctor --config coordinator.toml
     """
     settings = load_config(config) if config is not None else None
-    result = capabilities.find()
+    device = capabilities.find()
     mosquitto = find_mosquitto()
     facts = {
-        "python": result.python,
-        "system": result.system,
-        "machine": result.machine,
-        "cores": result.cores,
-        "memory_mb": None if result.memory_bytes is None else result.memory_bytes // 10**6,
-        "accelerators": ", ".join(result.accelerators),
+        "python": device.python,
+        "system": device.system,
+        "machine": device.machine,
+        "cores": device.cores,
+        "memory_mb": None if device.memory_bytes is None else device.memory_bytes // 10**6,
+        "accelerators": ", ".join(device.accelerators),
         "mosquitto": str(mosquitto) if mosquitto else None,
-        **result.packages,
+        **device.packages,
     }
-    advice = [
-        *result.advice(),
-        *([] if mosquitto else ["no mosquitto: the embedded broker serves trials and small fleets"]),
+    advice = list(device.advice())
+    if not mosquitto:
+        advice.append("no mosquitto: the embedded broker serves trials and small fleets")
+    steps = list(_steps(settings)) if settings is not None else []
+    shown = [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps]
+    parts: list[Table | str] = [
+        table("this machine", ("what", "found"), list(facts.items()), left=2),
+        *(f"- {line}" for line in advice),
+        *(f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps),
     ]
-    steps = list(_walk(settings)) if settings is not None else []
-    if as_json:
-        told = [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps]
-        print_json({**facts, "advice": advice, "broker": told})
-    else:
-        show(table("this machine", ("what", "found"), list(facts.items()), left=2), *(f"- {line}" for line in advice))
-        show(*(f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps))
-    failed = next((step for step in steps if not step.is_ok), None)
-    if failed is not None:
+    present({**facts, "advice": advice, "broker": shown}, parts, as_json=as_json)
+    if failed := next((step for step in steps if not step.is_ok), None):
         raise typer.Exit(failed.exit_code)
 
 
-def _walk(config: CoordinatorConfig) -> Iterator[Step]:
+def _steps(config: CoordinatorConfig) -> Iterator[Step]:
     """The way to the broker and its topics, up to and with the first step that fails."""
     if config.broker is None:
         yield Step("embedded", is_ok=True, detail="'headwater serve' starts a broker of its own")
@@ -80,7 +79,7 @@ def _walk(config: CoordinatorConfig) -> Iterator[Step]:
         step = attempted("login", lambda: _login(transport, topics, config.broker))
         yield step
         if step.is_ok:
-            yield attempted("topics", lambda: _hear_oneself(transport, topics, config.federation))
+            yield attempted("topics", lambda: _receive_own_message(transport, topics, config.federation))
     finally:
         transport.close()
 
@@ -92,8 +91,8 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None
     return "without a user" if user is None else f"as user '{user}'"
 
 
-def _hear_oneself(transport: MqttTransport, topics: Topics, federation: str) -> str:
-    """Say something that nobody acts on, where agents say that they are there, and hear it."""
+def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:
+    """Publish a message without effect on the presence topic of an agent that does not exist, and receive it."""
     topic, until = topics.presence(f"doctor-{secrets.token_hex(8)}"), time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         event = transport.receive(0.1)

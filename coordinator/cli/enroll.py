@@ -15,8 +15,7 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
-from .options import Json
-from .output import print_json, ready_for, show
+from .terminal import Json, present, ready_for
 
 Agent = Annotated[
     str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible too.")
@@ -68,36 +67,27 @@ def enroll(
     was_there = set_password(users, agent, password, account=account)
     write_atomic(path, f"{password}\n".encode(), access=access_of(path) if path.exists() else Access.private())
     has_changed = acl is not None and add_rules(acl, federation, account=account)
-    if as_json:
-        print_json(
-            {
-                "agent": agent,
-                "users": str(users),
-                "password_file": str(path),
-                "replaced": was_there,
-                "owner": users.owner(),
-                "mode": f"{stat.S_IMODE(users.stat().st_mode):o}",
-                "acl_changed": has_changed,
-            }
-        )
-        return
-    show(*_lines(agent, users, path, was_there=was_there))
-    if acl is not None:
-        show(f"{acl} {'has got' if has_changed else 'already had'} the rules of federation '{federation}'")
-    show(
-        "a Mosquitto that runs reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the "
-        "embedded broker by itself"
-    )
-
-
-def _lines(agent: str, users: Path, path: Path, *, was_there: bool) -> list[str]:
-    owner = users.owner()
-    replaced = "; the password before no longer opens" if was_there else ""
+    owner, mode = users.owner(), f"{stat.S_IMODE(users.stat().st_mode):o}"
+    result = {
+        "agent": agent,
+        "users": str(users),
+        "password_file": str(path),
+        "replaced": was_there,
+        "owner": owner,
+        "mode": mode,
+        "acl_changed": has_changed,
+    }
     lines = [
-        f"{agent} is in {users}; its password is in {path}{replaced}",
+        f"{agent} is in {users}; its password is in {path}{'; the previous password is invalid' if was_there else ''}",
         f'broker.user = "{agent}", broker.password_file = "{path}"',
-        f"{users} belongs to '{owner}' (mode {stat.S_IMODE(users.stat().st_mode):o})",
+        f"{users} belongs to '{owner}' (mode {mode})",
     ]
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
-    return lines
+    if acl is not None:
+        lines.append(f"{acl} {'has got' if has_changed else 'already had'} the rules of federation '{federation}'")
+    lines.append(
+        "a Mosquitto that runs reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the "
+        "embedded broker by itself"
+    )
+    present(result, lines, as_json=as_json)

@@ -14,11 +14,10 @@ from edge_agent.storage import write_tensors
 from ..api import TrainedModel, export_run
 from ..config import DEFAULT_CONFIG, ExportConfig, load_config
 from ..state.journal import RunRecord
-from .options import Config, Json, State
-from .output import console, print_json, ready_for, set_up_logging, show, table, text
+from .terminal import Config, Json, State, console, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
-    from edge_agent.training.parts import Parts
+    from export import Report
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
 Out = Annotated[
@@ -40,40 +39,37 @@ def export(
 ) -> None:
     """Freeze a run's encoder, check it, quantize it, and write it as one bundle file.
 
-    A gate that fails leaves a bundle that lies there untouched and says why. --state may be the folder of a simulation,
+    A check that fails leaves an earlier bundle file untouched and says why. --state may be the folder of a simulation,
     which needs no configuration. A file that ends in .safetensors gets the weights as they are, for --weights of other
     runs and for PyTorch.
 
     Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
     """
     set_up_logging(quiet=True)
-    place, settings = _settings(config, state)
+    if config is None and state is not None and not DEFAULT_CONFIG.exists():
+        folder, settings = state, ExportConfig()
+    else:
+        loaded = load_config(config, state)
+        folder, settings = loaded.state, loaded.export
     ready_for(out)
     if out.suffix == ".safetensors":
-        trained = TrainedModel.of(place, run)
-        _write_weights(trained.model, out, trained.record, as_json=as_json)
-        return
-    busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
-    with busy:
-        report, record = export_run(place, out, settings, run=run, calibration=calibration)
-    _tell(report, record, as_json=as_json)
+        title, result = "weights", _write_weights(TrainedModel.of(folder, run), out)
+    else:
+        busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
+        with busy:
+            title, result = "exported", _exported(*export_run(folder, out, settings, run=run, calibration=calibration))
+    rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in result.items()]
+    present(result, [table(title, ("what", "value"), rows, left=2)], as_json=as_json)
 
 
-def _settings(config: Path | None, state: Path | None) -> tuple[Path, ExportConfig]:
-    """The state folder and how to export; the folder of a simulation needs no file for that."""
-    if config is None and state is not None and not DEFAULT_CONFIG.exists():
-        return state, ExportConfig()
-    settings = load_config(config, state)
-    return settings.state, settings.export
-
-
-def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool) -> None:
-    """The encoder's tensors by its own names."""
+def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
+    """Write the encoder's tensors by its own names."""
     from edge_agent.training.parts import to_arrays
 
-    weights = to_arrays(model.encoder, model.encoder.state_dict())
+    encoder, record = trained.model.encoder, trained.record
+    weights = to_arrays(encoder, encoder.state_dict())
     digest = write_tensors(out, weights, {"run": record.run, "round": str(record.round)})
-    result = {
+    return {
         "run_id": record.run,
         "round": record.round,
         "path": str(out),
@@ -81,15 +77,11 @@ def _write_weights(model: Parts, out: Path, record: RunRecord, *, as_json: bool)
         "tensors": len(weights),
         "sha256": digest,
     }
-    if as_json:
-        print_json(result)
-    else:
-        show(table("weights", ("what", "value"), [(name, _cell(value)) for name, value in result.items()], left=2))
 
 
-def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
+def _exported(report: Report, record: RunRecord) -> dict[str, Any]:
     manifest = report.manifest
-    result = {
+    return {
         "run_id": record.run,
         "round": record.round,
         "path": str(report.path),
@@ -103,11 +95,6 @@ def _tell(report: Any, record: RunRecord, *, as_json: bool) -> None:
         "heads": {name: card.exactness for name, card in manifest.heads.items()},
         "seconds": report.seconds,
     }
-    if as_json:
-        print_json(result)
-        return
-    shown = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in result.items()]
-    show(table("exported", ("what", "value"), shown, left=2))
 
 
 def _cell(value: object) -> str:

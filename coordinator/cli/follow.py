@@ -1,9 +1,8 @@
-"""Watching a run from beside the coordinator: by its journal and its status file, never by asking it to wait."""
+"""Following a run by its journal and its status file, without asking the coordinator."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import threading
 import time
@@ -11,32 +10,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edge_agent.errors import RunFailed, StateError
 from edge_agent.storage import folder_lock
 
-from ..state.journal import Journal, OpenRound, RunRecord, utc_now
-from ..state.store import StateFolder
+from ..state.journal import Journal, RunRecord, utc_now
+from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .output import console
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from .terminal import console
 
 LOOK_EVERY_S = 0.2
 SILENT_S = 15.0
-"""A coordinator notes each second that it is there, unless it is deep in its work."""
+"""A coordinator updates its status file each second, unless it is busy with long work."""
 WAIT_IS_LONG_S = 5.0
-
-
-def read_status(state: Path) -> dict[str, Any]:
-    """The coordinator's own words on what it does; empty before it has said anything."""
-    try:
-        result = json.loads((state / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
 
 
 def follow(
@@ -44,16 +31,16 @@ def follow(
 ) -> RunRecord:
     """Show progress until the run is over, or ``stop`` is set: then the record is of a run that is not over.
 
-    ``step`` makes it go on where this process is the coordinator itself.
+    ``step`` continues the run where this process is the coordinator itself.
 
     Raises:
         RunFailed: it failed or was cancelled.
         StateError: its state folder was removed or replaced: what is there now says nothing of this run.
     """
     pause = threading.Event()
-    last_id, said = -1, ""
-    with _shown(run) as tell:
-        while True:
+    record, last_id = RunRecord(run, {}), -1
+    with _progress(run) as show_progress:
+        while not record.is_over:
             if step is not None:
                 step()
             else:
@@ -66,13 +53,7 @@ def follow(
             waiting = _waiting(read_status(state.path), run)
             if newest != last_id:
                 record, last_id = state.journal.replay(run), newest
-            elif waiting == said:
-                tell.still()
-                continue
-            said = waiting
-            tell(record, said)
-            if record.is_over:
-                break
+            show_progress(record, waiting)
     if record.status != "finished":
         raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
     return record
@@ -103,64 +84,49 @@ class _Lines:
     """Progress for a pipe or a log file: one line for each closed round, and one for each wait that lasts."""
 
     def __init__(self, run: str) -> None:
-        self._run, self._closed, self._said, self._since = run, -1, "", time.monotonic()
+        self._run, self._closed, self._since, self._is_shown = run, -1, time.monotonic(), False
+        self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
 
-    def __call__(self, record: RunRecord, said: str) -> None:
+    def __call__(self, record: RunRecord, waiting: str) -> None:
         rounds = record.request.get("rounds")
         if record.round != self._closed:
             self._closed = record.round
-            asked = f"asked for {counted(int(rounds or 0), 'round')}"
-            done = f"round {record.round} of {rounds} is closed" if record.round else asked
-            console.print(f"{self._run}: {done}", soft_wrap=True)
-        if record.open_round is not None:
-            self._tell_without(record.open_round)
-        self._said, self._since = said, time.monotonic()
+            requested = f"asked for {counted(int(rounds or 0), 'round')}"
+            self._show(f"round {record.round} of {rounds} is closed" if record.round else requested)
+        if record.open_round is not None:  # agents that are left out, unless they were in the previous round
+            before, self._without = self._without, dict(record.open_round.body.get("left_out", {}))
+            for agent, reason in self._without.items():
+                if agent not in before:
+                    self._show(f"round {record.open_round.round} continues without {agent}: {reason}")
+        if record is not self._last[0] or waiting != self._last[1]:
+            self._last, self._since, self._is_shown = (record, waiting), time.monotonic(), False
+        elif waiting and not self._is_shown and time.monotonic() - self._since >= WAIT_IS_LONG_S:
+            self._show(f"waits: {waiting}")
+            self._is_shown = True
 
-    def _tell_without(self, opened: OpenRound) -> None:
-        """Say who is left out of a round, unless the round before said so, too."""
-        before, self._without = self._without, dict(opened.body.get("left_out", {}))
-        for agent, reason in self._without.items():
-            if agent not in before:
-                console.print(f"{self._run}: round {opened.round} continues without {agent}: {reason}", soft_wrap=True)
-
-    def still(self) -> None:
-        """Nothing has changed: say once what is waited for."""
-        if self._said and time.monotonic() - self._since >= WAIT_IS_LONG_S:
-            console.print(f"{self._run}: waits: {self._said}", soft_wrap=True)
-            self._said = ""
-
-
-class _Bar:
-    """Progress for a terminal: one line that changes."""
-
-    def __init__(self, run: str, progress: Progress) -> None:
-        self._run, self._progress, self._task = run, progress, progress.add_task(run, total=None)
-
-    def __call__(self, record: RunRecord, said: str) -> None:
-        total = int(record.request.get("rounds", 0))
-        self._progress.update(self._task, total=total, completed=record.round, description=f"{self._run}  {said}")
-
-    def still(self) -> None:
-        """The clock of the bar goes on by itself."""
+    def _show(self, line: str) -> None:
+        console.print(f"{self._run}: {line}", soft_wrap=True)
 
 
 @contextlib.contextmanager
-def _shown(run: str) -> Iterator[_Lines | _Bar]:
+def _progress(run: str) -> Iterator[Callable[[RunRecord, str], None]]:
+    """What to call with the state of a run and with what it waits for: lines, or one that changes on a terminal."""
     if not console.is_terminal:
         yield _Lines(run)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(run, progress)
+        bar = progress.add_task(run, total=None)
+
+        def update(record: RunRecord, waiting: str) -> None:
+            total = int(record.request.get("rounds", 0))
+            progress.update(bar, total=total, completed=record.round, description=f"{run}  {waiting}")
+
+        yield update
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:
@@ -209,39 +175,39 @@ def is_serving(state: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class Invocation:
     """The options by which a command found its state folder."""
 
     config: Path | None
     state: Path | None
 
     def command(self, words: str) -> str:
-        """A command as people would type it here, in quotation marks."""
+        """Another command for the same state folder, in quotation marks."""
         given = (("--config", self.config), ("--state", self.state))
         options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given if path is not None)
         return f"'headwater {words}{options}'"
 
 
 def ahead_of(journal: Journal, run: str) -> list[str]:
-    """Unfinished runs that were asked for before ``run``: they are done first."""
+    """Unfinished runs that were requested before ``run``: they are done first."""
     unfinished = journal.unfinished()
     return unfinished[: unfinished.index(run)] if run in unfinished else []
 
 
 def standing(record: RunRecord) -> str:
-    """How far a run has come, in words."""
+    """How many rounds of a run are closed, as the rest of a sentence."""
     rounds = int(record.request.get("rounds", 0))
     if record.status == "requested":
         return f"has not begun with its {counted(rounds, 'round')}"
     return f"stands at round {record.round} of {rounds}"
 
 
-def behind(journal: Journal, run: str, place: Place) -> str:
-    """What ``run`` has to wait for and how to get that out of the way; empty when it is next."""
+def behind(journal: Journal, run: str, invocation: Invocation) -> str:
+    """Which runs are ahead of ``run`` and how to cancel the first one; empty when ``run`` is next."""
     ahead = ahead_of(journal, run)
     if not ahead:
         return ""
     first = ahead[0]
     others = f" and {listed(ahead[1:])}" if len(ahead) > 1 else ""
     what = f"{first}, which {standing(journal.replay(first))}{others}"
-    return f"{run} is queued behind {what}; {place.command(f'cancel {first}')} takes it out of the queue"
+    return f"{run} is queued behind {what}; {invocation.command(f'cancel {first}')} takes it out of the queue"

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib.resources import files
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 
-from .options import Json
-from .output import print_json, show, table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from .terminal import Json, present, print_json, show, table
 
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
-HEADINGS = ("Source", "Travels", "Stays", "Server", "Differs from the paper")
+HEADINGS = {
+    "source": "Source",
+    "travels": "Travels",
+    "stays": "Stays",
+    "server": "Server",
+    "differs": "Differs from the paper",
+}
+"""Key -> heading of a section in the docstrings of methods."""
+
 GRADE_MARKS: dict[str, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
-KEYS = ("source", "travels", "stays", "server", "differs")
+LISTED = "methods.json"
+"""What the list shows of our own methods, made by tests/harness/reference.py: importing them takes seconds."""
 
 
 def methods(name: Name = None, as_json: Json = False) -> None:
@@ -34,23 +38,26 @@ def methods(name: Name = None, as_json: Json = False) -> None:
     """
     if name is not None:
         one = {**describe(name), "params": parameters(name)}
-        print_json(one) if as_json else show(*_lines(one))
+        present(one, _lines(one), as_json=as_json)
         return
+    listed = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
     rows, broken = list[dict[str, Any]](), dict[str, str]()
     for known in registry.names():
         try:
-            rows.append(describe(known) if as_json else from_source(known) or describe(known))
-        except UsageError as error:  # one of another package's; the others are none the worse for it
+            rows.append(listed.get(known) or describe(known))
+        except UsageError as error:  # a method of another package; the list shows the others
             broken[known] = str(error)
     if as_json:
         print_json({"methods": rows, "broken": broken})
         return
     names = ("method", "travels", "stays", "server step", "heads for devices", "source")
-    cells = [(r["name"], r["travels"], r["stays"], r["server"], _heads(r), r["paper"]) for r in rows]
-    show(table("methods", names, cells, left=len(names)))
+    cells = [(r["name"], r["travels"], r["stays"], r["server"], marked_heads(r), r["paper"]) for r in rows]
     legend = ", ".join(f"'{mark}' {grade}" for grade, mark in GRADE_MARKS.items())
-    show(f"Heads on the frozen encoder, against the method's own personal part: {legend}. 'methods NAME' says why.")
-    show(*broken.values())
+    show(
+        table("methods", names, cells, left=len(names)),
+        f"Heads on the frozen encoder, against the method's own personal part: {legend}. 'methods NAME' says why.",
+        *broken.values(),
+    )
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -62,7 +69,9 @@ def describe(name: str) -> dict[str, Any]:
     method = registry.create(name)
     doc = sys.modules[type(method).__module__].__doc__ or ""
     return {
-        **_from_doc(name, doc),
+        "name": name,
+        "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."),
+        **{key: section(doc, heading) for key, heading in HEADINGS.items()},
         "paper": method.source,
         "shared": list(method.shared),
         "norm": method.norm,
@@ -70,81 +79,6 @@ def describe(name: str) -> dict[str, Any]:
         "heads": list(method.heads),
         "exactness": {head: list(method.card(head)) for head in method.heads},
     }
-
-
-def from_source(name: str) -> dict[str, Any] | None:
-    """The fields of `describe` that a list shows, read from the method's source: no method is imported.
-
-    None where the source does not have them as plain values, or the method is no file of ours.
-    """
-    try:
-        tree = _source(name)
-        kind = next(one for one in tree.body if isinstance(one, ast.ClassDef) and _assigned(one, "source") is not None)
-        paper, heads, norm = (_constant(name, kind, attribute) for attribute in ("source", "heads", "norm"))
-        exactness = _constant(name, kind, "exactness")
-    except (OSError, StopIteration, LookupError, ValueError):
-        return None
-    grades = {head: exactness.get(head, ("approximate",))[0] for head in heads}
-    if norm != "global":  # as `Method.card` has it
-        grades = {head: "same form" if grade == "exact" else grade for head, grade in grades.items()}
-    result = {"paper": paper, "heads": list(heads), "exactness": {head: [grade] for head, grade in grades.items()}}
-    return {**_from_doc(name, ast.get_docstring(tree) or ""), **result}
-
-
-@cache
-def _source(module: str) -> ast.Module:
-    spec = importlib.util.find_spec(f"{registry.__name__}.{module}") if module.isidentifier() else None
-    if spec is None or spec.origin is None:
-        raise LookupError(module)
-    return ast.parse(Path(spec.origin).read_bytes())
-
-
-def _assigned(kind: ast.ClassDef, name: str) -> ast.expr | None:
-    for one in kind.body:
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return one.value  # type: ignore[attr-defined, no-any-return]
-        if isinstance(one, ast.FunctionDef) and one.name == name:
-            raise LookupError(f"{name} is computed")
-    return None
-
-
-def _constant(module: str, kind: ast.ClassDef, name: str) -> Any:
-    """The value of a class attribute, its own or the one that it inherits."""
-    line = list(_ancestors(module, kind))
-    for where, one in [*(pair for pair in line if pair[0] != "base"), *(pair for pair in line if pair[0] == "base")]:
-        value = _assigned(one, name)
-        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
-            return _constant(*_named(where, value.value.id), value.attr)
-        if isinstance(value, ast.Call):  # grades(mlp=(…), lr=(…))
-            return {word.arg: ast.literal_eval(word.value) for word in value.keywords}
-        if value is not None:
-            return ast.literal_eval(value)
-    raise LookupError(name)
-
-
-def _ancestors(module: str, kind: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-    yield module, kind
-    for base in kind.bases:
-        if isinstance(base, ast.Name) and base.id != "ABC":
-            yield from _ancestors(*_named(module, base.id))
-
-
-def _named(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """The class that is called ``name`` in ``module``, and the module that defines it."""
-    for one in _source(module).body:
-        if isinstance(one, ast.ClassDef) and one.name == name:
-            return module, one
-        if isinstance(one, ast.ImportFrom) and one.level == 1 and one.module:
-            for alias in one.names:
-                if (alias.asname or alias.name) == name:
-                    return _named(one.module, alias.name)
-    raise LookupError(name)
-
-
-def _from_doc(name: str, doc: str) -> dict[str, str]:
-    sections: Mapping[str, str] = dict(zip(KEYS, (section(doc, heading) for heading in HEADINGS), strict=True))
-    return {"name": name, "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."), **sections}
 
 
 def parameters(name: str) -> list[dict[str, Any]]:
@@ -163,7 +97,7 @@ def section(doc: str, heading: str) -> str:
     taken: list[str] = []
     inside = False
     for line in doc.splitlines():
-        begins = next((h for h in HEADINGS if line.startswith(f"{h}:")), None)
+        begins = next((h for h in HEADINGS.values() if line.startswith(f"{h}:")), None)
         if begins is not None:
             inside = begins == heading
         if inside:
@@ -171,18 +105,18 @@ def section(doc: str, heading: str) -> str:
     return " ".join(taken).strip()
 
 
-def _heads(one: dict[str, Any]) -> str:
+def marked_heads(one: Mapping[str, Any]) -> str:
     """A method's device heads, each with the mark of its grade."""
     return " ".join(f"{GRADE_MARKS[one['exactness'][head][0]]}{head}" for head in one["heads"]) or "–"
 
 
 def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     yield f"{one['name']}: {one['summary']}"
-    for key in KEYS:
+    for key in HEADINGS:
         yield f"{key}: {one[key]}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
     for head in one["heads"]:
-        yield f"head {head}: {': '.join(one['exactness'][head])}"
+        yield f"head {head}: {', '.join(one['exactness'][head])}"
     yield ""
     rows = [
         (p["name"], str(p["default"]), "" if p["paper"] == p["default"] else str(p["paper"]), p["meaning"])

@@ -13,9 +13,8 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
 from ..simulation.plan import Plan
-from .options import Given, Json, Verbose, from_model
-from .output import print_json, ready_for, set_up_logging, show, table
 from .simulate import sources
+from .terminal import Given, Json, Verbose, from_model, print_json, ready_for, set_up_logging, show, table
 
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
@@ -67,7 +66,7 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..report.partition_plot import mixture, picture_kind
+    from ..report.charts import mixture, picture_kind
     from ..simulation.datasets import prepare
 
     set_up_logging(verbose=verbose, quiet=True)

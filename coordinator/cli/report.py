@@ -12,11 +12,10 @@ from edge_agent.storage import write_atomic
 
 from ..report import write_report
 from ..report.page import accuracy_svg
-from ..state.journal import Journal, RunRecord
+from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .follow import standing
-from .options import Config, Json, State, state_path
-from .output import console, print_json, ready_for, show
+from .terminal import Config, Json, State, console, present, ready_for, state_path
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]
@@ -31,10 +30,12 @@ def report(config: Config = None, state: State = None, run: Run = None, svg: Svg
     Example: headwater report --state headwater-demo/coordinator
     """
     folder = StateFolder(state_path(config, state))
-    if not folder.journal.path.exists():
-        raise _no_figures(folder)
-    with folder.look():
-        record = folder.journal.replay(run) if run else _latest(folder)
+    record = None
+    if folder.journal.path.exists():
+        with folder.look():
+            record = folder.journal.replay(run) if run else _latest(folder)
+    if record is None:
+        raise UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
     chosen = folder.run(record.run)
     path = write_report(chosen, record)
     if record.status != "finished":
@@ -42,29 +43,15 @@ def report(config: Config = None, state: State = None, run: Run = None, svg: Svg
     if svg is not None:
         ready_for(svg)
         write_atomic(svg, accuracy_svg(chosen).encode())
-    if as_json:
-        status = {"status": record.status, "round": record.round}
-        print_json({"run_id": chosen.run, **status, "report": str(path), "summary": chosen.summary()})
-    else:
-        show(str(path))
+    status = {"status": record.status, "round": record.round}
+    result = {"run_id": chosen.run, **status, "report": str(path), "summary": chosen.summary()}
+    present(result, [str(path)], as_json=as_json)
 
 
-def _latest(folder: StateFolder) -> RunRecord:
-    """The latest run that has finished; where there is none, the latest with figures.
-
-    Raises:
-        UsageError: no run has figures.
-    """
+def _latest(folder: StateFolder) -> RunRecord | None:
+    """The latest run that has finished; where there is none, the latest with figures."""
     with_figures = {result.run for result in folder.runs()}
-    records = [record for record in _records(folder.journal) if record.run in with_figures]
-    if not records:
-        raise _no_figures(folder)
-    return next((record for record in reversed(records) if record.status == "finished"), records[-1])
-
-
-def _no_figures(folder: StateFolder) -> UsageError:
-    return UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
-
-
-def _records(journal: Journal) -> list[RunRecord]:
-    return [journal.replay(run) for run in journal.runs()]
+    records = [folder.journal.replay(run) for run in folder.journal.runs() if run in with_figures]
+    return next(
+        (record for record in reversed(records) if record.status == "finished"), records[-1] if records else None
+    )

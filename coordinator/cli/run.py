@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +20,21 @@ from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted, listed
-from .follow import Place, ahead_of, behind, follow, is_serving, result_of, standing
-from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
-from .output import console, print_json, set_up_logging, show, table
+from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of, standing
+from .terminal import (
+    INTERRUPTED,
+    Config,
+    Given,
+    Json,
+    State,
+    Verbose,
+    console,
+    flag,
+    from_model,
+    present,
+    set_up_logging,
+    table,
+)
 
 Paper = Annotated[
     bool,
@@ -75,126 +86,102 @@ def run(
     """
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
-    settings = _with_weights(settings, given.get("weights"), fresh=no_weights)
-    set_up_logging(verbose=verbose, quiet=True)
-    if resume is not None:
-        switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
-        _check_resumed(
-            settings, resume, [flag(name) for name in (*given, *(name for name, is_set in switches.items() if is_set))]
-        )
-        request = None
-    else:
-        request = request_for(
-            settings,
-            given.get("method"),
-            given.get("rounds"),
-            given.get("seed"),
-            given.get("params", {}),
-            given.get("keep_every"),
-            paper=paper,
-        )
-    if request is not None and no_wait:
-        _put_into_queue(settings, request, Place(config, state), as_json=as_json)
-        return
-    record = _follow(settings, request, resume, Place(config, state))
-    tell(result_of(StateFolder(settings.state), record), as_json=as_json)
-
-
-def _with_weights(settings: CoordinatorConfig, weights: Path | None, *, fresh: bool) -> CoordinatorConfig:
-    if fresh and weights is not None:
+    weights = given.pop("weights", None)
+    if no_weights and weights is not None:
         raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
-    if weights is None and not fresh:
-        return settings
-    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
+    if no_weights or weights is not None:
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
+    set_up_logging(verbose=verbose, quiet=True)
+    invocation = Invocation(config, state)
+    target: Request | str
+    if resume is None:
+        target = request_for(settings, **given, paper=paper)
+        if no_wait:
+            _put_into_queue(settings, target, invocation, as_json=as_json)
+            return
+    else:
+        target = resume
+        switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
+        fields = [*given, *(["weights"] if weights else []), *(name for name, is_set in switches.items() if is_set)]
+        if fields:
+            leave_out = ", ".join(map(flag, fields))
+            raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
+        with StateFolder(settings.state).look() as folder:
+            record = folder.journal.replay(resume)
+        if record.is_over:
+            raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
+    record = _follow(settings, target, invocation)
+    summary = result_of(StateFolder(settings.state), record)
+    present(summary, result_parts(summary), as_json=as_json)
 
 
-def _check_resumed(settings: CoordinatorConfig, run: str, wishes: list[str]) -> None:
-    if wishes:
-        raise UsageError(f"--resume {run} keeps the settings of the run; leave out {', '.join(wishes)}")
-    with StateFolder(settings.state).look() as folder:
-        record = folder.journal.replay(run)
-    if record.is_over:
-        raise UsageError(f"{run} is {record.status} already; ask for another run without --resume")
-
-
-def _put_into_queue(settings: CoordinatorConfig, request: Request, place: Place, *, as_json: bool) -> None:
-    """Ask for the run in the journal, which lasts, and say who will do it."""
+def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: Invocation, *, as_json: bool) -> None:
+    """Request the run in the journal, which is durable, and say which command will do it."""
     serving = is_serving(settings.state)
     with StateFolder(settings.state).look(create=True) as folder:
         run = folder.journal.request_run(request.body())
-        ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, place)
-    if as_json:
-        print_json({"run_id": run, "serving": serving, "queued_behind": ahead})
-        return
-    takers = f"{place.command('serve')} or {place.command(f'run --resume {run}')}"
+        ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, invocation)
+    takers = f"{invocation.command('serve')} or {invocation.command(f'run --resume {run}')}"
     taker = "the coordinator at work here does it" if serving else f"no coordinator is serving; {takers} does it"
-    show(f"{run} is in the queue: {taker}", *([first] if first else []))
+    lines = [f"{run} is in the queue: {taker}", *([first] if first else [])]
+    present({"run_id": run, "serving": serving, "queued_behind": ahead}, lines, as_json=as_json)
 
 
-def _follow(settings: CoordinatorConfig, request: Request | None, resume: str | None, place: Place) -> RunRecord:
-    """The run's end; leaves the command with `INTERRUPTED` when a signal comes first."""
+def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
+    """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
     serving = is_serving(settings.state)
-    with stop_on_signals() as stop, _at_work(settings, serving=serving) as (folder, step):
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        step = None
+        if serving:
+            folder = stack.enter_context(StateFolder(settings.state).look())
+        else:  # this process is the coordinator
+            service = stack.enter_context(coordinator(settings))
+            folder, step = service.state, lambda: service.step(service.idle_s())
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)
-        run = resume if request is None else folder.journal.request_run(request.body())
-        if first := behind(folder.journal, run or "", place):
+        run = folder.journal.request_run(run.body()) if isinstance(run, Request) else run
+        if first := behind(folder.journal, run, invocation):
             console.print(first, soft_wrap=True)
-        record = follow(folder, run or "", step, stop)
+        record = follow(folder, run, step, stop)
     if record.is_over:
         return record
-    console.print(_interrupted(record, place, serving=serving), soft_wrap=True)
+    cancels = invocation.command(f"cancel {run}")
+    line = f"{run} continues without this command; {invocation.command('status')} shows its state, {cancels} ends it"
+    if not serving:
+        resumes = f"{invocation.command(f'run --resume {run}')} or {invocation.command('serve')}"
+        line = f"{run} {standing(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
+    console.print(line, soft_wrap=True)
     raise typer.Exit(INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _at_work(
-    settings: CoordinatorConfig, *, serving: bool
-) -> Iterator[tuple[StateFolder, Callable[[], object] | None]]:
-    """The state folder, and what makes the run go on where this process is the coordinator itself."""
-    if serving:
-        with StateFolder(settings.state).look() as folder:
-            yield folder, None
-    else:
-        with coordinator(settings) as service:
-            yield service.state, lambda: service.step(service.idle_s())
-
-
-def _interrupted(record: RunRecord, place: Place, *, serving: bool) -> str:
-    run, cancels = record.run, place.command(f"cancel {record.run}")
-    if serving:
-        return f"{run} continues without this command; {place.command('status')} shows its state, {cancels} ends it"
-    resumes = f"{place.command(f'run --resume {run}')} or {place.command('serve')}"
-    return f"{run} {standing(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
 
 
 def request_for(
     settings: CoordinatorConfig,
-    method: str | None,
-    rounds: int | None,
-    seed: int | None,
-    params: dict[str, Any],
+    method: str | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    params: dict[str, Any] | None = None,
     keep_every: int | None = None,
     *,
     paper: bool = False,
 ) -> Request:
-    """What is asked for: the file's defaults, with the command line's wishes on top; checked before anybody works.
+    """The run to request: the configuration's defaults under what the command line gives, all of it checked.
 
     ``paper``: below both, the paper's values of the method's parameters.
 
     Raises:
         UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
-            mistakes are told at once.
+            mistakes are listed.
     """
     defaults = settings.run
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
-    made = checked_method(settings, name, {**base, **params}, paper=paper)
+    made = checked_method(settings, name, {**base, **(params or {})}, paper=paper)
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
     if defaults.weights is not None and (staying := fresh_on_devices(made, settings.task)):
-        told = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
-        console.print(f"note: {told}: {listed(staying)}", soft_wrap=True)
+        note = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
+        console.print(f"note: {note}: {listed(staying)}", soft_wrap=True)
     return Request(
         method=name,
         params=made.params.model_dump(mode="json"),
@@ -207,23 +194,23 @@ def request_for(
     )
 
 
-def tell(summary: dict[str, Any], *, as_json: bool) -> None:
-    """A run's result: one JSON object, or a table for people."""
-    if as_json:
-        print_json(summary)
-        return
+def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
+    """A run's result for people: a table of the devices, then what else has to be known."""
     bundle = summary.get("bundle")
-    why_not = summary.get("bundle_why_not", "not exported")
-    made = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}" if bundle else f"no bundle ({why_not})"
-    took = f"{summary['seconds']:.1f} s, {made}"
+    exported = f"no bundle ({summary.get('bundle_why_not', 'not exported')})"
+    if bundle:
+        exported = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}"
+    yield agents_table(summary)
+    yield from footnotes(summary)
     # Clients of one class have a footnote each.
-    warned = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
-    warnings = (f"warning: {line}" for line in lines(warned))
-    show(agents_table(summary), *footnotes(summary), *warnings, *metric_lines(summary), took)
+    warnings = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
+    yield from (f"warning: {line}" for line in lines(warnings))
+    yield from metric_lines(summary)
+    yield f"{summary['seconds']:.1f} s, {exported}"
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
-    """What each device got; narrow enough for 80 columns."""
+    """Figures of each device; narrow enough for 80 columns."""
     scopes = ("local", "global", "personal")
     columns = (
         "agent",
@@ -250,7 +237,7 @@ def agents_table(summary: dict[str, Any]) -> Table:
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
-    """What has to be known about devices, and what went wrong on them, one line each."""
+    """Notes on devices and their failures, one line each."""
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
     for agent, one in summary.get("left_out", {}).items():

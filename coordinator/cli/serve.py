@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import typer
 
 from ..config import load_config
 from ..service.app import coordinator, stop_on_signals
 from ..service.preflight import check_defaults, without_lost_weights
-from ..state.journal import Journal
-from .follow import Place, standing
-from .options import INTERRUPTED, Config, State, Verbose
-from .output import console, set_up_logging
+from .follow import Invocation, standing
+from .terminal import INTERRUPTED, Config, State, Verbose, console, set_up_logging
 
 
 def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:
-    """Serve a federation until told to stop: agents may come and go, runs are started with 'headwater run'.
+    """Serve a federation until stopped: agents may come and go, runs are started with 'headwater run'.
 
     Clients whose data lie here ([[hosted]]) train beside the agents, in processes of this command; a [warm_start] and
     the figures of [proxy] are computed in another one. configs/coordinator-hosted.toml shows all three.
 
-    A run that was under way when the coordinator stopped, or was killed, goes on in the round it was in. Exit code 0
+    A run that was under way when the coordinator stopped, or was killed, is resumed in the round it was in. Exit code 0
     after SIGTERM, 130 after Ctrl-C.
 
     Example: headwater serve --config configs/coordinator.toml
@@ -34,16 +31,11 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
         )
-        for line in _left_over(service.state.journal, Place(config, state)):
-            console.print(line, soft_wrap=True)
+        for run in service.state.journal.unfinished():
+            drops = Invocation(config, state).command(f"cancel {run}")
+            progress = standing(service.state.journal.replay(run))
+            console.print(f"{run} {progress} and is done first; {drops} drops it", soft_wrap=True)
         service.serve(stop)
-    console.print("stopped; the next start goes on from here")
+    console.print("stopped; the next start resumes from here")
     if stop.signal == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
-
-
-def _left_over(journal: Journal, place: Place) -> Iterator[str]:
-    """The runs that are waiting already, one line each."""
-    for run in journal.unfinished():
-        how = place.command(f"cancel {run}")
-        yield f"{run} {standing(journal.replay(run))} and is done first; {how} drops it"

@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.config import parse, read_toml
+from edge_agent.config import parse
 from edge_agent.errors import UsageError
 from edge_agent.registry import absolute
-from edge_agent.storage import check_writable
+from edge_agent.storage import check_writable, read_toml
 
 from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
 from ..text import counted, encoder_named
-from .options import INTERRUPTED, Given, Json, Verbose, from_model
-from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
+from .terminal import (
+    INTERRUPTED,
+    Given,
+    Json,
+    Verbose,
+    console,
+    from_model,
+    print_json,
+    set_up_logging,
+    show,
+    sigterm_as_ctrl_c,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,14 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from ..runs.result_notes import coordinator_metrics, metric_lines
-from ..state.journal import RunRecord
-from ..state.store import StateFolder
+from ..state.store import StateFolder, read_status
 from ..text import counted
-from .follow import advice, is_serving, read_status
-from .options import Config, Json, State, state_path
-from .output import print_json, show, table
+from .follow import advice, is_serving
+from .terminal import Config, Json, State, present, state_path, table
 
-NOBODY = (
+NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
 )
 
@@ -29,115 +27,95 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
     path = state_path(config, state)
     with StateFolder(path).look() as folder:
         ahead: str | None = None
-        runs = []
+        runs = list[dict[str, Any]]()
         for run in folder.journal.runs():
             record = folder.journal.replay(run)
-            runs.append({**_run(record, ahead), **coordinator_metrics(folder.journal, run)})
+            runs.append(
+                {
+                    "id": record.run,
+                    "method": record.request.get("method"),
+                    "status": record.status,
+                    "round": record.round,
+                    "rounds": record.request.get("rounds"),
+                    "reason": record.outcome.get("reason"),
+                    "queued_behind": None if record.is_over else ahead,
+                    **coordinator_metrics(folder.journal, run),
+                }
+            )
             ahead = ahead if record.is_over else run
-    said = read_status(path)
+    written = read_status(path)
     serving = is_serving(path)
-    if serving and (stalled := (said.get("run") or {}).get("stalled")):
-        runs = [one | _stalled(stalled) if one["id"] == said["run"]["id"] else one for one in runs]
-    result = {"serving": serving, "state": str(path), "runs": runs, **said}
-    if as_json:
-        print_json(result)
-    else:
-        show(*_lines(result))
+    if serving and (stalled := (written.get("run") or {}).get("stalled")):
+        for one in runs:
+            if one["id"] == written["run"]["id"]:
+                one |= {"status": "stalled", "reason": stalled.get("reason")}
+    result = {"serving": serving, "state": str(path), "runs": runs, **written}
+    present(result, _lines(result), as_json=as_json)
 
 
-def _run(record: RunRecord, ahead: str | None) -> dict[str, Any]:
-    asked = record.request
-    return {
-        "id": record.run, "method": asked.get("method"), "status": record.status, "round": record.round,
-        "rounds": asked.get("rounds"), "reason": record.outcome.get("reason"),
-        "queued_behind": None if record.is_over else ahead,
-    }  # fmt: skip
-
-
-def _stalled(stalled: dict[str, Any]) -> dict[str, Any]:
-    """What a run that is held up by its files shows instead of what the journal knows."""
-    return {"status": "stalled", "reason": stalled.get("reason")}
-
-
-def _lines(found: dict[str, Any]) -> Iterator[Table | str]:
+def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
+    serving, runs, agents = result["serving"], result["runs"], result.get("agents", [])
     age = ""
-    if "at" in found:
-        seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(found["at"])).total_seconds()
+    if "at" in result:
+        seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(result["at"])).total_seconds()
         age = f" (heard {seconds:.0f} s ago)"
-    yield f"coordinator: {'serving' if found['serving'] else 'not running'}{age}, state in {found['state']}"
-    waiting = found.get("waiting")
-    if found["serving"] and waiting:
+    yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
+    if serving and (waiting := result.get("waiting")):
         whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
-    if not found["serving"]:
+    if not serving:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
-    elif advised := advice(found):
+    elif advised := advice(result):
         yield f"advice: {advised}"
-    if found["serving"] and (trouble := found.get("storage")):
-        yield f"storage: {trouble}"
-    if found["serving"] and found.get("other_coordinator"):
-        yield f"another coordinator: {found['other_coordinator']}"
-    yield from _rejected(found)
+    for key, title in (("storage", "storage"), ("other_coordinator", "another coordinator")):
+        if serving and result.get(key):
+            yield f"{title}: {result[key]}"
+    for what in ("messages", "updates"):  # since the coordinator's start, with the most frequent causes
+        if number := result.get(f"rejected_{what}", 0):
+            most = (result.get("rejected_most") or {}).get(what, {})
+            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
+            yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
     yield ""
-    yield _runs(found["runs"]) if found["runs"] else "no runs yet; 'headwater run' starts one"
-    yield from _own(found["runs"][-1:])
+    yield _table_of_runs(runs) if runs else "no runs yet; 'headwater run' starts one"
+    yield from (f"{run['id']}: {line}" for run in runs[-1:] for line in metric_lines(run))
     yield ""
-    agents = found.get("agents", [])
-    yield _agents(agents) if agents else NOBODY
+    yield _table_of_agents(agents) if agents else NO_AGENTS
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))
 
 
-def _runs(runs: list[dict[str, Any]]) -> Table:
-    rows = [(r["id"], r["method"], r["status"], f"{r['round']}/{r['rounds']}", _note(r)) for r in runs]
+def _table_of_runs(runs: list[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            run["id"],
+            run["method"],
+            run["status"],
+            f"{run['round']}/{run['rounds']}",
+            f"queued behind {run['queued_behind']}" if run["queued_behind"] else run["reason"] or "",
+        )
+        for run in runs
+    ]
     return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
 
 
-def _own(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """What the coordinator has computed itself for these runs."""
-    yield from (f"{run['id']}: {line}" for run in runs for line in metric_lines(run))
-
-
-def _note(run: dict[str, Any]) -> str:
-    return f"queued behind {run['queued_behind']}" if run["queued_behind"] else run["reason"] or ""
-
-
-def _rejected(found: dict[str, Any]) -> Iterator[str]:
-    """Rejected messages and updates since the coordinator's start, with the most frequent causes."""
-    for what in ("messages", "updates"):
-        if number := found.get(f"rejected_{what}", 0):
-            most = (found.get("rejected_most") or {}).get(what, {})
-            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
-            yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
-
-
-def _agents(agents: list[dict[str, Any]]) -> Table:
+def _table_of_agents(agents: list[dict[str, Any]]) -> Table:
+    conditions = {"ok": "online", "fault": "online, fault", "stalled": "online, stalled"}
     rows = [
         (
-            _marked(a),
-            a["tier"],
-            a.get("transport", "mqtt"),
-            _state(a),
-            a["bundle_id"][:12],
-            None if a["silent_s"] is None else f"{a['silent_s']:.0f} s",
+            f"{agent['id']} *" if any(_notes(agent)) else agent["id"],
+            agent["tier"],
+            agent.get("transport", "mqtt"),
+            conditions[agent.get("condition", "ok")] if agent["present"] else "offline",
+            agent["bundle_id"][:12],
+            None if agent["silent_s"] is None else f"{agent['silent_s']:.0f} s",
         )
-        for a in agents
+        for agent in agents
     ]
     return table("agents", ("agent", "tier", "by", "is", "bundle", "silent"), rows, left=5)
 
 
-def _marked(agent: dict[str, Any]) -> str:
-    return f"{agent['id']} *" if any(_notes(agent)) else str(agent["id"])
-
-
-def _state(agent: dict[str, Any]) -> str:
-    if not agent["present"]:
-        return "gone"
-    return {"ok": "here", "fault": "here, fault", "stalled": "here, stalled"}[agent.get("condition", "ok")]
-
-
 def _notes(agent: dict[str, Any]) -> Iterator[str]:
-    """What people should know of an agent: what it failed at, and what to do; then the rest."""
+    """Why an agent failed and what to do about it, then its other notes."""
     if fault := agent.get("fault"):
         yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {fault['at']})"
     yield from agent.get("notes", ())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import Any
+
+from edge_agent.errors import UsageError
 
 WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 44
@@ -78,6 +82,21 @@ class Chart:
             f'<svg {place}viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.text)}">'
             f"<title>{escape(self.text)}</title>{self.body}</svg>"
         )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart with its file name, title, caption and legend."""
+
+    name: str
+    title: str
+    caption: str
+    chart: Chart
+    keys: Keys = ()
+
+    def as_file(self) -> bytes:
+        """The content of an SVG file."""
+        return standalone(self.title, self.chart, self.keys).encode()
 
 
 def line_chart(text: str, series: Sequence[Series], *, x_label: str, y_label: str, low: float, high: float) -> Chart:
@@ -199,19 +218,10 @@ def class_style(label: int) -> tuple[str, str]:
     return f"k{label % len(_COLOURS)}", _SHAPES[label % len(_SHAPES)]
 
 
-def legend(keys: Keys) -> str:
-    """A list of keys for a page; empty without any."""
-    entries = "".join(
-        f'<li><svg class="key" viewBox="0 0 22 14" aria-hidden="true">{_key(style, shape)}</svg> {escape(name)}</li>'
-        for name, style, shape in keys
-    )
-    return f'<ul class="legend">{entries}</ul>' if keys else ""
-
-
 def style_sheet() -> str:
     """The style sheet of pages with charts."""
     colours = (f".fill.k{place} {{ fill: #{colour}; }}" for place, colour in enumerate(_COLOURS))
-    return "\n".join([files(__package__).joinpath("report.css").read_text(encoding="utf-8"), *colours])
+    return "\n".join([files(__package__).joinpath("templates/report.css").read_text(encoding="utf-8"), *colours])
 
 
 def standalone(title: str, chart: Chart, keys: Keys = ()) -> str:
@@ -222,7 +232,7 @@ def standalone(title: str, chart: Chart, keys: Keys = ()) -> str:
         if x > 14 and x + width > WIDTH - 10:
             x, y = 14.0, y + 20
         entries.append(
-            f'<svg x="{x:.0f}" y="{y}" width="22" height="14" viewBox="0 0 22 14">{_key(style, shape)}</svg>'
+            f'<svg x="{x:.0f}" y="{y}" width="22" height="14" viewBox="0 0 22 14">{key_mark(style, shape)}</svg>'
         )
         entries.append(_word(name, x + 28, y + 11, "start", "tick"))
         x += width + 8
@@ -308,8 +318,8 @@ def _mark(shape: str, style: str, x: float, y: float, size: float = 5.0) -> str:
     return f'<rect class="fill {style}" {corner}{turn}/>'
 
 
-def _key(style: str, shape: str) -> str:
-    """A mark in a box of 22 x 14."""
+def key_mark(style: str, shape: str) -> str:
+    """The mark of a legend's entry, in a box of 22 x 14."""
     if shape in {"line", "dashed"}:
         return f'<line class="line {style}{" dashed" * (shape == "dashed")}" x1="0" y1="7" x2="22" y2="7"/>'
     if shape == "bar":
@@ -319,3 +329,64 @@ def _key(style: str, shape: str) -> str:
 
 def _short(name: str, limit: int = 16) -> str:
     return name if len(name) <= limit else name[: limit - 1] + "…"
+
+
+FORMATS = ("svg", "png", "pdf")
+MOST_BUBBLES = 60
+"""Clients up to which each count is a bubble; more are drawn as a heat map."""
+
+
+def picture_kind(suffix: str) -> str:
+    """The format of a picture file with this suffix.
+
+    Raises:
+        UsageError: no such format.
+    """
+    kind = suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        result = f"'{suffix}'" if suffix else "a name without a suffix"
+        raise UsageError(f"--plot: {result}; expected one of {', '.join('.' + one for one in FORMATS)}")
+    return kind
+
+
+def mixture(partition: Mapping[str, Any], kind: str) -> bytes:
+    """The bytes of a picture file of format ``kind``, one of `FORMATS`.
+
+    ``partition``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    clients, classes = partition["clients"], partition["classes"]
+    counts = [one["train"] for one in clients]
+    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
+        size = (min(14.0, 2.2 + 0.24 * len(clients)), min(9.0, 1.6 + 0.26 * len(classes)))
+        figure = Figure(figsize=(max(4.0, size[0]), max(2.6, size[1])), layout="constrained")
+        panel = figure.subplots()
+        (_bubbles if len(clients) <= MOST_BUBBLES else _map)(figure, panel, counts)
+        panel.set_yticks(range(len(classes)), classes)
+        if len(clients) <= MOST_BUBBLES:
+            panel.set_xticks(range(len(clients)), [one["id"] for one in clients], rotation=90)
+        panel.set(xlabel="client", ylabel="class")
+        figure.suptitle(f"partition {partition['rule']}: training samples of each class", fontsize=10)
+        out = io.BytesIO()
+        figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return out.getvalue()
+
+
+def _bubbles(_figure: Any, panel: Any, counts: list[list[int]]) -> None:
+    highest = max(map(max, counts)) or 1
+    places = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
+    xs, ys, sizes = zip(*places, strict=True)
+    panel.scatter(xs, ys, s=[140.0 * size / highest for size in sizes], color="#2166ac", alpha=0.85, linewidths=0)
+    panel.set(xlim=(-0.7, len(counts) - 0.3), ylim=(len(counts[0]) - 0.4, -0.6))
+    panel.scatter([], [], s=140.0, color="#2166ac", label=f"{highest} samples")
+    panel.scatter([], [], s=14.0, color="#2166ac", label=f"{max(1, highest // 10)}")
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    panel.grid(alpha=0.15)
+
+
+def _map(figure: Any, panel: Any, counts: list[list[int]]) -> None:
+    columns = [list(column) for column in zip(*counts, strict=True)]
+    shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
+    figure.colorbar(shown, ax=panel, label="samples")

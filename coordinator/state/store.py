@@ -20,7 +20,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
 from .journal import Journal
@@ -196,6 +195,15 @@ class RunFolder:
         return record
 
 
+def read_status(state: Path) -> dict[str, Any]:
+    """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""
+    try:
+        result = json.loads((state / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
 class StateFolder:
     """Everything that one coordinator keeps. `open` is for the coordinator, `look` for commands beside it."""
 
@@ -234,6 +242,8 @@ class StateFolder:
         Raises:
             UsageError: ``run`` cannot be the name of a run.
         """
+        from edge_agent.config import NAME_PATTERN  # pydantic, which 'headwater status' does without
+
         if not re.fullmatch(NAME_PATTERN, run):
             raise UsageError(f"'{run[:80]}' cannot be a run; runs are named like 'run-0001', see 'headwater status'")
         return RunFolder(self.path / "runs" / run)

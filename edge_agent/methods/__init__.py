@@ -1,20 +1,21 @@
 """Federated methods, one file each. The file name is the registry: nothing is listed anywhere.
 
-Others' packages add methods through the entry-point group ``headwater.methods``.
+Others' packages add methods through the entry-point group ``headwater.methods``. The contract is imported when it is
+first used: names alone need neither numpy nor pydantic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from ..config import mistakes_of
 from ..errors import ConfigError
 from ..registry import Registry
-from .base import Method, weighted_mean
-from .values import Client, MethodParams, Update, grades, ours, paper_values
+
+if TYPE_CHECKING:
+    from .base import Method, weighted_mean
+    from .values import Client, MethodParams, Update, grades, ours, paper_values
 
 __all__ = [
     "Client",
@@ -31,6 +32,8 @@ __all__ = [
     "weighted_mean",
 ]
 
+_IN_BASE = ("Method", "weighted_mean")
+
 registry = Registry("method", __name__, entry_points="headwater.methods", besides=("families", "values"))
 
 
@@ -46,6 +49,8 @@ def get(name: str) -> type[Method]:
         UnknownName: no such method; the nearest name is suggested.
         UsageError: what another package offers under this name is no whole method.
     """
+    from .base import Method
+
     return registry.load_class(name, Method)
 
 
@@ -57,8 +62,19 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
         ConfigError: unknown or impossible parameters, all of them listed.
         UsageError: as `get`.
     """
+    from pydantic import ValidationError
+
+    from ..config import mistakes_of
+    from .values import paper_values
+
     kind = get(name)
     try:
         return kind(kind.Params.model_validate({**(paper_values(kind.Params) if paper else {}), **(params or {})}))
     except ValidationError as error:
         raise ConfigError(f"parameters of method '{name}'", mistakes_of(error, kind.Params)) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(".base" if name in _IN_BASE else ".values", __name__), name)

@@ -15,8 +15,8 @@ import yardstick_stacked
 import yardstick_transport
 from yardstick_loop import bare_seconds
 
-from coordinator.research.bench import device, device_inputs, rounds, simulate
-from coordinator.research.bench.figures import Row
+from coordinator.research.bench import device, rounds, simulate
+from coordinator.research.bench.measuring import METHODS, RoundPlan, Row, SimulationSize
 
 pytestmark = pytest.mark.bench
 
@@ -59,7 +59,7 @@ def show(title, rows, **more):
 @pytest.mark.parametrize("broker", list(rounds.brokers("all")))
 @pytest.mark.parametrize("payload_bytes, count", [(500_000, 20), (45_000_000, 5)])
 def test_rounds_without_training(broker, payload_bytes, count, tmp_path):
-    plan = rounds.Plan(payload_bytes=payload_bytes, rounds=count)
+    plan = RoundPlan(payload=str(payload_bytes), rounds=count)
     found = rounds.measure(plan, broker, tmp_path)
     show(f"{broker}, {payload_bytes / 1e6:g} MB", found.rows(), **{"round, median": ROUND_S[payload_bytes]})
     assert len(found.seconds) == count - 1
@@ -67,7 +67,7 @@ def test_rounds_without_training(broker, payload_bytes, count, tmp_path):
 
 
 def test_rounds_with_training(tmp_path):
-    plan = rounds.Plan(rounds=5, workload="w1")
+    plan = RoundPlan(rounds=5, workload="w1")
     bare_s = bare_seconds(4, tmp_path)
     rows = rounds.measure(plan, next(rounds.brokers("all")), tmp_path / "run").rows()
     rows += [
@@ -84,11 +84,11 @@ def test_transport_in_both_directions(tmp_path):
     assert len(found["legs"]) == 2 * len(list(rounds.brokers("all")))
 
 
-@pytest.mark.parametrize("method", simulate.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_simulated_rounds_over_a_bare_loop(method, tmp_path):
-    size = simulate.Size()
+    size = SimulationSize()
     show(method, yardstick_simulate.measure(method, simulate.data_source(tmp_path, size), size, tmp_path / "r").rows())
-    show(method, simulate.report(simulate.Size(methods=(method,)), tmp_path)["rows"])
+    show(method, simulate.report(SimulationSize(method=method), tmp_path)["rows"])
 
 
 def test_memory_of_a_simulation_by_its_clients(tmp_path):
@@ -102,12 +102,12 @@ def test_precisions_of_training():
 @pytest.mark.gpu
 def test_stacked_rounds_over_a_loop_on_one_device(tmp_path):
     names = [f"{clients} clients: round over that loop" for clients in (20, 100)]
-    show("stacked", yardstick_stacked.report(simulate.Size(), tmp_path)["rows"], **dict.fromkeys(names, 0.2))
+    show("stacked", yardstick_stacked.report(SimulationSize(), tmp_path)["rows"], **dict.fromkeys(names, 0.2))
 
 
 def test_a_device_without_torch(tmp_path):
     found = list(device.rows(tmp_path, tmp_path / "cache", repeats=3))
-    theirs = yardstick_scikit_learn.measure(device_inputs.real_features(tmp_path / "cache"), tmp_path)
+    theirs = yardstick_scikit_learn.measure(device.real_features(tmp_path / "cache"), tmp_path)
     found.append(Row("LR by scikit-learn, CPU", theirs["seconds"], "s"))
     accuracy = next(row.value for row in found if row.name == "LR head, 600 x 512 x 10, accuracy")
     found.append(Row("LR head, accuracy below that of scikit-learn", theirs["accuracy"] - accuracy, ""))

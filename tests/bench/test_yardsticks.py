@@ -16,8 +16,9 @@ import yardstick_stacked as stacked
 import yardstick_tcp as tcp
 import yardstick_transport as transport
 
-from coordinator.research.bench import device_inputs, workloads
+from coordinator.research.bench import device, workloads
 from coordinator.research.bench import simulate as ours
+from coordinator.research.bench.measuring import SimulationSize
 from edge_agent import methods, models
 
 pytestmark = pytest.mark.bench
@@ -37,7 +38,7 @@ def test_scikit_learn_is_measured_on_the_features_of_the_device(tmp_path):
     paths = (tmp_path / "fit", tmp_path / "test")
     for path, part in zip(paths, (slice(40), slice(40, None)), strict=True):
         classifier = {"weight": means, "bias": np.zeros(3, np.float32)}
-        device_inputs.Features(points[part], labels[part], classifier).write(path)
+        device.Features(points[part], labels[part], classifier).write(path)
     found = scikit_learn.measure(paths, tmp_path)
     assert found["accuracy"] > 0.9
     assert found["peak_mb"] > 60
@@ -95,7 +96,7 @@ def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
 
 def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "has_fashion", lambda: False)
-    size = ours.Size(clients=2, samples=20, rounds=1, workers=1)
+    size = SimulationSize(clients=2, samples=20, rounds=1, workers=1)
     found = simulate.measure("fedavg", ours.data_source(tmp_path, size), size, tmp_path / "run")
     assert [len(one) for one in (found.ours, found.bare, found.keeping)] == [1, 1, 1]
     assert [row.unit for row in found.rows()] == ["s", "s", "x", "x", "x"]
@@ -127,7 +128,7 @@ def test_stacked_rounds_are_measured_against_a_loop_on_the_same_device(tmp_path,
         ("7 clients: round over that loop", 0.375),
     ]
     monkeypatch.setattr(ours, "has_fashion", lambda: False)
-    found = stacked.report(ours.Size(clients=1, samples=20, rounds=1), tmp_path, "cpu")
+    found = stacked.report(SimulationSize(clients=1, samples=20, rounds=1), tmp_path, "cpu")
     assert found["device"] == "cpu"
     assert (found["engine"]["1"]["jobs"], found["engine"]["1"]["of"]) == (0, 2), "there is nobody beside it"
     assert found["engine"]["5"]["of"] == 10

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.fleet.transfers import Collection, Collector, Distributor
-from coordinator.research.bench.processes import say
+from coordinator.research.bench.measuring import say
 from coordinator.research.bench.workloads import NOOP
 from coordinator.state.store import StateFolder
 from edge_agent.config import BrokerConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.research.bench import workloads
-from coordinator.research.bench.processes import Measured, answer, module, say, tell, usage
+from coordinator.research.bench.measuring import Measured, answer, module, say, tell, usage
 from edge_agent.limits import keep_freed_memory
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.research.bench.figures import Row
-from coordinator.research.bench.processes import answer, module, say
+from coordinator.research.bench.measuring import Row, answer, module, say
 from coordinator.research.bench.simulate import proportional_mb
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import Simulation, open_simulation

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordinator.research.bench.figures import Row
+from coordinator.research.bench.measuring import Row
 from edge_agent import methods
 from edge_agent.client import choose_device, supported
 from edge_agent.config import Precision

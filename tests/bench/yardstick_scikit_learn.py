@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.research.bench.device import Features
 from coordinator.research.bench.device_child import least_seconds
-from coordinator.research.bench.device_inputs import Features
-from coordinator.research.bench.processes import answer, module
+from coordinator.research.bench.measuring import answer, module
 
 
 def measure(features: tuple[Path, Path], folder: Path) -> dict[str, float]:

@@ -10,8 +10,8 @@ from statistics import median
 
 from yardstick_loop import BareWorkers
 
-from coordinator.research.bench.figures import Row
-from coordinator.research.bench.simulate import SETUP, Size, plan_for, timed_round
+from coordinator.research.bench.measuring import Row, SimulationSize
+from coordinator.research.bench.simulate import SETUP, plan_for, timed_round, worker_count
 from coordinator.research.bench.workloads import register
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
@@ -43,7 +43,7 @@ def over(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, floa
     return median(one[index] / other[index] for one, other in zip(some, others, strict=True))
 
 
-def measure(method: str, source: str, size: Size, folder: Path) -> Turns:
+def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Turns:
     """Rounds of ours and of the bare loop in turns, after one of each that does not count."""
     register()
     prepared = Prepared.of(plan_for(method, source, size)).shared()
@@ -54,7 +54,7 @@ def measure(method: str, source: str, size: Size, folder: Path) -> Turns:
         data[client] = (train.inputs, train.labels)
     with contextlib.ExitStack() as stack:
         bare = [
-            BareWorkers.start(stack, method, data, size.worker_count, folder, keeps_memory=keeps)
+            BareWorkers.start(stack, method, data, worker_count(size), folder, keeps_memory=keeps)
             for keeps in (False, True)
         ]
         ours = stack.enter_context(open_simulation(prepared, folder / "plain", SETUP))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 import yardstick_loop as bare_rounds
 
 from coordinator.research.bench import workloads
-from coordinator.research.bench.figures import Row
-from coordinator.research.bench.simulate import Size, data_source, plan_for, timed_round
+from coordinator.research.bench.measuring import Row, SimulationSize
+from coordinator.research.bench.simulate import data_source, plan_for, timed_round
 from coordinator.simulation.engines.stacked import device_name
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
@@ -44,14 +44,16 @@ class Against:
         ]
 
 
-def measure(source: str, size: Size, device: torch.device, folder: Path) -> Against:
+def measure(source: str, size: SimulationSize, device: torch.device, folder: Path) -> Against:
     """FedAvg, rounds of ours and of the loop in turns, after one of each that does not count.
 
     Raises:
         MeasuringFailed: the run ended.
     """
     workloads.register()
-    prepared = Prepared.of(plan_for("fedavg", source, replace(size, stacked_on=str(device))))
+    prepared = Prepared.of(
+        plan_for("fedavg", source, size.model_copy(update={"engine": "stacked", "device": str(device)}))
+    )
     data = {
         client: tuple(torch.from_numpy(array).to(device) for array in (train.inputs, train.labels))
         for client, share in prepared.division.clients.items()
@@ -74,7 +76,7 @@ def _loop_s(data: dict[str, Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def report(size: Size, folder: Path, device: str = "auto") -> dict[str, Any]:
+def report(size: SimulationSize, folder: Path, device: str = "auto") -> dict[str, Any]:
     """Everything, for as many clients as ``size`` says and for five times as many.
 
     Raises:
@@ -84,7 +86,7 @@ def report(size: Size, folder: Path, device: str = "auto") -> dict[str, Any]:
     place = choose_device(device)
     source = data_source(folder, size)
     counts = (size.clients, MANY * size.clients)
-    found = [measure(source, replace(size, clients=n), place, folder / f"{n}-clients") for n in counts]
+    found = [measure(source, size.model_copy(update={"clients": n}), place, folder / f"{n}-clients") for n in counts]
     return {
         "data": source.partition("?")[0],
         "device": device_name(place),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coordinator.research.bench.processes import module
+from coordinator.research.bench.measuring import module
 
 LIMIT_S = 60.0
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}

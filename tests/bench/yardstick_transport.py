@@ -11,8 +11,7 @@ from typing import Any
 
 import yardstick_tcp as tcp
 
-from coordinator.research.bench.figures import rounded
-from coordinator.research.bench.processes import Measured, answer, forget_peak, module, tell, usage
+from coordinator.research.bench.measuring import Measured, answer, forget_peak, module, rounded, tell, usage
 from coordinator.research.bench.rounds import FEDERATION, PROGRAMS, agent_file, broker
 
 DIRECTIONS = ("broadcast", "upload")

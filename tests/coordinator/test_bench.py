@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
-from coordinator.cli.bench import chosen, size_bytes
-from coordinator.research.bench import device, device_child, device_inputs, processes, rounds, simulate, workloads
-from coordinator.research.bench.figures import caveat, machine, quantile, rounded
+from coordinator.research.bench import device, device_child, measuring, rounds, simulate, workloads
+from coordinator.research.bench.measuring import SimulationSize, caveat, machine, quantile, rounded, size_bytes
 from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
 from edge_agent.agent.tasks import TaskRunner
@@ -53,8 +52,8 @@ def test_sizes_that_cannot_be_meant_are_refused(text):
 
 
 def test_an_unknown_choice_names_the_known_ones():
-    with pytest.raises(UsageError, match="--broker 'nats': expected one of all, mosquitto, amqtt"):
-        chosen("--broker", "nats", "all", "mosquitto", "amqtt")
+    with pytest.raises(UsageError, match="broker = 'nats': Input should be 'all', 'mosquitto' or 'amqtt'"):
+        command_tree(["bench"])(["bench", "round", "--broker", "nats"], standalone_mode=False)
 
 
 def test_tail_of_values():
@@ -80,7 +79,7 @@ def test_the_caveat_names_processor_cores_and_versions():
 
 
 def test_usage_agrees_with_what_the_process_knows_of_itself():
-    used = processes.usage(os.getpid())
+    used = measuring.usage(os.getpid())
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
@@ -92,27 +91,27 @@ def test_usage_agrees_with_what_the_process_knows_of_itself():
 def test_the_peak_is_forgotten_on_request_and_seen_again():
     """150 MB come and go: the peak falls by most of them once it is forgotten."""
     block = np.ones(150_000_000, np.uint8)
-    high = processes.usage(os.getpid()).peak_mb
+    high = measuring.usage(os.getpid()).peak_mb
     del block
-    processes.forget_peak(os.getpid())
-    low = processes.usage(os.getpid()).peak_mb
+    measuring.forget_peak(os.getpid())
+    low = measuring.usage(os.getpid()).peak_mb
     assert low < high - 100
 
 
 def test_a_process_that_is_gone_is_named():
     with pytest.raises(MeasuringFailed, match="999999999"):
-        processes.usage(999_999_999)
+        measuring.usage(999_999_999)
 
 
 def test_a_measured_process_that_ends_tells_its_last_words(tmp_path):
-    with processes.module("broken", ["hub"], tmp_path, module=rounds.PROGRAMS) as measured:
+    with measuring.module("broken", ["hub"], tmp_path, module=rounds.PROGRAMS) as measured:
         with pytest.raises(MeasuringFailed, match=r"(?s)broken ended with code 2.*invalid choice: 'hub'"):
-            processes.answer(measured)
+            measuring.answer(measured)
 
 
 def test_waiting_ends_with_an_error_that_says_for_what(tmp_path):
     with pytest.raises(MeasuringFailed, match="the moon: not within 0 s"):
-        processes.wait_for(lambda: False, [], what="the moon", limit_s=0.0, every_s=0.001)
+        measuring.wait_for(lambda: False, [], what="the moon", limit_s=0.0, every_s=0.001)
 
 
 def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
@@ -212,7 +211,7 @@ def made_up_features(tmp_path):
     classifier = {"weight": means, "bias": np.zeros(3, np.float32)}
     paths = (tmp_path / "fit", tmp_path / "test")
     for path, part in zip(paths, (slice(40), slice(40, None)), strict=True):
-        device_inputs.Features(points[part], labels[part], classifier).write(path)
+        device.Features(points[part], labels[part], classifier).write(path)
     return paths
 
 
@@ -235,10 +234,10 @@ def test_every_head_of_the_benchmark_is_fitted_with_its_own_defaults(name, made_
 def test_features_of_the_benchmark_are_computed_once_and_by_a_trained_encoder(tmp_path, monkeypatch):
     digits = data.load("digits:optdigits?n=300", workloads.w1_task().input, workloads.w1_task().class_names)
     asked = []
-    monkeypatch.setattr(device_inputs, "_samples", lambda: asked.append(1) or (digits, digits))
-    monkeypatch.setattr(device_inputs, "FIT", 200)
-    fit, test = map(device_inputs.Features.read, device_inputs.real_features(tmp_path))
-    device_inputs.real_features(tmp_path)
+    monkeypatch.setattr(device, "_samples", lambda: asked.append(1) or (digits, digits))
+    monkeypatch.setattr(device, "FIT", 200)
+    fit, test = map(device.Features.read, device.real_features(tmp_path))
+    device.real_features(tmp_path)
     assert asked == [1]
     assert (fit.features.shape, test.features.shape) == ((200, 512), (100, 512))
     assert fit.labels.tolist() + test.labels.tolist() == digits.labels.tolist()
@@ -271,7 +270,7 @@ def test_an_encoder_is_measured_with_all_modules_of_an_agent(tmp_path, monkeypat
 
 def test_simulated_rounds_are_measured_without_and_with_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(simulate, "has_fashion", lambda: False)
-    size = simulate.Size(clients=2, samples=20, rounds=1, workers=1, methods=("fedavg",))
+    size = SimulationSize(clients=2, samples=20, rounds=1, workers=1, method="fedavg")
     found = simulate.report(size, tmp_path)
     assert {kind: len(seconds) for kind, seconds in found["seconds"]["fedavg"].items()} == {"plain": 1, "evaluated": 1}
     assert [row.unit for row in found["rows"]] == ["s", "1/s", "s", "x", "MB"]
@@ -281,7 +280,7 @@ def test_simulated_rounds_are_measured_without_and_with_evaluation(tmp_path, mon
 
 def test_stacked_rounds_are_measured_on_the_device_that_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(simulate, "has_fashion", lambda: False)
-    size = simulate.Size(clients=2, samples=20, rounds=1, methods=("fedavg",), stacked_on="cpu")
+    size = SimulationSize(clients=2, samples=20, rounds=1, method="fedavg", engine="stacked", device="cpu")
     found = simulate.report(size, tmp_path)
     assert found["engine"]["fedavg"]["of"] == 4, "two clients in a first round and in one that counts"
     assert found["device"] == "cpu"

@@ -12,7 +12,7 @@ import pytest
 from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import HEADINGS, describe, parameters, section
-from coordinator.cli.output import console, show, table
+from coordinator.cli.terminal import console, show, table
 from coordinator.state.journal import RunRecord
 from coordinator.state.store import StateFolder
 from edge_agent import methods
@@ -313,7 +313,7 @@ def test_docstring_of_a_method_fills_its_row(name):
 
 def test_sections_of_a_docstring_end_where_the_next_begins():
     doc = "X: y.\n\nSource: a\nb.\nTravels: c.\nStays: d\nServer: m\nDiffers from the paper: e."
-    found = [section(doc, h) for h in HEADINGS]
+    found = [section(doc, h) for h in HEADINGS.values()]
     assert found == ["a b.", "c.", "d", "m", "e."]
 
 
@@ -340,11 +340,12 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
     assert not console.is_terminal
     lines = _Lines("run-0001")
     record = RunRecord("run-0001", {"rounds": 2})
-    lines(record, "round 1: 0 of 2 updates are here (from a, b)")
-    lines.still()  # not yet worth a word
+    waiting = "round 1: 0 of 2 updates are here (from a, b)"
+    lines(record, waiting)
+    lines(record, waiting)  # not yet worth a line
     now[0] = 5.0
-    lines.still()
-    lines.still()  # said once
+    lines(record, waiting)
+    lines(record, waiting)  # shown once
     lines(RunRecord("run-0001", {"rounds": 2}, round=1), "round 2: 0 of 2 updates are here (from a, b)")
     assert capsys.readouterr().err.splitlines() == [
         "run-0001: asked for 2 rounds",

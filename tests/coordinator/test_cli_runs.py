@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting, follow, result_of
+from coordinator.cli.run import result_parts
 from coordinator.state.journal import utc_now
 from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
@@ -308,7 +309,7 @@ def test_serve_stopped_by_ctrl_c_says_130_and_by_systemd_0(away, tmp_path, numbe
     with StateFolder(tmp_path / "state").open("test") as state:
         add_run(state, closed=1)
     found, said = told(started(tmp_path, "serve", "--config", away), number, "broker_away")
-    assert (found, said.splitlines()[-1]) == (code, "stopped; the next start goes on from here"), said
+    assert (found, said.splitlines()[-1]) == (code, "stopped; the next start resumes from here"), said
     assert "run-0001 stands at round 1 of 3 and is done first; 'headwater cancel run-0001 --config" in said
     assert "Errno" not in said
 
@@ -325,10 +326,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(
     assert states(tmp_path / "state")[0][1] in {"requested", "running"}
 
 
-def test_a_run_ends_with_the_bundle_id_that_status_shows(capsys):
-    from coordinator.cli.run import tell
-
+def test_a_run_ends_with_the_bundle_id_that_status_shows():
     bundle = {"bundle_id": "0123456789ab" + "f" * 52, "path": "state/runs/run-0001/run-0001.hwb"}
-    tell({"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}, as_json=False)
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
+    summary = {"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}
+    assert [*result_parts(summary)][-1] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"

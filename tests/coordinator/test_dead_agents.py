@@ -9,7 +9,7 @@ import pytest
 from federation_disturbances import Stranger, killed_at_append
 from federation_harness import Federation
 
-from coordinator.cli.run import tell as show_result
+from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.runs.context import REPORT_DEADLINE_S
 
@@ -283,7 +283,7 @@ def test_a_coordinator_killed_in_a_round_that_goes_on_with_others_ends_in_the_sa
     assert run(tmp_path / "killed", moment) == run(tmp_path / "undisturbed", "never")
 
 
-def test_an_agent_that_vanished_is_named_in_the_result_with_the_round_in_which_it_was_last_heard(tmp_path, capsys):
+def test_an_agent_that_vanished_is_named_in_the_result_with_the_round_in_which_it_was_last_heard(tmp_path):
     """The result had no word of it: neither a row, nor a note, nor a warning."""
     with fleet(tmp_path, 3) as fed:
         begin(fed, 3, rounds=5)
@@ -303,8 +303,7 @@ def test_an_agent_that_vanished_is_named_in_the_result_with_the_round_in_which_i
         "figures are missing here"
     )
     assert "went offline during the run, last heard in round 3 of 5" in page
-    show_result(summary, as_json=False)
-    assert f"warning: {warning['message']}" in capsys.readouterr().out
+    assert f"warning: {warning['message']}" in [*result_parts(summary)]
 
 
 def test_an_agent_that_comes_back_before_the_end_is_not_called_offline(tmp_path):

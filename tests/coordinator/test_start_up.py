@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from coordinator.cli import methods as command
 from coordinator.state.store import StateFolder
-from edge_agent import methods
 
 LOADED = """
 import contextlib, io, sys
@@ -45,22 +43,29 @@ def test_help_loads_no_command_and_no_settings():
     assert not {name for name in modules if name.startswith("coordinator.cli.")}
 
 
-def test_status_loads_neither_numpy_nor_the_service(tmp_path):
-    with StateFolder(tmp_path).open("test") as state:
+MODELS = {"edge_agent.config", "edge_agent.task", "coordinator.config"}
+"""Modules of pydantic models, which take long to build; typer itself loads pydantic."""
+
+
+def test_the_list_of_methods_loads_neither_numpy_nor_models_nor_any_method():
+    modules = loaded_by("coordinator", "methods")
+    assert not packages(modules) & (HEAVY | {"numpy"})
+    assert not modules & MODELS
+    assert not {name for name in modules if name.startswith("edge_agent.methods.")}
+
+
+@pytest.mark.parametrize("option", ["--state", "--config"])
+def test_status_loads_neither_numpy_nor_models_nor_the_service(tmp_path, option):
+    config = tmp_path / "coordinator.toml"
+    config.write_text('state = "state"\n')
+    with StateFolder(tmp_path / "state").open("test") as state:
         state.journal.request_run({"method": "fedavg", "rounds": 1})
-    modules = loaded_by("coordinator", "status", "--state", str(tmp_path))
+    place = config if option == "--config" else tmp_path / "state"
+    modules = loaded_by("coordinator", "status", option, str(place))
     assert not packages(modules) & (HEAVY | {"numpy", "paho"})
+    assert not modules & MODELS
     assert not {name for name in modules if name.startswith(("coordinator.service", "coordinator.hosted"))}
 
 
 def test_help_of_the_device_loads_nothing_but_the_standard_library():
     assert not packages(loaded_by("edge_agent", "--help")) & (HEAVY | {"pydantic", "numpy", "paho"})
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_the_list_of_methods_shows_what_their_classes_say(name):
-    """The list reads the source, one method's page imports it."""
-    read, described = command.from_source(name), command.describe(name)
-    assert read is not None
-    grades = {head: [card[0]] for head, card in described["exactness"].items()}
-    assert read == {**{key: described[key] for key in read}, "exactness": grades}

@@ -14,9 +14,9 @@ from edge_agent.config import (
     default_agent_id,
     load,
     parse,
-    read_toml,
 )
 from edge_agent.errors import ConfigError
+from edge_agent.storage import read_toml
 from edge_agent.task import Task
 from edge_agent.wire.messages import Topics
 

@@ -1,4 +1,4 @@
-"""Reference pages beside the code that they describe, made from docstrings and models.
+"""Reference pages beside the code that they describe, made from docstrings and models, and the list of methods.
 
 ``python tests/harness/reference.py`` writes them; tests/policy/test_reference.py compares.
 """
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from coordinator.cli.methods import LISTED, marked_heads
 from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
 from edge_agent.config import AgentConfig
@@ -27,25 +28,33 @@ from edge_agent.config import AgentConfig
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
 MADE = "<!-- Generated: python tests/harness/reference.py -->"
-MARKS = {"exact": "=", "same form": "≈", "approximate": "~"}
 
 
 def pages() -> dict[Path, str]:
     """Text of every page by its path in the project."""
+    command = [sys.executable, "-m", "coordinator", "methods", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    methods = json.loads(done.stdout)["methods"]
+    shown = ("name", "travels", "stays", "server", "paper", "heads")
+    listed = {
+        method["name"]: {
+            **{key: method[key] for key in shown},
+            "exactness": {head: [grade] for head, (grade, _) in method["exactness"].items()},
+        }
+        for method in methods
+    }
     return {
-        Path("edge_agent/methods/README.md"): methods_page(),
+        Path("coordinator/cli") / LISTED: json.dumps(listed, indent=1, ensure_ascii=False) + "\n",
+        Path("edge_agent/methods/README.md"): methods_page(methods),
         Path("edge_agent/heads/README.md"): heads_page(),
         Path("edge_agent/data/README.md"): data_page(),
         Path("configs/README.md"): config_page(),
     }
 
 
-def methods_page() -> str:
+def methods_page(methods: list[dict[str, Any]]) -> str:
     """All methods: a table to choose from, then what travels, what stays and what the server does."""
-    command = [sys.executable, "-m", "coordinator", "methods", "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    methods = json.loads(done.stdout)["methods"]
-    rows = [(f"[`{m['name']}`](#{m['name']})", m["summary"], marked(m), m["paper"]) for m in methods]
+    rows = [(f"[`{m['name']}`](#{m['name']})", m["summary"], marked_heads(m), m["paper"]) for m in methods]
     parts = [
         "# Methods",
         MADE,
@@ -70,11 +79,6 @@ def methods_page() -> str:
         names = {"travels": "Travels", "stays": "Stays on the device", "server": "Server step", "source": "Source"}
         parts.append("\n".join(bullet(f"**{title}:** {method[key]}") for key, title in names.items() if method[key]))
     return joined(parts)
-
-
-def marked(method: dict[str, Any]) -> str:
-    """Device heads of a method, each with its mark."""
-    return " ".join(f"{MARKS[method['exactness'][head][0]]}{head}" for head in method["heads"]) or "–"
 
 
 def heads_page() -> str:

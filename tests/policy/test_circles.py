@@ -13,9 +13,6 @@ MOST_FLOORS = 8
 KNOWN_CIRCLES: set[str] = set()
 """A module of each circle that is still to be cut. This set only shrinks."""
 
-KNOWN_UPWARD = {("research", "cli")}
-"""Imports against the order of folders that are still to be cut. This set only shrinks."""
-
 ORDER = (
     {"cli", "web"},
     {"api", "research"},
@@ -71,14 +68,13 @@ def modules(sources) -> dict[str, set[str]]:
 
 
 def parts(graph: Graph, package: str) -> dict[str, set[str]]:
-    """The graph of the folders and root modules of a package, without `KNOWN_UPWARD`."""
+    """The graph of the folders and root modules of a package."""
     found: dict[str, set[str]] = {}
     for module, targets in graph.items():
         own = part(module, package)
         if own:
             found.setdefault(own, set()).update(filter(None, (part(target, package) for target in targets)))
-    upward = {name: {target for known, target in KNOWN_UPWARD if known == name} for name in found}
-    return {name: targets - {name} - upward[name] for name, targets in found.items()}
+    return {name: targets - {name} for name, targets in found.items()}
 
 
 def part(module: str, package: str) -> str:

@@ -15,6 +15,12 @@ def test_reference_page_says_what_the_code_says(root, pages, path):
     assert page.read_text(encoding="utf-8") == pages[page.relative_to(root)], "python tests/harness/reference.py"
 
 
+def test_the_list_of_methods_shows_what_their_classes_say(root, pages):
+    """'headwater methods' reads this file instead of importing torch and all methods."""
+    listed = root / "coordinator/cli/methods.json"
+    assert listed.read_text(encoding="utf-8") == pages[listed.relative_to(root)], "python tests/harness/reference.py"
+
+
 def test_every_key_of_the_configuration_has_a_meaning(pages):
     text = next(text for path, text in pages.items() if path.parts[0] == "configs")
     assert [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []

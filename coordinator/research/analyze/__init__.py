@@ -31,15 +31,48 @@ weights alike).
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from edge_agent.errors import UsageError, nearest
 
 from . import results
-from .base import AnalysisTarget, FeatureView, Settings
-from .targets import Location, find
+from .targets import AnalysisTarget, BundleTarget, FeatureView, Location, RunTarget, Settings
 
 __all__ = ["Location", "Settings", "analyze", "find"]
+
+
+def find(location: Location, settings: Settings) -> AnalysisTarget:
+    """The target at a location.
+
+    Raises:
+        UsageError: nothing there that can be analyzed, or data that are missing or too many.
+        DataError: data that are not there, or do not fit.
+        StateError: its files are damaged.
+    """
+    path = Path(location.what).expanduser()
+    above = path.parent.parent
+    if (path / "simulation.json").is_file():
+        from .simulations import SimulationTarget  # needs torch
+
+        return SimulationTarget.at(path, location.data)
+    if (path / "journal.db").is_file():
+        return RunTarget.at(path, None, location, settings)
+    if (above / "journal.db").is_file() and path.parent.name == "runs":
+        if (above / "simulation.json").is_file():
+            return find(Location(str(above), data=location.data), settings)
+        return RunTarget.at(above, path.name, location, settings)
+    if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
+        return BundleTarget.at(path, location, settings)
+    if location.state is not None and not path.exists() and path.name == location.what:
+        return RunTarget.at(location.state, location.what, location, settings)
+    expected = "expected a simulation's folder, a coordinator's state folder, a run's name, or a bundle file"
+    if path.exists():
+        raise UsageError(f"{path} cannot be analyzed; {expected}")
+    siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, siblings)
+    hint = f"did you mean '{path.parent / close}'? " if close else ""
+    raise UsageError(f"{path} does not exist; {hint}{expected}")
 
 
 def analyze(
@@ -56,7 +89,13 @@ def analyze(
     states, views = [], list[FeatureView]()
     for number in target.rounds:
         watch(f"state after round {number}")
-        views = [] if probe is None else _finite_views(target, number, settings, probe)
+        views = []
+        for view in () if probe is None else target.feature_views(number, settings, probe):
+            if view.is_finite():
+                views.append(view)
+            else:
+                why = "its features hold NaN or infinity, training diverged"
+                left_out.note(f"client {view.client} after round {number}", why)
         mixing = target.mixing(number)
         mixed = {} if mixing is None else {"mixing": results.mixing_body(mixing, target.groups())}
         states.append({**results.state_of(number, views, settings, left_out), **mixed})
@@ -82,14 +121,3 @@ def analyze(
     if not settings.targets and target.kind != "bundle":
         left_out.note("rounds and bytes to an accuracy", "no --target was given")
     return {**result, "left_out": left_out.body()}
-
-
-def _finite_views(target: AnalysisTarget, number: int, settings: Settings, probe: np.ndarray) -> list[FeatureView]:
-    result = []
-    for view in target.feature_views(number, settings, probe):
-        if view.is_finite():
-            result.append(view)
-        else:
-            why = "its features hold NaN or infinity, training diverged"
-            target.left_out.note(f"client {view.client} after round {number}", why)
-    return result

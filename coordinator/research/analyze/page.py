@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from edge_agent.storage import write_atomic, write_json
 
 from ...report.charts import (
     MARKERS,
-    Chart,
-    Keys,
+    Picture,
     Series,
     class_style,
     dot_chart,
@@ -24,9 +21,8 @@ from ...report.charts import (
     named_bars,
     nice_ceiling,
     point_chart,
-    standalone,
 )
-from ...report.page import charts_section, figure, header, html_page, megabytes, percent, table
+from ...report.page import megabytes, percent, render_page
 
 PAGE, NUMBERS = "index.html", "analysis.json"
 
@@ -51,15 +47,10 @@ _MEASURES = {
 }
 
 
-@dataclass(frozen=True)
-class Picture:
-    """One chart with its file name, title, caption and legend."""
-
-    name: str
-    title: str
-    caption: str
-    chart: Chart
-    keys: Keys = ()
+_TARGET_COLUMNS = (
+    *(("scope", ""), ("target", "n"), ("rounds done", "n"), ("accuracy", "n")),
+    *(("from agents", "n"), ("to agents", "n"), ("for an agent", "n")),
+)
 
 
 def write(result: Mapping[str, Any], out: Path) -> Path:
@@ -67,7 +58,7 @@ def write(result: Mapping[str, Any], out: Path) -> Path:
     made = list(pictures(result))
     out.mkdir(parents=True, exist_ok=True)
     for picture in made:
-        write_atomic(out / f"{picture.name}.svg", standalone(picture.title, picture.chart, picture.keys).encode())
+        write_atomic(out / f"{picture.name}.svg", picture.as_file())
     write_json(out / NUMBERS, result)
     write_atomic(out / PAGE, render(result, made).encode(errors="replace"))
     return out / PAGE
@@ -75,25 +66,32 @@ def write(result: Mapping[str, Any], out: Path) -> Path:
 
 def render(result: Mapping[str, Any], made: Sequence[Picture]) -> str:
     """The page as HTML. It loads nothing and runs nothing."""
-    figures = (figure(one.title, one.chart, one.keys, one.caption, f" {_link(one.name + '.svg')}") for one in made)
-    sections = (_head(result), charts_section(figures), *_tables(result), _left_out(result))
-    return html_page(f"{result['run_id']} · {result['method']} · analysis", sections)
+    sent = result["communication"]
+    return render_page(
+        "analysis.html",
+        kind="Headwater analysis",
+        title=f"{result['run_id']} · {result['method']} · analysis",
+        result=result,
+        numbers=NUMBERS,
+        pictures=made,
+        accuracy_rows=_accuracy_rows,
+        target_columns=_TARGET_COLUMNS,
+        target_rows=[] if sent is None else [_target_row(one) for one in sent["targets"]],
+        left_out=[(one["what"], one["why"]) for one in result["left_out"]],
+    )
 
 
-def _head(result: Mapping[str, Any]) -> str:
-    states = ", ".join(f"{one['round']}" for one in result["rounds"])
-    facts = {
-        "Method": result["method"],
-        "Subject": f"{result['kind']} {result['subject']}",
-        "Clients": len(result["clients"]) or "not known",
-        "States after rounds": states or "none",
-    }
-    shown = {name: escape(str(value)) for name, value in facts.items()}
-    return header("Headwater analysis", escape(str(result["run_id"])), {**shown, "Numbers": _link(NUMBERS)})
+def _accuracy_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, one in [*answer["clients"].items(), ("mean", answer)]:
+        yield name, *(percent(one[part]) for part in ("all", "head", "tail"))
 
 
-def _link(name: str) -> str:
-    return f'<a href="{escape(name)}">{escape(name)}</a>'
+def _target_row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    begin = (f"acc.{one['scope']}", percent(one["target"]))
+    if not one["reached"]:
+        return (*begin, "not reached", percent(one["best"]), "–", "–", "–")
+    sizes = (megabytes(one[name]) for name in ("bytes_up", "bytes_down", "bytes_per_agent"))
+    return (*begin, str(one["rounds_done"]), percent(one["acc"]), *sizes)
 
 
 def pictures(result: Mapping[str, Any]) -> Iterator[Picture]:
@@ -310,41 +308,3 @@ def _range(values: Sequence[float], high: float | None) -> tuple[float, float]:
     if high is None:
         return 0.0, nice_ceiling(max(values, default=0.0) or 1.0)
     return (0.5 if low >= 0.5 else math.floor(10 * min(low, 0.0)) / 10), high
-
-
-def _tables(result: Mapping[str, Any]) -> Iterator[str]:
-    parts = ("all", "head", "tail")
-    for scope, answer in result["accuracy"].items():
-        rows = [(name, *(percent(one[part]) for part in parts)) for name, one in answer["clients"].items()]
-        rows.append(("mean", *(percent(answer[part]) for part in parts)))
-        caption = (
-            "Accuracy on test samples. Head classes: as many training samples as the client's mean class, or "
-            "more; tail: the others that it has. Means of head and tail count classes alike."
-        )
-        heads = (("client", ""), *((part, "n") for part in parts))
-        yield table(f"Accuracy, {escape(scope)}", caption, heads, rows)
-    sent = result["communication"]
-    if sent is not None and sent["targets"]:
-        yield table("Rounds and bytes to an accuracy", _COSTS, _TARGET_HEADS, [_target(one) for one in sent["targets"]])
-
-
-_COSTS = "Payload of all rounds that the first model with that mean accuracy over agents had behind it."
-_TARGET_HEADS = (
-    *(("scope", ""), ("target", "n"), ("rounds done", "n"), ("accuracy", "n")),
-    *(("from agents", "n"), ("to agents", "n"), ("for an agent", "n")),
-)
-
-
-def _target(one: Mapping[str, Any]) -> tuple[str, ...]:
-    begin = (f"acc.{one['scope']}", percent(one["target"]))
-    if not one["reached"]:
-        return (*begin, "not reached", percent(one["best"]), "–", "–", "–")
-    sizes = (megabytes(one[name]) for name in ("bytes_up", "bytes_down", "bytes_per_agent"))
-    return (*begin, str(one["rounds_done"]), percent(one["acc"]), *sizes)
-
-
-def _left_out(result: Mapping[str, Any]) -> str:
-    rows = [(one["what"], one["why"]) for one in result["left_out"]]
-    if not rows:
-        return ""
-    return table("Left out", "What could not be computed, and why.", (("what", ""), ("why", "")), rows)

@@ -16,8 +16,8 @@ from edge_agent.heads._features import fisher_score, keep_top
 
 from ...report.figures import RunFigures, Scope, read_run
 from . import measures
-from .base import FeatureView, LabelledSamples, LeftOut, Mixing, Settings
 from .measures import LEAST_SAMPLES, bounded_perplexity, tsne
+from .targets import FeatureView, LabelledSamples, LeftOut, Mixing, Settings
 
 Matrix = list[list[float | None]]
 

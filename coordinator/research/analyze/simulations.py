@@ -20,7 +20,16 @@ from edge_agent.wire.tensors import decode
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.store import StateFolder, states_of
-from .base import AnalysisTarget, ClientSamples, FeatureView, LabelledSamples, Mixing, Settings, mixing_of, split_mask
+from .targets import (
+    AnalysisTarget,
+    ClientSamples,
+    FeatureView,
+    LabelledSamples,
+    Mixing,
+    Settings,
+    mixing_of,
+    split_mask,
+)
 
 
 class SimulationTarget(AnalysisTarget):

@@ -59,11 +59,11 @@ def fit(name: str, file: str, test: str) -> dict[str, float]:
     The encoder's own classifier is available, as in the bundles of methods that share one.
     """
     from edge_agent import heads
+    from edge_agent.storage import read_tensors
 
-    from .device_inputs import Features
-
-    known = Features.read(Path(file))
-    data = heads.FitData(known.features, known.labels, len(known.classifier["bias"]), known.classifier)
+    known = read_tensors(Path(file))
+    classifier = {name: known[name] for name in ("weight", "bias")}
+    data = heads.FitData(known["features"], known["labels"], len(classifier["bias"]), classifier)
     head = heads.create(name)
     epochs = getattr(head.params, "epochs", None)
     # CPU time: what other programs do meanwhile does not count. A head fits in this one process and thread.
@@ -72,8 +72,8 @@ def fit(name: str, file: str, test: str) -> dict[str, float]:
     )
     status = Path("/proc/self/status").read_text(encoding="ascii").partition("VmHWM:")[2]
     peak_mb = int(status.split()[0]) * 1024 / 1e6  # read before more samples are scored than a device has
-    other = Features.read(Path(test))
-    accuracy = float(np.mean(head.predict_proba(other.features).argmax(axis=1) == other.labels))
+    other = read_tensors(Path(test))
+    accuracy = float(np.mean(head.predict_proba(other["features"]).argmax(axis=1) == other["labels"]))
     return {"seconds": seconds, "accuracy": accuracy, "peak_mb": peak_mb, **({"epochs": epochs} if epochs else {})}
 
 

@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-from edge_agent.config import BrokerConfig
 from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 
-from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
-from ...cli.follow import read_status
+from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker
 from ...runs.request import Request
 from ...state.journal import Journal
-from ...state.store import StateFolder
-from .figures import Row, quantile
-from .processes import Measured, Usage, answer, forget_peak, module, usage, wait_for
+from ...state.store import StateFolder, read_status
+from .measuring import Measured, RoundPlan, Row, Usage, answer, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
-Workload = Literal["noop", "w1"]
 FEDERATION = "bench"
 PROGRAMS = f"{__package__}.workloads"
 START_LIMIT_S, RUN_LIMIT_S = 120.0, 1800.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured. ``payload_bytes`` is for the workload ``noop`` only."""
-
-    agents: int = 4
-    payload_bytes: int = 500_000
-    rounds: int = 20
-    workload: Workload = "noop"
-
-    def request(self) -> Request:
-        """The run to ask for."""
-        if self.workload == "w1":
-            return Request("fedavg", dict(W1_PARAMS), self.rounds, 0, w1_task())
-        task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
-        return Request(NOOP, {"payload_bytes": self.payload_bytes}, self.rounds, 0, task)
+def request_for(plan: RoundPlan) -> Request:
+    """The run to request."""
+    if plan.workload == "w1":
+        return Request("fedavg", dict(W1_PARAMS), plan.rounds, 0, w1_task())
+    task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
+    return Request(NOOP, {"payload_bytes": plan.payload_bytes}, plan.rounds, 0, task)
 
 
 @dataclass
@@ -82,21 +68,13 @@ class Rounds:
         return {"broker": self.broker, "seconds": self.seconds, "figures": [row.as_json() for row in self.rows()]}
 
 
-def brokers(requested: str) -> Iterator[str]:
-    """Names of the brokers to measure: the requested one, or all that are installed."""
-    if requested in {"all", "mosquitto"} and (requested != "all" or find_mosquitto() is not None):
-        yield "mosquitto"
-    if requested in {"all", "amqtt"}:
-        yield "amqtt"
-
-
 def broker(name: str) -> SupervisedBroker:
     """A broker on any free port, as a context manager."""
     kind = MosquittoBroker if name == "mosquitto" else EmbeddedBroker
     return kind(federation=FEDERATION)
 
 
-def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
+def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
     """One run of ``plan``.
 
     Raises:
@@ -104,16 +82,36 @@ def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
         MissingCapability: the broker is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    train = ["--train"] if plan.workload == "w1" else []
     with broker(broker_name) as running, contextlib.ExitStack() as stack:
-        host = stack.enter_context(_host(plan, running.config(), folder))
-        agents = [stack.enter_context(_agent(plan, n, running.config(), folder)) for n in range(plan.agents)]
-        answer(host)
-        _wait_for_agents(plan, folder, [host, *agents])
-        pids = [running.pid or 0, host.process.pid, *(agent.process.pid for agent in agents)]
+        url = running.config().url
+        path = folder / "coordinator.toml"
+        path.write_text(
+            f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n\n[broker]\nurl = "{url}"\n\n'
+            f'[task]\nclass_names = ["a"]\n\n[cohort]\nmin_agents = {plan.agents}\n\n[round]\nquorum = 1.0\n\n'
+            "[export]\nafter_run = false\n",
+            encoding="utf-8",
+        )
+        processes = [
+            stack.enter_context(module("coordinator", ["coordinator", "--config", path], folder, module=PROGRAMS))
+        ]
+        for number in range(plan.agents):
+            name = f"agent-{number}"
+            path = agent_file(folder, name, url, w1_source(number, plan.agents))
+            arguments = ["agent", "--config", path, *train]
+            processes.append(stack.enter_context(module(name, arguments, folder, module=PROGRAMS)))
+        answer(processes[0])
+
+        def all_present() -> bool:
+            agents = read_status(folder / "coordinator").get("agents", ())
+            return len([agent for agent in agents if agent["present"]]) == plan.agents
+
+        wait_for(all_present, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
+        pids = [running.pid or 0, *(process.process.pid for process in processes)]
         before = [usage(pid) for pid in pids]
         for pid in pids[1:]:
             forget_peak(pid)
-        seconds = _run(plan, folder, [host, *agents])
+        seconds = _run(plan, folder, processes)
         after = [usage(pid) for pid in pids]
     return Rounds(
         broker=broker_name,
@@ -127,24 +125,6 @@ def measure(plan: Plan, broker_name: str, folder: Path) -> Rounds:
     )
 
 
-def _host(plan: Plan, at: BrokerConfig, folder: Path) -> contextlib.AbstractContextManager[Measured]:
-    path = folder / "coordinator.toml"
-    path.write_text(
-        f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n\n[broker]\nurl = "{at.url}"\n\n'
-        f'[task]\nclass_names = ["a"]\n\n[cohort]\nmin_agents = {plan.agents}\n\n[round]\nquorum = 1.0\n\n'
-        "[export]\nafter_run = false\n",
-        encoding="utf-8",
-    )
-    return module("coordinator", ["coordinator", "--config", path], folder, module=PROGRAMS)
-
-
-def _agent(plan: Plan, number: int, at: BrokerConfig, folder: Path) -> contextlib.AbstractContextManager[Measured]:
-    name, source = f"agent-{number}", w1_source(number, plan.agents)
-    path = agent_file(folder, name, at.url, source)
-    train = ["--train"] if plan.workload == "w1" else []
-    return module(name, ["agent", "--config", path, *train], folder, module=PROGRAMS)
-
-
 def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "train") -> Path:
     """Write an agent's configuration file and return its path."""
     path = folder / f"{name}.toml"
@@ -156,18 +136,10 @@ def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "trai
     return path
 
 
-def _wait_for_agents(plan: Plan, folder: Path, processes: list[Measured]) -> None:
-    def all_here() -> bool:
-        present = [a for a in read_status(folder / "coordinator").get("agents", ()) if a["present"]]
-        return len(present) == plan.agents
-
-    wait_for(all_here, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
-
-
-def _run(plan: Plan, folder: Path, processes: list[Measured]) -> list[float]:
+def _run(plan: RoundPlan, folder: Path, processes: list[Measured]) -> list[float]:
     """Seconds of each round of one run, from the journal: from the end of one round to the end of the next."""
     with StateFolder(folder / "coordinator").look() as state:
-        run = state.journal.request_run(plan.request().body())
+        run = state.journal.request_run(request_for(plan).body())
 
         def is_over() -> bool:
             return bool(state.journal.entries(run=run, kinds=("run_finished", "run_failed", "run_cancelled")))

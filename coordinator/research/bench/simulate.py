@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,30 +20,10 @@ from ...simulation.engines.stacked import device_name
 from ...simulation.plan import Plan
 from ...simulation.run import Simulation, open_simulation
 from ...simulation.setup import Prepared, cores
-from .figures import Row
-from .processes import usage
+from .measuring import Row, SimulationSize, usage
 from .workloads import FASHION, W1_ENCODER, W1_PARAMS, has_fashion, register
 
-METHODS = ("fedavg", "fedpac")
 SETUP = (f"{__package__}.workloads:register",)
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured; the defaults are those of workload W1."""
-
-    clients: int = 20
-    samples: int = 600
-    rounds: int = 5
-    workers: int = 0
-    methods: tuple[str, ...] = METHODS
-    stacked_on: str = ""
-    """The device of engine ``stacked``; empty: engine ``pool`` on the CPU."""
-
-    @property
-    def worker_count(self) -> int:
-        """Workers of engine ``pool``: as many as cores where no number is given."""
-        return min(self.workers or cores(), self.clients)
 
 
 @dataclass(frozen=True)
@@ -69,14 +49,14 @@ class Timed:
             yield Row(f"{self.method}: memory of all processes", self.memory_mb, "MB")
 
 
-def report(size: Size, folder: Path) -> dict[str, Any]:
+def report(size: SimulationSize, folder: Path) -> dict[str, Any]:
     """Seconds of each round, and the figures as ``rows``.
 
     Raises:
         DataError: no such device.
         MeasuringFailed: a run ended.
     """
-    device = device_name(choose_device(size.stacked_on)) if size.stacked_on else "cpu"
+    device = device_name(choose_device(size.device)) if size.is_stacked else "cpu"
     source = data_source(folder, size)
     result = [measure(method, source, size, folder / method) for method in size.methods]
     seconds = {
@@ -89,14 +69,19 @@ def report(size: Size, folder: Path) -> dict[str, Any]:
     return {
         "data": source.partition("?")[0],
         "device": device,
-        "workers": 1 if size.stacked_on else size.worker_count,
+        "workers": 1 if size.is_stacked else worker_count(size),
         "seconds": seconds,
         "engine": {one.method: one.engine for one in result},
         "rows": [row for one in result for row in one.rows()],
     }
 
 
-def data_source(folder: Path, size: Size) -> str:
+def worker_count(size: SimulationSize) -> int:
+    """Workers of engine ``pool``: as many as cores where no number is given."""
+    return min(size.workers or cores(), size.clients)
+
+
+def data_source(folder: Path, size: SimulationSize) -> str:
     """Fashion-MNIST, or random images where it is not installed."""
     if has_fashion():
         return f"idx:{FASHION}"
@@ -107,12 +92,12 @@ def data_source(folder: Path, size: Size) -> str:
     return f"npz:{path}"
 
 
-def plan_for(method: str, source: str, size: Size) -> Plan:
+def plan_for(method: str, source: str, size: SimulationSize) -> Plan:
     """The simulation; it has many more rounds than are measured, and is closed when enough have been timed."""
     params = dict(W1_PARAMS) if method == "fedavg" else {**W1_PARAMS, "weight_decay": 5e-4}
-    engine = {"engine": "pool", "workers": size.worker_count, "device": "cpu"}
-    if size.stacked_on:
-        engine = {"engine": "stacked", "device": size.stacked_on, "threads": 1}
+    engine = {"engine": "pool", "workers": worker_count(size), "device": "cpu"}
+    if size.is_stacked:
+        engine = {"engine": "stacked", "device": size.device, "threads": 1}
     return Plan.model_validate(
         {
             "method": method,
@@ -129,7 +114,7 @@ def plan_for(method: str, source: str, size: Size) -> Plan:
     )
 
 
-def measure(method: str, source: str, size: Size, folder: Path) -> Timed:
+def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Timed:
     """Rounds without and with evaluation in turns, after one of each that does not count.
 
     Raises:
@@ -137,7 +122,7 @@ def measure(method: str, source: str, size: Size, folder: Path) -> Timed:
     """
     register()
     prepared = Prepared.of(plan_for(method, source, size))
-    prepared = prepared if size.stacked_on else prepared.shared()
+    prepared = prepared if size.is_stacked else prepared.shared()
     evaluating = replace(prepared, plan=prepared.plan.model_copy(update={"evaluate_every": 1}))
     folder.mkdir(parents=True)
     memory_mb = None
@@ -145,7 +130,7 @@ def measure(method: str, source: str, size: Size, folder: Path) -> Timed:
         plain = stack.enter_context(open_simulation(prepared, folder / "plain", SETUP))
         timed_round(plain)
         with contextlib.suppress(OSError):
-            memory_mb = sum(map(proportional_mb, _pids(plain)))
+            memory_mb = sum(map(proportional_mb, (os.getpid(), *plain.engine.pids)))
         evaluated = stack.enter_context(open_simulation(evaluating, folder / "evaluating", SETUP))
         timed_round(evaluated)
         turns = [(timed_round(plain), timed_round(evaluated)) for _ in range(size.rounds)]
@@ -161,19 +146,14 @@ def timed_round(simulation: Simulation) -> tuple[float, float]:
         MeasuringFailed: the run ended.
     """
     simulation.talk()
-    pids = _pids(simulation)
-    begin, cpu, number = time.perf_counter(), cpu_seconds(pids), simulation.open_round
+    pids = (os.getpid(), *simulation.engine.pids)
+    begin, cpu_s, number = time.perf_counter(), sum(usage(pid).cpu_s for pid in pids), simulation.open_round
     while simulation.open_round == number:
         if simulation.is_over:
             raise MeasuringFailed("the simulated run ended while it was measured")
         simulation.work()
         simulation.talk()
-    return time.perf_counter() - begin, cpu_seconds(pids) - cpu
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU seconds that processes have used so far."""
-    return sum(usage(pid).cpu_s for pid in pids)
+    return time.perf_counter() - begin, sum(usage(pid).cpu_s for pid in pids) - cpu_s
 
 
 def proportional_mb(pid: int) -> float:
@@ -186,7 +166,3 @@ def proportional_mb(pid: int) -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024 / 1e6
     raise OSError(f"process {pid}: no proportional set size in /proc")
-
-
-def _pids(simulation: Simulation) -> tuple[int, ...]:
-    return (os.getpid(), *simulation.engine.pids)

@@ -158,7 +158,7 @@ def _serve(config: Path) -> None:
 
     from ...config import load_config
     from ...service.app import coordinator, stop_on_signals
-    from .processes import say
+    from .measuring import say
 
     torch.set_num_threads(1)
     register()

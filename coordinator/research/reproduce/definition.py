@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from edge_agent.config import mistakes_of, parse, read_toml
+from edge_agent.config import mistakes_of, parse
 from edge_agent.errors import ConfigError, UnknownName
+from edge_agent.storage import read_toml
 from edge_agent.task import Frozen
 
 from ...simulation.plan import Plan

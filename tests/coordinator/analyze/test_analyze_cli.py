@@ -70,7 +70,7 @@ def test_other_files_in_the_folder_stay(call, runs, tmp_path):
         (("nothing-like-it",), "does not exist"),
         (("{folder}",), "cannot be analyzed"),
         (("{dualfed}", "--data", "digits:photo"), "has its own data"),
-        (("{dualfed}", "--target", "1.5", "--samples", "0"), "; samples = 0: Input should be greater"),
+        (("{dualfed}", "--target", "1.5", "--samples", "0"), "samples = 0: Input should be greater"),
         (("{dualfed}", "--head", "lrr"), "did you mean 'lr'?"),
         (("{dualfed}", "--out", "{folder}/images.npz"), "is a file"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 from simulation_harness import write_images
 
-from coordinator.research.analyze.base import LabelledSamples
+from coordinator.research.analyze.targets import LabelledSamples
 from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.errors import DataError, UsageError

@@ -350,7 +350,7 @@ def test_both_status_commands_show_fault_and_remedy(fed, tmp_path, capsys):
     with contextlib.suppress(SystemExit):
         headwater(["status", "--state", str(fed.config.state)])
     said = capsys.readouterr().out
-    assert "here, fault" in said
+    assert "online, fault" in said
     assert "a0 *: DataError: local data do not fit what is asked of this device; correct the data" in said
 
 

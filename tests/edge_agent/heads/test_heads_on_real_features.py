@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from coordinator.research.bench import device_inputs as bench
+from coordinator.research.bench import device as bench
 from coordinator.research.bench import workloads
 from edge_agent import data, heads, models
 from edge_agent.heads import FitData, _layers

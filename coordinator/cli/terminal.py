@@ -1,12 +1,19 @@
-"""Options of the commands: those that several have, and those generated from the fields of a settings model."""
+"""What all commands share: options, those generated from the fields of a settings model included, and output.
+
+Results go to stdout, everything else to stderr.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -23,8 +30,12 @@ from typing import (
 )
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from edge_agent.errors import UsageError
+from edge_agent.storage import check_writable, read_toml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -49,6 +60,7 @@ FLAGS = {
     "data": ("--data", "-d"),
     "clients": ("--clients", "-n"),
     "rounds": ("--rounds", "-r"),
+    "targets": ("--target", "-t"),
     "encoder_params": ("--encoder-param", "--encoder-params"),
     "evaluate_after": ("--after",),
 }
@@ -105,33 +117,19 @@ def flag(field: str) -> str:
 def state_path(config: Path | None, state: Path | None) -> Path:
     """The state folder: the one that was given, else that of the configuration.
 
+    Of a configuration that names the folder nothing else is read or checked, so that a look at the state starts fast.
+
     Raises:
         ConfigError: no folder was given, and the configuration cannot be read.
     """
     if state is not None:
         return state.absolute()
+    file = config or Path("coordinator.toml")  # as `load_config`, whose models take long to load
+    if file.exists() and isinstance(folder := read_toml(file).get("state"), str):
+        return Path(folder) if Path(folder).is_absolute() else (file.parent / folder).resolve()
     from ..config import load_config
 
     return load_config(config).state
-
-
-def parameters(pairs: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` pairs; values are read as JSON where they are JSON, else as text.
-
-    Raises:
-        UsageError: lists every pair without a name or an equals sign.
-    """
-    wrong = [pair for pair in pairs if not pair.partition("=")[1] or not pair.partition("=")[0]]
-    if wrong:
-        raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
-    return {name: _json_or_text(raw) for name, _, raw in (pair.partition("=") for pair in pairs)}
-
-
-def _json_or_text(raw: str) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError:
-        return raw
 
 
 def _option(name: str, field: FieldInfo, text: str | None, *, bounds: bool) -> inspect.Parameter:
@@ -172,7 +170,122 @@ def _help(field: FieldInfo) -> str:
 
 
 def _value(field: FieldInfo, value: Any) -> Any:
+    """A value for the model: ``name=value`` pairs are read as JSON where they are JSON, else as text."""
     kind = _type_of(field.annotation)
-    if kind is dict:
-        return parameters(value)
-    return tuple(value) if kind is tuple else value.expanduser() if isinstance(value, Path) else value
+    if kind is not dict:
+        return tuple(value) if kind is tuple else value.expanduser() if isinstance(value, Path) else value
+    pairs = [pair.partition("=") for pair in value]
+    if wrong := ["".join(pair) for pair in pairs if not (pair[0] and pair[1])]:
+        raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
+    result: dict[str, Any] = {}
+    for name, _, text in pairs:
+        try:
+            result[name] = json.loads(text)
+        except ValueError:
+            result[name] = text
+    return result
+
+
+console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+"""Progress and messages, on stderr. Results go to stdout by `show` or `print_json`."""
+
+PIPE_WIDTH = 400
+"""Columns of a table that goes to a pipe or a file: nothing is cut off."""
+
+
+class _Stderr(logging.Handler):
+    """Log lines to what stderr is now, so that a progress bar can keep out of their way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        print(self.format(record), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Inside, the first SIGTERM interrupts as Ctrl-C does; later ones are ignored, so that clean-up can finish."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
+    """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
+    for package in ("coordinator", "edge_agent", "export"):
+        logging.getLogger(package).setLevel(level)
+
+
+def ready_for(path: Path) -> None:
+    """Make the folder of a file that is about to be written, and report it where it is new.
+
+    Raises:
+        UsageError: ``path`` is a folder, or no file can be written there.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file in it")
+    check_writable(path.parent)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        console.print(f"made the folder {path.parent}", soft_wrap=True)
+
+
+def present(result: Mapping[str, Any], parts: Iterable[Table | str], *, as_json: bool) -> None:
+    """The result of a command: one JSON object, or ``parts`` for people."""
+    if as_json:
+        print_json(result)
+    else:
+        show(*parts)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(content, indent=1, allow_nan=False))
+
+
+def show(*parts: Table | str) -> None:
+    """Results for people, on stdout: tables, and lines that are never wrapped or cut."""
+    out = Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH
+    )
+    for part in parts:
+        if isinstance(part, Table):
+            out.print(part, soft_wrap=False)
+        else:
+            out.print(part)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
+    """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="left" if position < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(text(value) for value in row))
+    return made
+
+
+def text(value: object) -> str:
+    """A table cell: numbers with three digits behind the point, nothing for what is not known."""
+    if value is None or value == "":
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,307 @@
+"""What is measured, the processes under measurement, figures as rows, and the machine that they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from edge_agent.errors import MeasuringFailed, MissingCapability, UsageError
+from edge_agent.task import Frozen
+
+from ...processes import supervisor
+
+PACKAGES = ("numpy", "paho-mqtt", "pydantic", "onnxruntime", "torch", "amqtt")
+_UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1_000_000, "GB": 1_000_000_000}
+LARGEST_BYTES = 1 << 30
+METHODS = ("fedavg", "fedpac")
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of ``0.5MB``, ``45 MB`` or ``500000``.
+
+    Raises:
+        UsageError: not a size, or one that cannot be sent.
+    """
+    number = text.strip().upper().rstrip("KMGB").strip()
+    unit = text.strip().upper()[len(number) :].strip()
+    try:
+        result = round(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"--payload '{text}': expected a size such as 0.5MB, 45MB or 500000") from error
+    if not 1000 <= result <= LARGEST_BYTES:
+        raise UsageError(f"--payload '{text}' is {result} bytes; expected 1000 to {LARGEST_BYTES}")
+    return result
+
+
+class RoundPlan(Frozen):
+    """What ``bench round`` measures."""
+
+    agents: int = Field(4, ge=1, le=64, description="number of agents; each is a process")
+    payload: str = Field("0.5MB", description="size of the model of workload noop: 0.5MB, 45MB, 500000")
+    rounds: int = Field(20, ge=2, le=10_000, description="number of rounds to time")
+    workload: Literal["noop", "w1"] = Field(
+        "noop", description="noop: no training; w1: a CNN on 600 images for each agent"
+    )
+    broker: Literal["all", "mosquitto", "amqtt"] = Field(
+        "all", description="all (those that are installed), mosquitto or amqtt"
+    )
+
+    @property
+    def payload_bytes(self) -> int:
+        """The payload in bytes.
+
+        Raises:
+            UsageError: not a size, or one that cannot be sent.
+        """
+        return size_bytes(self.payload)
+
+
+class SimulationSize(Frozen):
+    """How much ``bench simulate`` measures; the defaults are those of workload W1."""
+
+    rounds: int = Field(5, ge=1, le=1000, description="number of measured rounds")
+    clients: int = Field(20, ge=1, le=10_000, description="number of clients")
+    samples: int = Field(600, ge=10, le=3000, description="training samples of a client")
+    workers: int = Field(0, ge=0, le=1024, description="worker processes; 0 = as many as cores")
+    method: Literal["all", "fedavg", "fedpac"] = Field("all", description="all, fedavg or fedpac")
+    engine: Literal["pool", "stacked"] = Field(
+        "pool", description="pool: on the CPU; stacked: all clients at once on one device"
+    )
+    device: str = Field("auto", description="device of engine stacked: auto, cpu, cuda, cuda:1")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods to measure."""
+        return METHODS if self.method == "all" else (self.method,)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all clients train at once on one device."""
+        return self.engine == "stacked"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    name: str
+    value: float
+    unit: str
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON object."""
+        return {"name": self.name, "value": rounded(self.value), "unit": self.unit}
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """``value`` with so many significant digits; not a number stays what it is."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all do not exceed; NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, load and versions: what figures depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    processor = next(names, platform.machine())
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": rounded(os.getloadavg()[0], 3) if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+def caveat(of: dict[str, Any], not_shown: str) -> str:
+    """What a reader has to know before comparing anything."""
+    versions = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
+    return (
+        f"Caveats: {of['processor']}, {of['cores']} cores, load {of['load']} at the start, Python {of['python']}, "
+        f"{versions}. {not_shown} Compare ratios of one run, not times of two machines."
+    )
+
+
+PATIENCE_S = 3.0
+"""Time between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process has used so far.
+
+    CPU seconds, those of its ended children included; memory in RAM now, of it its own (not of files), and at most, all
+    in MB (10^6 bytes).
+    """
+
+    cpu_s: float
+    rss_mb: float
+    own_mb: float
+    peak_mb: float
+
+
+def usage(pid: int) -> Usage:
+    """What process ``pid`` has used.
+
+    Raises:
+        MissingCapability: this system has no /proc.
+        MeasuringFailed: there is no such process.
+    """
+    process = Path("/proc") / str(pid)
+    if not Path("/proc/self/status").exists():
+        raise MissingCapability("measuring processes needs Linux and its /proc; run this command there")
+    try:
+        sizes = dict(line.split(":", 1) for line in (process / "status").read_text(encoding="ascii").splitlines())
+        fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+        ticks = sum(map(int, fields[11:15]))  # user and system time, of its threads and of children that have ended
+        megabytes = [int(sizes[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon", "VmHWM")]
+    except (OSError, KeyError) as error:
+        raise MeasuringFailed(f"process {pid} ended while it was measured ({error})") from error
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), *megabytes)
+
+
+def forget_peak(pid: int) -> None:
+    """Let the peak of process ``pid`` count from now on (nothing happens where the kernel does not offer it)."""
+    with contextlib.suppress(OSError):
+        (Path("/proc") / str(pid) / "clear_refs").write_text("5", encoding="ascii")
+
+
+@dataclass
+class Measured:
+    """A process of ours, and the file of its stderr."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self) -> None:
+        """Check that it still runs.
+
+        Raises:
+            MeasuringFailed: it has ended.
+        """
+        code = self.process.poll()
+        if code is not None:
+            raise MeasuringFailed(f"{self.name} ended with code {code}; its stderr ends:\n{self.stderr_tail()}")
+
+    def stderr_tail(self) -> str:
+        """The last lines that it logged."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-5:]) or "(stderr is empty)"
+
+
+@contextlib.contextmanager
+def module(
+    name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: dict[str, str] | None = None
+) -> Iterator[Measured]:
+    """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
+    log = folder / f"{name}.log"
+    command = supervisor.command(module, *map(str, arguments))
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        yield Measured(name, process, log)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process: SIGTERM first, SIGKILL where that does not help."""
+    process.terminate()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def answer(measured: Measured) -> str:
+    """The next line that the process prints.
+
+    Raises:
+        MeasuringFailed: it ended instead.
+    """
+    stream = measured.process.stdout
+    line = stream.readline() if stream is not None else b""
+    if not line:
+        measured.process.wait(PATIENCE_S)
+        measured.check()
+    return line.decode().strip()
+
+
+def say(line: str) -> None:
+    """One line from a measured process to the one that waits in `answer`."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def tell(measured: Measured, line: str = "") -> None:
+    """Give the process one line on its standard input."""
+    stream = measured.process.stdin
+    if stream is not None:
+        stream.write(line.encode() + b"\n")
+        stream.flush()
+
+
+def wait_for(
+    found: Callable[[], bool], processes: Iterable[Measured], *, what: str, limit_s: float, every_s: float = 0.1
+) -> None:
+    """Return as soon as ``found()`` is true.
+
+    Raises:
+        MeasuringFailed: it is not within ``limit_s``, or one of ``processes`` has ended.
+    """
+    watched, pause, until = tuple(processes), threading.Event(), time.monotonic() + limit_s
+    while not found():
+        for measured in watched:
+            measured.check()
+        if time.monotonic() > until:
+            tails = "\n".join(f"[{m.name}] {m.stderr_tail()}" for m in watched)
+            raise MeasuringFailed(f"{what}: not within {limit_s:.0f} s; stderr:\n{tails}")
+        pause.wait(every_s)
+
+
+@contextlib.contextmanager
+def scratch(root: Path | None) -> Iterator[Path]:
+    """A temporary folder; on the disk of ``root`` where given, because the cost of syncs depends on the disk."""
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=root) as folder:
+        yield Path(folder)
