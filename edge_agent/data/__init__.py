@@ -20,11 +20,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError, DataError, UnknownName, UsageError, nearest
+from ..errors import ConfigError, DataError, UnknownName, UsageError
 from ..registry import Registry, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import DataSource, Options, Raw, Samples, labels_by_name, split, standardised
+from .base import DataSource, Options, Raw, Samples, labels_by_name, near, split, standardised
 from .npz import from_arrays as npz_arrays
 
 __all__ = [
@@ -294,21 +294,17 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
         path = _path(source.partition("?")[0], folder)
         if not path.exists():
             raise
+        likely = "npz"
+        if path.is_dir():
+            likely = "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
         raise DataError(
-            f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? "
-            f"kinds: {', '.join(error.known)}"
+            f"data source '{source}': names no kind; did you mean '{likely}:{source}'? kinds: {', '.join(error.known)}"
         ) from error
     return _Resolved(source, name, kind, where, str(_path(where, folder)) if kind.needs_path else where, given)
 
 
 def _path(where: str, folder: Path | None) -> Path:
     return (folder or Path()) / Path(where).expanduser()
-
-
-def _likely_kind(path: Path) -> str:
-    if not path.is_dir():
-        return "npz"
-    return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
 
 
 def _options(model: type[Options], given: Mapping[str, str], source: str) -> Options:
@@ -321,34 +317,23 @@ def _options(model: type[Options], given: Mapping[str, str], source: str) -> Opt
 def _natural(raw: Raw) -> InputSpec:
     if raw.natural is not None:
         return raw.natural
-    if raw.kind == "image":
-        return _natural_image(raw)
+    if raw.kind == "image":  # of the size of the first one, within 4..224
+        pixels = preprocess.height_width_channels(raw.items[0])
+        height, width = (min(max(side, 4), 224) for side in pixels.shape[:2])
+        return ImageInput(channels=1 if pixels.shape[2] == 1 else 3, height=height, width=width)
     first = np.asarray(raw.items[0])
     if raw.kind == "recording":
         return WindowInput(channels=first.shape[-1])
     return WindowInput(channels=first.shape[0], length=first.shape[1], stride=first.shape[1])
 
 
-def _natural_image(raw: Raw) -> ImageInput:
-    """Channels and size of the first image, sizes limited to 4..224."""
-    pixels = preprocess.height_width_channels(raw.items[0])
-    height, width = (min(max(side, 4), 224) for side in pixels.shape[:2])
-    return ImageInput(channels=1 if pixels.shape[2] == 1 else 3, height=height, width=width)
-
-
 def _execute(
     raw: Raw, spec: InputSpec, source: str, *, compact: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Inputs (m, *shape), how many inputs each item gave (n,), and the groups (m,)."""
-    if isinstance(spec, ImageInput):
-        return _execute_images(raw, spec, source, compact=compact)
-    return _execute_windows(raw, spec, source)
-
-
-def _execute_images(
-    raw: Raw, spec: ImageInput, source: str, *, compact: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     _check_kind(raw, spec, source)
+    if isinstance(spec, WindowInput):
+        return _execute_windows(raw, spec, source)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
 
     def fill(row: int) -> None:
@@ -365,12 +350,18 @@ def _execute_images(
 
 
 def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    _check_kind(raw, spec, source)
     result: list[np.ndarray] = []
 
     def fill(row: int) -> None:
         item = np.asarray(raw.items[row])
-        result.append(preprocess.cut(item, spec) if raw.kind == "recording" else _whole_window(item, spec))
+        if raw.kind == "recording":
+            result.append(preprocess.cut(item, spec))
+            return
+        if item.shape != spec.shape:
+            raise DataError(f"has shape {item.shape}, expected {spec.shape}")
+        if not np.isfinite(item).all():
+            raise DataError("holds NaN or infinity")
+        result.append(item[None].astype(np.float32))
 
     _for_all(raw, fill, source, f"{raw.kind}s")
     counts = np.array([len(windows) for windows in result])
@@ -382,30 +373,18 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarr
     )
 
 
-def _whole_window(item: np.ndarray, spec: WindowInput) -> np.ndarray:
-    if item.shape != spec.shape:
-        raise DataError(f"has shape {item.shape}, expected {spec.shape}")
-    if not np.isfinite(item).all():
-        raise DataError("holds NaN or infinity")
-    return item[None].astype(np.float32)
-
-
 def _for_all(raw: Raw, fill: Callable[[int], None], source: str, what: str) -> None:
     """Call ``fill`` for each row, and report all rows that failed at once."""
-    failed = ((row, _mistake(fill, row)) for row in range(len(raw.items)))
-    mistakes = [f"{raw.names[row] if raw.names else row}: {mistake}" for row, mistake in failed if mistake]
+    mistakes = []
+    for row in range(len(raw.items)):
+        try:
+            fill(row)
+        except DataError as error:
+            mistakes.append(f"{raw.names[row] if raw.names else row}: {error}")
     if mistakes:
         more = f"\n  … and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
         lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN])
         raise DataError(f"{source}: {len(mistakes)} of {len(raw.items)} {what} cannot be used\n{lines}{more}")
-
-
-def _mistake(fill: Callable[[int], None], row: int) -> str:
-    try:
-        fill(row)
-    except DataError as error:
-        return str(error)
-    return ""
 
 
 def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -415,21 +394,14 @@ def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tu
     held = [raw.class_names[label] for label in np.unique(raw.labels)]
     if extra := [name for name in held if name not in position]:
         missing = [name for name in class_names if name not in set(held)]
+        shown = [f"'{name}'{near(name, missing)}" for name in extra]
         raise DataError(
-            f"{source}: has classes that the task or bundle does not know: {_listed(map(_with_hint(missing), extra))}; "
+            f"{source}: has classes that the task or bundle does not know: {_listed(shown)}; "
             f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
             "rename or remove unknown classes; missing classes are fine"
         )
     table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
     return table[raw.labels], tuple(class_names)
-
-
-def _with_hint(missing: Sequence[str]) -> Callable[[str], str]:
-    def shown(name: str) -> str:
-        near = nearest(name, missing)
-        return f"'{name}'" if near is None else f"'{name}' (did you mean '{near}'?)"
-
-    return shown
 
 
 def _listed(names: Iterable[str]) -> str:

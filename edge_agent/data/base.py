@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from ..errors import DataError
+from ..errors import DataError, nearest
 from ..task import Frozen, ImageInput, InputSpec, WindowInput
 from .preprocess import normalise_images, windows_apart
 
@@ -29,6 +29,13 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 class Options(Frozen):
     """Options of a data source; each kind adds its own."""
+
+
+class PartOptions(Options):
+    """Options of a source of which a random part may be taken."""
+
+    n: int | None = Field(None, ge=1, description="a random part of that size")
+    seed: int = Field(0, ge=0, description="which random part")
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,6 @@ class Samples:
         return len(self.labels)
 
     @property
-    def is_one_class(self) -> bool:
-        """Whether all of them are of a single class; any accuracy on them is meaningless then."""
-        return bool(len(self.labels)) and bool((self.labels == self.labels[0]).all())
-
-    @property
     def digest(self) -> str:
         """SHA-256 (hex) of the inputs: features that were computed once are found again by it."""
         digest = hashlib.sha256(repr(self.inputs.shape).encode())
@@ -114,6 +116,12 @@ class Samples:
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
         return replace(self, inputs=self.inputs[rows], labels=self.labels[rows], groups=groups, names=names)
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
+    result = nearest(name, known)
+    return "" if result is None else f" (did you mean '{result}'?)"
 
 
 def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -153,14 +161,24 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     that would overlap both are left out; too short a recording trains only.
     """
     if samples.groups is None:
-        is_test = _stratified(samples.labels, test_fraction, np.random.default_rng(seed))
+        rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
+        for label in np.unique(samples.labels):
+            rows = rng.permutation(np.flatnonzero(samples.labels == label))
+            is_test[rows[: _test_count(len(rows), test_fraction)]] = True
         return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
-    parts = [_by_time(rows, test_fraction, gap) for rows in _rows_by_group(samples.groups)]
-    train, test = (np.sort(np.concatenate([part[side] for part in parts])) for side in (0, 1))
-    if not len(test):
-        _log.warning("no_test_samples recordings=%d: none is long enough to hold a part back", len(parts))
-    return samples.take(train), samples.take(test)
+    recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
+    train, test = [], []
+    for rows in recordings:
+        begin = len(rows)
+        if len(rows) >= gap + 2:
+            begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
+        train.append(rows[: begin - gap] if begin < len(rows) else rows)
+        test.append(rows[begin:])
+    train_rows, test_rows = (np.sort(np.concatenate(parts)) for parts in (train, test))
+    if not len(test_rows):
+        _log.warning("no_test_samples recordings=%d: none is long enough to hold a part back", len(recordings))
+    return samples.take(train_rows), samples.take(test_rows)
 
 
 def standardised(samples: Samples) -> InputSpec:
@@ -197,25 +215,5 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(f"{value:.6g}") for value in values)
 
 
-def _stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    is_test = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        is_test[rows[: _test_count(len(rows), fraction)]] = True
-    return is_test
-
-
 def _test_count(count: int, fraction: float) -> int:
     return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0
-
-
-def _rows_by_group(groups: np.ndarray) -> list[np.ndarray]:
-    return [np.flatnonzero(groups == group) for group in np.unique(groups)]
-
-
-def _by_time(rows: np.ndarray, fraction: float, gap: int) -> tuple[np.ndarray, np.ndarray]:
-    if len(rows) < gap + 2:
-        return rows, rows[:0]
-    begin = min(len(rows) - _test_count(len(rows), fraction), len(rows) - 1)
-    begin = max(begin, gap + 1)
-    return rows[: begin - gap], rows[begin:]

@@ -21,8 +21,7 @@ from pydantic import Field, model_validator
 
 from ..errors import DataError, MissingCapability, UnknownName, cause
 from ..task import ImageInput
-from .base import DataSource, Integers, Raw
-from .base import Options as BaseOptions
+from .base import DataSource, Integers, Options, Raw
 from .preprocess import has_pillow, resize
 
 SIDE = 32
@@ -136,7 +135,10 @@ def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, 
 
     rng = np.random.default_rng([seed, number, 3])
     label = int(rng.choice(classes))
-    paper, ink = _colours(rng)
+    paper, ink = rng.integers(0, 256, (2, 3))
+    while abs(float(paper.mean() - ink.mean())) < 80:  # grey levels on average
+        paper, ink = rng.integers(0, 256, (2, 3))
+    paper, ink = tuple(paper.tolist()), tuple(ink.tolist())
     image = Image.new("RGB", (_CANVAS, _CANVAS), paper)
     pen, font = ImageDraw.Draw(image), _font(int(rng.integers(22, 30)))
     middle = _CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)
@@ -151,14 +153,6 @@ def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, 
         ImageFilter.GaussianBlur(float(rng.uniform(0, 1)))
     )
     return np.asarray(image), label
-
-
-def _colours(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Paper and ink that differ by at least 80 grey levels on average."""
-    while True:
-        paper, ink = rng.integers(0, 256, (2, 3))
-        if abs(float(paper.mean() - ink.mean())) >= 80:
-            return tuple(paper.tolist()), tuple(ink.tolist())
 
 
 @functools.lru_cache(maxsize=16)
@@ -186,7 +180,7 @@ _HANDWRITTEN: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
 DOMAINS = (*_HANDWRITTEN, "rendered")
 
 
-class Options(BaseOptions):
+class DigitsOptions(Options):
     """Which digits, and how many."""
 
     n: int | None = Field(
@@ -198,7 +192,7 @@ class Options(BaseOptions):
     clients: int = Field(1, ge=1, le=10_000, description="number of disjoint parts")
 
     @model_validator(mode="after")
-    def _possible(self) -> Options:
+    def _possible(self) -> DigitsOptions:
         if self.client >= self.clients:
             raise ValueError(f"client {self.client} of {self.clients}: expected 0..{self.clients - 1}")
         if not set(self.classes) <= set(range(10)):
@@ -206,19 +200,28 @@ class Options(BaseOptions):
         return self
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: DigitsOptions) -> Raw:
     """The digits of one domain, optdigits where none is named."""
     domain = where or "optdigits"
-    if domain == "rendered":
-        images, labels = _rendered(options)
-    elif domain in _HANDWRITTEN:
-        images, labels = _handwritten(domain, options)
-    else:
+    if domain not in DOMAINS:
         raise UnknownName("digits domain", domain, DOMAINS)
+    if domain == "rendered":
+        numbers = options.client + options.clients * np.arange(options.n or _RENDERED_DEFAULT)
+        drawn = [draw(options.seed, int(number), options.classes) for number in numbers]
+        images, labels = [image for image, _ in drawn], np.array([label for _, label in drawn], np.int64)
+    else:
+        digits, all_labels = load()
+        pool = np.random.default_rng(options.seed).permutation(len(all_labels))
+        mine = pool[np.isin(all_labels[pool], options.classes)][options.client :: options.clients]
+        if options.n is not None and options.n > len(mine):
+            raise DataError(f"digits: n={options.n}, this part holds {len(mine)}; choose fewer, or fewer clients")
+        mine, decorate = mine[: options.n], _HANDWRITTEN[domain]
+        images = [decorate(digits[row], options.seed, int(row)) for row in mine]
+        labels = all_labels[mine].astype(np.int64)
     return Raw("image", images, labels, tuple("0123456789"), natural=ImageInput(channels=3, height=32, width=32))
 
 
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+def domains(where: str, options: DigitsOptions) -> dict[str, tuple[str, dict[str, Any]]]:
     """For each style its name and the options that give it digits of its own; nothing where one style was named."""
     if where:
         return {}
@@ -227,21 +230,4 @@ def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]
     return {name: (name, part) for name, part in zip(DOMAINS, parts, strict=True)}
 
 
-def _rendered(options: Options) -> tuple[list[np.ndarray], np.ndarray]:
-    numbers = options.client + options.clients * np.arange(options.n or _RENDERED_DEFAULT)
-    drawn = [draw(options.seed, int(number), options.classes) for number in numbers]
-    return [image for image, _ in drawn], np.array([label for _, label in drawn], np.int64)
-
-
-def _handwritten(domain: str, options: Options) -> tuple[list[np.ndarray], np.ndarray]:
-    digits, labels = load()
-    pool = np.random.default_rng(options.seed).permutation(len(labels))
-    mine = pool[np.isin(labels[pool], options.classes)][options.client :: options.clients]
-    if options.n is not None and options.n > len(mine):
-        raise DataError(f"digits: n={options.n}, this part holds {len(mine)}; choose fewer, or fewer clients")
-    mine = mine[: options.n]
-    decorate = _HANDWRITTEN[domain]
-    return [decorate(digits[row], options.seed, int(row)) for row in mine], labels[mine].astype(np.int64)
-
-
-SOURCE = DataSource(Options, read, domains=domains)
+SOURCE = DataSource(DigitsOptions, read, domains=domains)

@@ -7,6 +7,7 @@ digits of the labels).
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
@@ -15,26 +16,31 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
-from .base import DataSource, Raw, Strings, labels_by_name
-from .base import Options as BaseOptions
+from .base import DataSource, PartOptions, Raw, Strings, labels_by_name
 
 MAX_BYTES = 1 << 30
 _STEMS = {"train": ("train",), "test": ("t10k", "test"), "all": ("train", "t10k", "test")}
 
 
-class Options(BaseOptions):
+class IdxOptions(PartOptions):
     """Options of a folder of idx files."""
 
     split: Literal["train", "test", "all"] = "train"
-    n: int | None = Field(None, ge=1, description="a random part of that size")
-    seed: int = Field(0, ge=0, description="which random part")
     class_names: Strings = Field((), description="names of the labels 0, 1, 2 …")
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: IdxOptions) -> Raw:
     """The images and labels of one split."""
     folder = Path(where).expanduser()
-    parts = [part for stem in _STEMS[options.split] if (part := _pair(folder, stem)) is not None]
+    parts = []
+    for stem in _STEMS[options.split]:
+        paths = _find(folder, f"{stem}-images", 3), _find(folder, f"{stem}-labels", 1)
+        if paths[0] is not None and paths[1] is not None:
+            pixels, digits = read_idx(paths[0], 3), read_idx(paths[1], 1)
+            if len(pixels) != len(digits):
+                counts = f"{len(pixels)} images in '{paths[0].name}', {len(digits)} labels in '{paths[1].name}'"
+                raise DataError(f"idx: {counts}")
+            parts.append((pixels, digits))
     if not parts:
         raise DataError(
             f"idx: no {options.split} files in '{where}'; expected {_STEMS[options.split][0]}-images-idx3-ubyte and "
@@ -64,16 +70,6 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         raise DataError(f"idx: '{path}' cannot be read: {cause(error)}") from error
 
 
-def _pair(folder: Path, stem: str) -> tuple[np.ndarray, np.ndarray] | None:
-    images, labels = _find(folder, f"{stem}-images", 3), _find(folder, f"{stem}-labels", 1)
-    if images is None or labels is None:
-        return None
-    pixels, values = read_idx(images, 3), read_idx(labels, 1)
-    if len(pixels) != len(values):
-        raise DataError(f"idx: {len(pixels)} images in '{images.name}', {len(values)} labels in '{labels.name}'")
-    return pixels, values
-
-
 def _find(folder: Path, stem: str, dimensions: int) -> Path | None:
     names = [f"{stem}{dash}idx{dimensions}-ubyte{packed}" for dash in "-." for packed in ("", ".gz")]
     return next((folder / name for name in names if (folder / name).is_file()), None)
@@ -84,25 +80,19 @@ def _parse(file: BinaryIO, dimensions: int, path: Path) -> np.ndarray:
     if len(header) != 4 + 4 * dimensions or header[:4] != bytes([0, 0, 8, dimensions]):
         raise DataError(f"idx: '{path}' does not begin as an idx file of bytes in {dimensions} dimensions")
     shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, len(header), 4))
-    size = 1
-    for side in shape:
-        size *= side
+    size = math.prod(shape)
     if size > MAX_BYTES:
         raise DataError(f"idx: '{path}' declares {size} bytes, at most {MAX_BYTES} are read")
-    data = _read_bounded(file, size)
+    blocks: list[bytes] = []  # memory grows with what is really there, not with what a header promises
+    left = size
+    while left and (block := file.read(min(left, 1 << 20))):
+        blocks.append(block)
+        left -= len(block)
+    data = b"".join(blocks)
     if len(data) != size or file.read(1):
         held = "more" if len(data) == size else len(data)
         raise DataError(f"idx: '{path}' declares {shape}, which are {size} bytes; it holds {held}")
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def _read_bounded(file: BinaryIO, size: int, block: int = 1 << 20) -> bytes:
-    """At most ``size`` bytes; memory grows with what is really there, not with what a header promises."""
-    blocks: list[bytes] = []
-    while size and (data := file.read(min(size, block))):
-        blocks.append(data)
-        size -= len(data)
-    return b"".join(blocks)
-
-
-SOURCE = DataSource(Options, read, needs_path=True)
+SOURCE = DataSource(IdxOptions, read, needs_path=True)

@@ -13,14 +13,13 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, MissingCapability, cause
-from .base import DataSource, Raw
-from .base import Options as BaseOptions
+from .base import DataSource, Options, Raw
 from .preprocess import has_pillow
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
-class Options(BaseOptions):
+class ImagesOptions(Options):
     """Options of a folder of images."""
 
     limit: int | None = Field(None, ge=1, description="at most that many images of each class, first by name")
@@ -45,10 +44,22 @@ class ImageFiles(Sequence[Any]):
         """The decoded image; DataError where it cannot be read."""
         if isinstance(index, slice):
             return ImageFiles(self.paths[index])
-        return _decode(self.paths[index])
+        import warnings
+
+        from PIL import Image
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(self.paths[index]) as image:
+                    image.load()
+                    return image
+        # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
+        except Exception as error:
+            raise DataError(f"cannot be read as an image: {cause(error)}") from error
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: ImagesOptions) -> Raw:
     """The images of all class folders in ``where``."""
     root = Path(where).expanduser()
     if not root.is_dir():
@@ -66,7 +77,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", ImageFiles(paths), labels, tuple(result), names=names)
 
 
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own
+def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own
     """For a folder that holds one of class folders for each domain: domain -> place and options.
 
     Raises:
@@ -89,20 +100,4 @@ def images_in(folder: Path) -> list[Path]:
     return [path for path in visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 
-def _decode(path: Path) -> Any:
-    import warnings
-
-    from PIL import Image
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                image.load()
-                return image
-    # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
-    except Exception as error:
-        raise DataError(f"cannot be read as an image: {cause(error)}") from error
-
-
-SOURCE = DataSource(Options, read, needs_path=True, inspect=read, domains=domains)
+SOURCE = DataSource(ImagesOptions, read, needs_path=True, inspect=read, domains=domains)

@@ -14,11 +14,10 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
-from .base import DataSource, Raw, labels_by_name
-from .base import Options as BaseOptions
+from .base import DataSource, Options, Raw, labels_by_name
 
 
-class Options(BaseOptions):
+class NpzOptions(Options):
     """Names of the arrays to take."""
 
     inputs: str = Field("inputs", description="array with one input in each row")
@@ -28,7 +27,7 @@ class Options(BaseOptions):
     kind: Literal["image", "window"] | None = Field(None, description="default: image for 8-bit or 4-D arrays")
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: NpzOptions) -> Raw:
     """The arrays of one archive."""
     arrays = load_arrays(Path(where).expanduser())
     wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
@@ -90,4 +89,4 @@ def from_arrays(
     return Raw(kind, inputs, labels, class_names, groups)  # type: ignore[arg-type]
 
 
-SOURCE = DataSource(Options, read, needs_path=True)
+SOURCE = DataSource(NpzOptions, read, needs_path=True)

@@ -25,7 +25,12 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
     Raises:
         DataError: a form or a number of channels that no image has.
     """
-    pixels = _match_channels(height_width_channels(item), spec.channels)
+    pixels = height_width_channels(item)[:, :, :3]
+    if pixels.shape[2] != spec.channels and spec.channels == 3:
+        pixels = np.repeat(pixels, 3, axis=2)
+    elif pixels.shape[2] != spec.channels:  # to grey by ITU-R 601, as Pillow does
+        grey = pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
+        pixels = _round(grey, pixels.dtype == np.uint8)[:, :, None]
     return np.ascontiguousarray(resize(pixels, spec.height, spec.width, antialias=spec.antialias).transpose(2, 0, 1))
 
 
@@ -66,7 +71,11 @@ def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> n
     if pixels.shape[:2] == (height, width):
         return pixels
     if antialias and pixels.dtype == np.uint8 and has_pillow():
-        return _resize_pillow(pixels, height, width)
+        from PIL import Image
+
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+        resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        return resized.reshape(height, width, pixels.shape[2])
     return resize_numpy(pixels, height, width, antialias=antialias)
 
 
@@ -88,14 +97,6 @@ def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool
 def has_pillow() -> bool:
     """Whether Pillow is installed; nothing is imported."""
     return importlib.util.find_spec("PIL") is not None
-
-
-def _resize_pillow(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    from PIL import Image
-
-    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-    return np.asarray(resized).reshape(height, width, pixels.shape[2])
 
 
 @functools.lru_cache(maxsize=16)
@@ -157,17 +158,6 @@ def _from_pillow(image: Any) -> np.ndarray:
         return np.clip(wide / 257.0 + 0.5 if wide.max() > 255 else wide + 0.5, 0, 255).astype(np.uint8)
     grey = image.mode in {"1", "L", "LA"}
     return np.asarray(image.convert("L" if grey else "RGB"))
-
-
-def _match_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    pixels = pixels[:, :, :3]
-    if pixels.shape[2] == channels:
-        return pixels
-    if channels == 3:
-        return np.repeat(pixels, 3, axis=2)
-    # ITU-R 601, as Pillow's conversion to grey.
-    grey = pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
-    return _round(grey, pixels.dtype == np.uint8)[:, :, None]
 
 
 def _for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ...]) -> np.ndarray:

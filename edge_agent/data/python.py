@@ -17,18 +17,17 @@ from pydantic import ConfigDict
 
 from ..errors import DataError, UsageError, cause
 from ..registry import is_reference, load_reference
-from .base import DataSource, Raw, labels_by_name
-from .base import Options as BaseOptions
+from .base import DataSource, Options, Raw, labels_by_name
 from .npz import from_arrays
 
 
-class Options(BaseOptions):
+class PythonOptions(Options):
     """Keyword arguments of the function."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: PythonOptions) -> Raw:
     """Raw samples from what the function returned."""
     function = _find(where)
     try:
@@ -43,7 +42,7 @@ def read(where: str, options: Options) -> Raw:
     return _raw(where, *result)
 
 
-def inspect(where: str, options: Options) -> None:  # noqa: ARG001 - only the function knows its options
+def inspect(where: str, options: PythonOptions) -> None:  # noqa: ARG001 - only the function knows its options
     """Check that the function exists; it is not called."""
     _find(where)
 
@@ -52,18 +51,15 @@ def _find(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
     try:
         if is_reference(where):
-            return _callable(where, load_reference("data", where))
-        function: Any = getattr(importlib.import_module(module), name) if module and name else None
+            function = load_reference("data", where)
+        else:
+            function = getattr(importlib.import_module(module), name) if module and name else None
     except UsageError as error:
         raise DataError(str(error)) from error
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"python: no '{where}': {cause(error)}; expected module:function, the module's folder on PYTHONPATH"
         ) from error
-    return _callable(where, function)
-
-
-def _callable(where: str, function: Any) -> Callable[..., Any]:
     if not callable(function):
         raise DataError(f"python: '{where}' is no function; expected module:function")
     result: Callable[..., Any] = function
@@ -83,4 +79,4 @@ def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None
     return from_arrays(array, values, class_names=names, groups=together, kind=kind, where=place)
 
 
-SOURCE = DataSource(Options, read, inspect=inspect)
+SOURCE = DataSource(PythonOptions, read, inspect=inspect)

@@ -9,19 +9,17 @@ samples below which a recording is left out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from ..errors import DataError
 from ..task import WindowInput
-from .base import DataSource, Integers, Raw, labels_by_name
-from .base import Options as BaseOptions
+from .base import DataSource, Integers, Options, Raw, labels_by_name
 from .npz import load_arrays
 
 
-class Options(BaseOptions):
+class WindowsOptions(Options):
     """Which recordings to take."""
 
     subject: Integers = Field((), description="only these people")
@@ -30,35 +28,51 @@ class Options(BaseOptions):
     shortest: int = Field(0, ge=0, description="leave out recordings with fewer samples than this")
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: WindowsOptions) -> Raw:
     """The recordings that the options choose."""
-    arrays = load_arrays(Path(where).expanduser())
-    _check(arrays, where)
-    labels, names = _labels(arrays, where)
+    arrays = _arrays(where)
+    names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
+    labels, class_names = labels_by_name(arrays["label"], names, f"windows: {where}")
     lengths = arrays["lengths"].astype(np.int64)
-    rows = np.flatnonzero(_chosen(arrays, options, where) & (lengths >= options.shortest))
+    chosen = lengths >= options.shortest
+    rules = (
+        ("subject", options.subject, True),
+        ("subject", options.exclude_subject, False),
+        ("side", options.side, True),
+    )
+    for name, values, is_taken in rules:
+        if values and name not in arrays:
+            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
+        if values:
+            chosen &= np.isin(arrays[name], values) == is_taken
+    rows = np.flatnonzero(chosen)
     if not len(rows):
-        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {_subjects(arrays)}")
+        people = ", ".join(map(str, np.unique(arrays["subject"]))) if "subject" in arrays else "not stated"
+        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {people}")
     ends = np.cumsum(lengths)
     items = [arrays["samples"][ends[row] - lengths[row] : ends[row]] for row in rows]
-    natural = _natural(arrays)
-    return Raw("recording", items, labels[rows], names, rows, natural, tuple(f"recording {row}" for row in rows))
+    # Windows of two seconds, half overlapping, where the file states its rate.
+    rate = int(arrays["sampling_hz"]) if "sampling_hz" in arrays else 50
+    length = min(max(2 * rate, 4), 65536)
+    natural = WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
+    origins = tuple(f"recording {row}" for row in rows)
+    return Raw("recording", items, labels[rows], class_names, rows, natural, origins)
 
 
-def subjects(where: str, options: Options) -> tuple[int, ...]:
+def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
     """Numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
         DataError: the file cannot be read, or has no array of subjects.
     """
-    arrays = load_arrays(Path(where).expanduser())
-    _check(arrays, where)
+    arrays = _arrays(where)
     if "subject" not in arrays:
         raise DataError(f"windows: '{where}' has no array 'subject'; it is needed to tell people apart")
     return tuple(int(subject) for subject in np.setdiff1d(arrays["subject"], np.array(options.exclude_subject, int)))
 
 
-def _check(arrays: dict[str, np.ndarray], where: str) -> None:
+def _arrays(where: str) -> dict[str, np.ndarray]:
+    arrays = load_arrays(Path(where).expanduser())
     if missing := [name for name in ("samples", "lengths", "label") if name not in arrays]:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
     samples, lengths = arrays["samples"], arrays["lengths"]
@@ -76,39 +90,7 @@ def _check(arrays: dict[str, np.ndarray], where: str) -> None:
     ]
     if mistakes:
         raise DataError(f"windows: '{where}': {'; '.join(mistakes)}")
+    return arrays
 
 
-def _labels(arrays: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
-    return labels_by_name(arrays["label"], names, f"windows: {where}")
-
-
-def _chosen(arrays: dict[str, np.ndarray], options: Options, where: str) -> np.ndarray:
-    chosen = np.ones(len(arrays["lengths"]), bool)
-    rules: list[tuple[str, Integers, Literal["only", "but"]]] = [
-        ("subject", options.subject, "only"),
-        ("subject", options.exclude_subject, "but"),
-        ("side", options.side, "only"),
-    ]
-    for name, values, rule in rules:
-        if not values:
-            continue
-        if name not in arrays:
-            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
-        listed = np.isin(arrays[name], values)
-        chosen &= listed if rule == "only" else ~listed
-    return chosen
-
-
-def _subjects(arrays: dict[str, np.ndarray]) -> str:
-    return ", ".join(str(subject) for subject in np.unique(arrays["subject"])) if "subject" in arrays else "not stated"
-
-
-def _natural(arrays: dict[str, np.ndarray]) -> WindowInput:
-    """Windows of two seconds, half overlapping, where the file states its rate."""
-    rate = int(arrays["sampling_hz"]) if "sampling_hz" in arrays else 50
-    length = min(max(2 * rate, 4), 65536)
-    return WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
-
-
-SOURCE = DataSource(Options, read, needs_path=True, subjects=subjects)
+SOURCE = DataSource(WindowsOptions, read, needs_path=True, subjects=subjects)

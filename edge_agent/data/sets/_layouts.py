@@ -10,17 +10,16 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError, UnknownName, cause, nearest
+from ...errors import DataError, UnknownName, cause
 from ...task import ImageInput
-from ..base import DataSource, Raw, Strings
-from ..base import Options as BaseOptions
+from ..base import DataSource, Options, Raw, Strings, near
 from ..images import SUFFIXES, ImageFiles, images_in, visible
 
 MAX_TEXT_BYTES = 64 << 20
@@ -88,12 +87,6 @@ def random_part(count: int, n: int | None, seed: int | tuple[int, ...]) -> np.nd
     return np.sort(np.random.default_rng(seed).permutation(count)[:n])
 
 
-def near(name: str, known: tuple[str, ...]) -> str:
-    """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
-    result = nearest(name, known)
-    return "" if result is None else f" (did you mean '{result}'?)"
-
-
 _log = logging.getLogger(__name__)
 _SHOWN = 10
 _ENDINGS = tuple(SUFFIXES)
@@ -120,20 +113,20 @@ class Facts:
     lists_inside: tuple[str, ...] = ()
     damaged: frozenset[str] = frozenset()
 
-    def read(self, where: str, options: Options) -> Raw:
+    def read(self, where: str, options: DomainOptions) -> Raw:
         """Images of the chosen domains, decoded on access."""
         return read(find(self, where, options.domain), options)
 
-    def parts(self, where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+    def parts(self, where: str, options: DomainOptions) -> dict[str, tuple[str, dict[str, Any]]]:
         """For each domain the place and the option that select it alone."""
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
 
-    def source(self, options: type[Options]) -> DataSource:
+    def source(self, options: type[DomainOptions]) -> DataSource:
         """The data source of the set. Reading opens no image, so it serves for inspecting, too."""
         return DataSource(options, self.read, needs_path=True, inspect=self.read, domains=self.parts)
 
 
-class Options(BaseOptions):
+class DomainOptions(Options):
     """Options of a set of domains."""
 
     domain: Strings = Field((), description="only these domains; default: all")
@@ -147,7 +140,7 @@ class Options(BaseOptions):
     )
 
 
-class ByChance(Options):
+class ByChance(DomainOptions):
     """Options of a set without an official split."""
 
     test_share: float | None = Field(0.2, gt=0, lt=1, description="share of each class for testing, by chance")
@@ -177,7 +170,7 @@ class Layout:
             raise self.facts.origin.missing(self.root, message)
         return result
 
-    def images(self, domain: str, options: Options) -> list[Path]:
+    def images(self, domain: str, options: DomainOptions) -> list[Path]:
         """Files of one domain that the options choose."""
         share, names = options.test_share, self.class_names()
         if options.split == "all":
@@ -186,21 +179,23 @@ class Layout:
             result = self._listed(domain, options.split)
         else:
             result = self._by_chance(domain, names, options.split, share, options.seed)
-        sound = [path for path in result if self._inner(path) not in self.facts.damaged]
+        sound = [path for path in result if _inner(path) not in self.facts.damaged]
         limit = None if options.split == "test" else options.n
         chosen = random_part(len(sound), limit, (options.seed, self.facts.domains.index(domain)))
         return [sound[row] for row in chosen]
 
     def counts(self) -> Counter[str]:
-        """Images of each class in these domains, by file name alone: the largest set has more than half a million."""
-        result: Counter[str] = Counter()
-        for folder in (entry for domain in self.folders.values() for entry in _folders_in(domain)):
-            with os.scandir(folder) as entries:
-                result[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
-        return result
+        """Images of each class in every domain that is there, whichever were chosen.
 
-    def _inner(self, path: Path) -> str:
-        return "/".join(path.parts[-3:])
+        By file name alone: the largest set has more than half a million.
+        """
+        result: Counter[str] = Counter()
+        parent = next(iter(self.folders.values())).parent
+        for domain in _domains_in(self.facts, parent).values():
+            for folder in _folders_in(domain):
+                with os.scandir(folder) as entries:
+                    result[folder.name] += sum(entry.name.lower().endswith(_ENDINGS) for entry in entries)
+        return result
 
     def _in_folders(self, domain: str, classes: Sequence[str]) -> list[Path]:
         folders = [self.folders[domain] / name for name in classes]
@@ -236,15 +231,13 @@ class Layout:
         wrong = [
             f"line {number}: '{''.join(parts)[:60]}'"
             for number, (parts, name) in enumerate(zip(rows, names, strict=True), 1)
-            if not (parts[2].isdigit() and self._is_inner(name, domain))
+            if not (parts[2].isdigit() and len(name.parts) == 3 and ".." not in name.parts)
+            or plain(name.parts[0]) != plain(domain)
         ]
         if wrong:
             message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
             raise self.facts.origin.damaged(path, message, f"'{domain}/class/file number' in each line")
         return names
-
-    def _is_inner(self, name: PurePosixPath, domain: str) -> bool:
-        return len(name.parts) == 3 and ".." not in name.parts and plain(name.parts[0]) == plain(domain)
 
     def _list_file(self, domain: str, split: str) -> Path:
         """The list, beside the domains, above them, or in one of the folders in which it may lie."""
@@ -276,7 +269,11 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
         UnknownName: the set has no such domain.
         DataError: nothing of the set is there, or a domain is missing.
     """
-    chosen = [_spelled(facts, name) for name in wanted] or list(facts.domains)
+    spelled = {plain(name): name for name in facts.domains}
+    for name in wanted:
+        if plain(name) not in spelled:
+            raise UnknownName(f"{facts.origin.title} domain", name, facts.domains)
+    chosen = [spelled[plain(name)] for name in wanted] or list(facts.domains)
     root = Path(where).expanduser()
     result = (_domains_in(facts, place) for place in (root, *(root / inner for inner in facts.inside)))
     folders = next(filter(None, result), None)
@@ -288,33 +285,24 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
 
 
-def everything(layout: Layout) -> Layout:
-    """The same set with every domain that is there."""
-    held = next(iter(layout.folders.values())).parent
-    return replace(layout, folders=_domains_in(layout.facts, held), classes=None)
-
-
 def _domains_in(facts: Facts, place: Path) -> dict[str, Path]:
     held = {plain(folder.name): folder for folder in _folders_in(place)}
     return {name: held[plain(name)] for name in facts.domains if plain(name) in held}
 
 
-def read(layout: Layout, options: Options) -> Raw:
+def read(layout: Layout, options: DomainOptions) -> Raw:
     """Images of the chosen domains, decoded on access."""
     names = layout.class_names()
     paths = [path for domain in layout.folders for path in layout.images(domain, options)]
     position = {name: label for label, name in enumerate(names)}
     labels = np.array([position[path.parent.name] for path in paths], np.int64)
     natural = ImageInput(channels=3, height=layout.facts.side, width=layout.facts.side)
-    places = tuple("/".join(path.parts[-3:]) for path in paths)
-    return Raw("image", ImageFiles(paths), labels, names, natural=natural, names=places)
+    return Raw("image", ImageFiles(paths), labels, names, natural=natural, names=tuple(map(_inner, paths)))
 
 
-def _spelled(facts: Facts, wanted: str) -> str:
-    for name in facts.domains:
-        if plain(name) == plain(wanted):
-            return name
-    raise UnknownName(f"{facts.origin.title} domain", wanted, facts.domains)
+def _inner(path: Path) -> str:
+    """``domain/class/file``."""
+    return "/".join(path.parts[-3:])
 
 
 def _folders_in(place: Path) -> list[Path]:

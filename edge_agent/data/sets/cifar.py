@@ -1,7 +1,7 @@
 """``cifar:DIR?split=train``: CIFAR-10 and CIFAR-100 as their page offers them: the binary or the Python version.
 
 DIR is ``cifar-10-batches-bin``, ``cifar-10-batches-py``, ``cifar-100-binary`` or ``cifar-100-python``, or a folder with
-one of the sets in it. Python batches are pickles; they are read without executing anything, see `parse`. Options:
+one of the sets in it. Python batches are pickles; nothing in them is executed or imported, see `parse`. Options:
 ``split=train|test|all`` (default: train), ``labels=fine|coarse`` (of CIFAR-100: 100 classes or 20), ``n`` (a random
 part of that size), ``seed``.
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. No licence is stated.
@@ -9,178 +9,112 @@ Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 200
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Mapping
+import pickle
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from pydantic import Field
 
 from ...errors import DataError
 from ...task import ImageInput
-from ..base import DataSource, Raw, labels_by_name
-from ..base import Options as BaseOptions
+from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 
-_NAMES = ("numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
-_RECONSTRUCT, _NDARRAY, _DTYPE = (object() for _ in _NAMES)
-_MARKS = dict(zip(_NAMES, (_RECONSTRUCT, _NDARRAY, _DTYPE), strict=True))
-_BYTES = object()
-"""An array's type when it is 'u1', the only one."""
+_PYTHON_ERRORS = (AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What Python's reader raises on damaged bytes, besides its own error."""
+
+
+class _Instructions(dict[int, Any]):
+    """The instructions that these files have, as Python's own reader carries them out."""
+
+    def __missing__(self, code: int) -> NoReturn:
+        raise ValueError(f"instruction {code:#04x} is not one of theirs")
+
+
+class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc,unused-ignore]  # noqa: SLF001 - the one that can be restricted
+    """Python's reader, restricted to those instructions and to names that stand for parts of an array of bytes."""
+
+    dispatch = _Instructions(
+        {code: pickle._Unpickler.dispatch[code] for code in b"\x80}])N\x88\x89KMJ\x8aUTXhjct\x85\x86\x87R(qraesub."}  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+    )
+
+    def find_class(self, module: str, name: str) -> object:
+        """The part of an array that is named; nothing is imported."""
+        named = f"{module}.{name}"
+        parts = {"numpy.core.multiarray._reconstruct": _Array, "numpy.ndarray": "ndarray", "numpy.dtype": _Bytes}
+        if named not in parts:
+            raise ValueError(f"it names '{named}'")
+        return parts[named]
 
 
 class _Array:
-    """An array that is announced, and filled in by a later instruction."""
+    """Stands for an array: announced by one instruction, filled in by a later one."""
 
-    values: np.ndarray | None = None
+    def __init__(self, *given: object) -> None:
+        if given != ("ndarray", (0,), b"b"):
+            raise ValueError("it makes something that is no array of bytes")
+        self.values: np.ndarray | None = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        version, shape, kind, by_column, data = state
+        sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
+        if version != 1 or not isinstance(kind, _Bytes) or not isinstance(data, bytes) or not sides:
+            raise ValueError("an array is not made of bytes")
+        if math.prod(shape) != len(data):
+            raise ValueError(f"an array of {shape} has {len(data)} bytes")
+        self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_column else "C")
+
+
+class _Bytes:
+    """Stands for an array's type, which is 'u1' in all of them."""
+
+    def __init__(self, *given: object) -> None:
+        if given != (b"u1", 0, 1):
+            raise ValueError("it makes something that is no array of bytes")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if state[:2] != (3, b"|"):
+            raise ValueError("it sets the state of something that is no array of bytes")
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
-    """The dictionary in a batch: text, integers, lists of them, and arrays uint8 that share the memory of ``content``.
+    """The dictionary in a batch: text, integers, lists of them, and arrays uint8.
 
     Raises:
         DataError: any instruction or name that those files do not have, or bytes that end early or go on.
     """
-    machine = _Machine(content)
+    file = io.BytesIO(content)
     try:
-        result = machine.run()
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        if content[:2] != b"\x80\x02":
+            raise ValueError("it does not begin as protocol 2")
+        result = _Reader(file, encoding="bytes").load()
+        if not isinstance(result, dict) or not all(isinstance(name, bytes) for name in result):
+            raise ValueError("it is not one dictionary of named values")
+        if file.read(1):
+            raise ValueError("it goes on after the dictionary")
+    except (*_PYTHON_ERRORS, pickle.UnpicklingError, struct.error) as error:
+        reason = str(error) or "it ends early"
         raise DataError(
-            f"{where} is not a Python batch of CIFAR: {error} at byte {machine.at}; nothing of it was executed. "
+            f"{where} is not a Python batch of CIFAR: {reason} at byte {file.tell()}; nothing of it was executed. "
             "Download it again, or the binary version of the set"
         ) from error
-    return {str(name): value.values if isinstance(value, _Array) else value for name, value in result.items()}
+    return {_text(name): _values(value) for name, value in result.items()}
 
 
-class _Machine:
-    def __init__(self, content: bytes) -> None:
-        self.content, self.at = memoryview(content), 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self) -> dict[Any, Any]:
-        if bytes(self.take(2)) != b"\x80\x02":
-            raise ValueError("it does not begin as protocol 2")
-        while (code := self.number(1)) != ord("."):
-            if code in _PUSH:
-                self.stack.append(_PUSH[code](self))
-            elif code in _CHANGE:
-                _CHANGE[code](self)
-            else:
-                raise ValueError(f"instruction {code:#04x} is not one of theirs")
-        if self.at != len(self.content) or len(self.stack) != 1 or not isinstance(self.stack[0], dict):
-            raise ValueError("it is not one dictionary and nothing else")
-        return self.stack[0]
-
-    def take(self, count: int) -> memoryview:
-        if count > len(self.content) - self.at:
-            raise ValueError(f"{count} bytes are announced, {len(self.content) - self.at} are left")
-        self.at += count
-        return self.content[self.at - count : self.at]
-
-    def number(self, size: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.take(size), "little", signed=signed)
-
-    def line(self) -> str:
-        end = bytes(self.content[self.at : self.at + 100]).index(b"\n")
-        return bytes(self.take(end + 1)[:-1]).decode("ascii")
-
-    def name(self) -> object:
-        wanted = f"{self.line()}.{self.line()}"
-        if wanted not in _MARKS:
-            raise ValueError(f"it names '{wanted}'")
-        return _MARKS[wanted]
-
-    def last(self, count: int) -> tuple[Any, ...]:
-        return tuple([self.stack.pop() for _ in range(count)][::-1])
-
-    def marked(self) -> list[Any]:
-        begin = self.marks.pop()
-        items = self.stack[begin:]
-        del self.stack[begin:]
-        return items
-
-    def put(self, place: int) -> None:
-        self.memo[place] = self.stack[-1]
-
-    def extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, list):
-            raise TypeError("items for what is no list")
-        target.extend(items)
-
-    def update(self, items: list[Any]) -> None:
-        target, names = self.stack[-1], items[::2]
-        if not isinstance(target, dict) or len(items) % 2 or not all(isinstance(name, str) for name in names):
-            raise TypeError("entries for what is no dictionary of named values")
-        target.update(zip(names, items[1::2], strict=True))
-
-    def make(self) -> object:
-        function, given = self.last(2)
-        if function is _RECONSTRUCT and given == (_NDARRAY, (0,), "b"):
-            return _Array()
-        if function is _DTYPE and given == ("u1", 0, 1):
-            return _BYTES
-        raise ValueError("it makes something that is no array of bytes")
-
-    def fill(self) -> None:
-        state = self.stack.pop()
-        target = self.stack[-1]
-        if isinstance(target, _Array):
-            target.values = _array(*state)
-        elif target is not _BYTES or state[:2] != (3, "|"):
-            raise ValueError("it sets the state of something that is no array of bytes")
+def _values(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_text(one) for one in value]
+    return value.values if isinstance(value, _Array) else _text(value)
 
 
-def _array(version: Any, shape: Any, kind: Any, by_column: Any, data: Any) -> np.ndarray:
-    sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
-    if version != 1 or kind is not _BYTES or not isinstance(data, memoryview) or not sides:
-        raise ValueError("an array is not made of bytes")
-    if math.prod(shape) != len(data):
-        raise ValueError(f"an array of {shape} has {len(data)} bytes")
-    return np.asarray(np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_column else "C"))
-
-
-def _small_text(machine: _Machine) -> str:
-    return bytes(machine.take(machine.number(1))).decode("latin-1")
-
-
-_PUSH: dict[int, Callable[[_Machine], Any]] = {
-    ord("}"): lambda _: {},
-    ord("]"): lambda _: [],
-    ord(")"): lambda _: (),
-    ord("N"): lambda _: None,
-    0x88: lambda _: True,
-    0x89: lambda _: False,
-    ord("K"): lambda machine: machine.number(1),
-    ord("M"): lambda machine: machine.number(2),
-    ord("J"): lambda machine: machine.number(4, signed=True),
-    0x8A: lambda machine: machine.number(machine.number(1), signed=True),
-    ord("U"): _small_text,
-    ord("T"): lambda machine: machine.take(machine.number(4)),
-    ord("X"): lambda machine: bytes(machine.take(machine.number(4))).decode("utf-8"),
-    ord("h"): lambda machine: machine.memo[machine.number(1)],
-    ord("j"): lambda machine: machine.memo[machine.number(4)],
-    ord("c"): _Machine.name,
-    ord("t"): lambda machine: tuple(machine.marked()),
-    0x85: lambda machine: machine.last(1),
-    0x86: lambda machine: machine.last(2),
-    0x87: lambda machine: machine.last(3),
-    ord("R"): _Machine.make,
-}
-_CHANGE: dict[int, Callable[[_Machine], None]] = {
-    ord("("): lambda machine: machine.marks.append(len(machine.stack)),
-    ord("q"): lambda machine: machine.put(machine.number(1)),
-    ord("r"): lambda machine: machine.put(machine.number(4)),
-    ord("a"): lambda machine: machine.extend([machine.stack.pop()]),
-    ord("e"): lambda machine: machine.extend(machine.marked()),
-    ord("s"): lambda machine: machine.update(list(machine.last(2))),
-    ord("u"): lambda machine: machine.update(machine.marked()),
-    ord("b"): _Machine.fill,
-}
+def _text(value: Any) -> Any:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 PIXELS = 3 * 32 * 32
@@ -196,13 +130,11 @@ ORIGIN = Origin(
 )
 
 
-class Options(BaseOptions):
+class CifarOptions(PartOptions):
     """Which images of CIFAR."""
 
     split: Literal["train", "test", "all"] = "train"
     labels: Literal["fine", "coarse"] = Field("fine", description="CIFAR-100: its 100 classes, or its 20")
-    n: int | None = Field(None, ge=1, description="a random part of that size")
-    seed: int = Field(0, ge=0, description="which random part")
 
 
 @dataclass(frozen=True)
@@ -256,7 +188,7 @@ VERSIONS = (
 )
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: CifarOptions) -> Raw:
     """The images and labels of one split."""
     folder, version = _found(Path(where).expanduser(), options)
     splits = ("train", "test") if options.split == "all" else (options.split,)
@@ -271,13 +203,13 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", images, labels[rows], names, natural=ImageInput())
 
 
-def inspect(where: str, options: Options) -> None:
+def inspect(where: str, options: CifarOptions) -> None:
     """Check that one of the versions exists; its batches are not read."""
     folder, version = _found(Path(where).expanduser(), options)
     _names(folder, version, options.labels)
 
 
-def _found(root: Path, options: Options) -> tuple[Path, Version]:
+def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
     """The folder of the batches and what it is: the binary version where both are there."""
     held = [(root, version) for version in VERSIONS if (root / version.files["test"][0]).is_file()]
     held += [(root / version.folder, version) for version in VERSIONS if (root / version.folder).is_dir()]
@@ -331,4 +263,4 @@ def _names(folder: Path, version: Version, labels: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect)
+SOURCE = DataSource(CifarOptions, read, needs_path=True, inspect=inspect)

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from ...task import ImageInput
-from ..base import DataSource, Raw
-from ..base import Options as BaseOptions
+from ..base import DataSource, PartOptions, Raw, near
 from ..images import ImageFiles, images_in, visible
-from ._layouts import Origin, near, random_part
+from ._layouts import Origin, random_part
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PARTS = ("train", "valid", "test")
@@ -30,16 +28,14 @@ ORIGIN = Origin(
 )
 
 
-class Options(BaseOptions):
+class CinicOptions(PartOptions):
     """Which pictures of CINIC-10."""
 
     split: Literal["train", "valid", "test", "all"] = "train"
-    n: int | None = Field(None, ge=1, description="a random part of that size")
-    seed: int = Field(0, ge=0, description="which random part")
 
 
-def read(where: str, options: Options) -> Raw:
-    """The pictures of one part, decoded on access."""
+def read(where: str, options: CinicOptions) -> Raw:
+    """The pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
     root = Path(where).expanduser()
     root = next((place for place in (root, root / "CINIC-10") if (place / "train").is_dir()), root)
     parts = PARTS if options.split == "all" else (options.split,)
@@ -48,11 +44,6 @@ def read(where: str, options: Options) -> Raw:
     labels = np.array([CLASSES.index(path.parent.name) for path in chosen], np.int64)
     names = tuple(str(path.relative_to(root)) for path in chosen)
     return Raw("image", ImageFiles(chosen), labels, CLASSES, natural=ImageInput(), names=names)
-
-
-def inspect(where: str, options: Options) -> None:
-    """Check that all class folders exist and have pictures; none is opened."""
-    read(where, options)
 
 
 def _pictures(part: Path) -> list[Path]:
@@ -67,4 +58,4 @@ def _pictures(part: Path) -> list[Path]:
     return [path for paths in result.values() for path in paths]
 
 
-SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect)
+SOURCE = DataSource(CinicOptions, read, needs_path=True, inspect=read)

@@ -23,8 +23,7 @@ from pydantic import Field
 
 from ...errors import DataError, MissingCapability, UnknownName, cause
 from ...task import ImageInput
-from ..base import DataSource, Raw, Strings
-from ..base import Options as BaseOptions
+from ..base import DataSource, Options, Raw, Strings
 from ..npz import load_arrays
 from ._layouts import Origin, random_part
 
@@ -43,15 +42,12 @@ ORIGIN = Origin(
 Part = tuple[np.ndarray, np.ndarray]
 
 DOMAINS = ("mnist", "mnistm", "svhn", "syn", "usps")
-_FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "mnist": {"train": ("mnist_data.mat",), "test": ("mnist_data.mat",)},
-    "mnistm": {"train": ("mnistm_with_label.mat",), "test": ("mnistm_with_label.mat",)},
-    "svhn": {
-        "train": ("svhn_train_32x32.mat", "train_32x32.mat"),
-        "test": ("svhn_test_32x32.mat", "test_32x32.mat"),
-    },
-    "syn": {"train": ("syn_number.mat",), "test": ("syn_number.mat",)},
-    "usps": {"train": ("usps_28x28.mat",), "test": ("usps_28x28.mat",)},
+_FILES: Mapping[str, tuple[str, ...]] = {
+    "mnist": ("mnist_data.mat",),
+    "mnistm": ("mnistm_with_label.mat",),
+    "svhn": ("svhn_{part}_32x32.mat", "{part}_32x32.mat"),
+    "syn": ("syn_number.mat",),
+    "usps": ("usps_28x28.mat",),
 }
 _ARRAYS = {
     "mnist": ("{part}_28", "label_{part}"),
@@ -63,7 +59,7 @@ _ARRAYS = {
 """Names of images and labels in a file."""
 
 
-class Options(BaseOptions):
+class Digits5Options(Options):
     """Which digits of Digits-Five."""
 
     domain: Strings = Field((), description="only these sets; default: all")
@@ -74,13 +70,12 @@ class Options(BaseOptions):
     seed: int = Field(0, ge=0, description="which random part")
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: Digits5Options) -> Raw:
     """The digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
-    parts = ("train", "test") if options.split == "all" else (options.split,)
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for domain in _domains(options):
-        result = [_part(Path(where).expanduser(), domain, part) for part in parts]
+        result = [_part(Path(where).expanduser(), domain, part) for part in _parts(options)]
         pixels = [image for inputs, _ in result for image in inputs]
         values = np.concatenate([digits for _, digits in result])
         limit = None if options.split == "test" else options.n
@@ -91,20 +86,23 @@ def read(where: str, options: Options) -> Raw:
     return Raw("image", images, np.concatenate(labels), names, natural=ImageInput(channels=3, height=28, width=28))
 
 
-def inspect(where: str, options: Options) -> None:
+def inspect(where: str, options: Digits5Options) -> None:
     """Check that there is a file for each selected set; none is read."""
-    parts = ("train", "test") if options.split == "all" else (options.split,)
     for domain in _domains(options):
-        for part in parts:
+        for part in _parts(options):
             _file(Path(where).expanduser(), domain, part)
 
 
-def domains(where: str, options: Options) -> dict[str, tuple[str, dict[str, Any]]]:
+def domains(where: str, options: Digits5Options) -> dict[str, tuple[str, dict[str, Any]]]:
     """For each set the place and the option that choose it alone."""
     return {domain: (where, {"domain": domain}) for domain in _domains(options)}
 
 
-def _domains(options: Options) -> tuple[str, ...]:
+def _parts(options: Digits5Options) -> tuple[str, ...]:
+    return ("train", "test") if options.split == "all" else (options.split,)
+
+
+def _domains(options: Digits5Options) -> tuple[str, ...]:
     for name in options.domain:
         if name not in DOMAINS:
             raise UnknownName("Digits-Five domain", name, DOMAINS)
@@ -112,7 +110,7 @@ def _domains(options: Options) -> tuple[str, ...]:
 
 
 def _file(folder: Path, domain: str, part: str) -> Path:
-    names = (f"{domain}.npz", *_FILES[domain][part])
+    names = [f"{domain}.npz", *(name.format(part=part) for name in _FILES[domain])]
     result = next((folder / name for name in names if (folder / name).is_file()), None)
     if result is None:
         raise ORIGIN.missing(folder, f"there is no {' or '.join(names)}")
@@ -126,8 +124,11 @@ def _part(folder: Path, domain: str, part: str) -> Part:
     path = _file(folder, domain, part)
     if path.suffix == ".npz":
         images, labels = _named(load_arrays(path), "npz", part, path)
-    elif domain == "usps":
-        images, labels = _usps(path, part)
+    elif domain == "usps":  # cells: a row for each part, images and labels
+        cells = _matlab(path, ["dataset"]).get("dataset", np.empty(0))
+        if cells.shape != (2, 2) or not all(isinstance(cell, np.ndarray) for cell in cells.flat):
+            raise ORIGIN.damaged(path, f"has cells {cells.shape} named 'dataset'", "(2, 2)")
+        images, labels = cells[0 if part == "train" else 1]
     else:
         images, labels = _named(_matlab(path, _wanted(domain, part)), domain, part, path)
         images = np.moveaxis(images, -1, 0) if domain == "svhn" and images.ndim == 4 else images
@@ -146,15 +147,6 @@ def _named(arrays: Mapping[str, np.ndarray], form: str, part: str, path: Path) -
     if missing := [name for name in wanted if name not in arrays]:
         raise ORIGIN.damaged(path, f"lacks the array {', '.join(missing)}", f"arrays {' and '.join(wanted)}")
     return arrays[wanted[0]], arrays[wanted[1]]
-
-
-def _usps(path: Path, part: str) -> Part:
-    """Cells (2, 2): a row for each part, images and labels."""
-    cells = _matlab(path, ["dataset"]).get("dataset", np.empty(0))
-    if cells.shape != (2, 2) or not all(isinstance(cell, np.ndarray) for cell in cells.flat):
-        raise ORIGIN.damaged(path, f"has cells {cells.shape} named 'dataset'", "(2, 2)")
-    images, labels = cells[0 if part == "train" else 1]
-    return images, labels
 
 
 def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
@@ -203,4 +195,4 @@ def _bytes_or_unit(images: np.ndarray, path: Path) -> np.ndarray:
     return images.astype(np.float32) if unit else np.rint(images).astype(np.uint8)
 
 
-SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect, domains=domains)
+SOURCE = DataSource(Digits5Options, read, needs_path=True, inspect=inspect, domains=domains)

@@ -19,8 +19,8 @@ from pydantic import Field
 
 from ...errors import ConfigError, UnknownName
 from ..base import DataSource, Raw
-from . import _layouts
-from ._layouts import Facts, Layout, Origin, Split
+from ._layouts import DomainOptions, Facts, Layout, Origin, Split, find
+from ._layouts import read as read_layout
 
 FACTS = Facts(
     Origin(
@@ -44,7 +44,7 @@ FEDBN_CLASSES = (
 )
 
 
-class Options(_layouts.Options):
+class DomainNetOptions(DomainOptions):
     """Which pictures of DomainNet."""
 
     split: Split = "train"
@@ -53,18 +53,22 @@ class Options(_layouts.Options):
     )
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: DomainNetOptions) -> Raw:
     """Pictures of the chosen domains and classes, decoded on access."""
-    layout = _layouts.find(FACTS, where, options.domain)
-    return _layouts.read(replace(layout, classes=_classes(layout, options)), options)
+    layout = find(FACTS, where, options.domain)
+    return read_layout(replace(layout, classes=_classes(layout, options)), options)
 
 
-def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:
+def _classes(layout: Layout, options: DomainNetOptions) -> tuple[str, ...] | None:
     """The chosen classes, sorted; None for all."""
     if options.classes is None:
         return None
     if options.classes.isdigit():
-        return _most_frequent(int(options.classes), layout)
+        # Counted over every domain that is there, so that all who hold one of them agree; ties go by name.
+        number, counts = int(options.classes), layout.counts()
+        if not 0 < number <= len(counts):
+            raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
+        return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))
     names = [name.strip() for name in options.classes.split(",") if name.strip()]
     names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
     known = layout.class_names()
@@ -74,12 +78,4 @@ def _classes(layout: Layout, options: Options) -> tuple[str, ...] | None:
     return tuple(sorted(set(names)))
 
 
-def _most_frequent(number: int, layout: Layout) -> tuple[str, ...]:
-    """Counted over every domain that is there, so that all who hold one of them agree; ties go by name."""
-    counts = _layouts.everything(layout).counts()
-    if not 0 < number <= len(counts):
-        raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
-    return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))
-
-
-SOURCE = DataSource(Options, read, needs_path=True, inspect=read, domains=FACTS.parts)
+SOURCE = DataSource(DomainNetOptions, read, needs_path=True, inspect=read, domains=FACTS.parts)

@@ -25,5 +25,4 @@ FACTS = Facts(
     inside=("office_caltech_10", "OfficeCaltech10", "office_caltech_10_dataset/office_caltech_10"),
 )
 
-Options = ByChance
-SOURCE = FACTS.source(Options)
+SOURCE = FACTS.source(ByChance)

@@ -26,5 +26,4 @@ FACTS = Facts(
     inside=("OfficeHomeDataset_10072016", "OfficeHome", "office_home"),
 )
 
-Options = ByChance
-SOURCE = FACTS.source(Options)
+SOURCE = FACTS.source(ByChance)

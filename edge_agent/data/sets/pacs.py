@@ -12,8 +12,7 @@ Source: Li, Yang, Song, Hospedales, "Deeper, Broader and Artier Domain Generaliz
 
 from __future__ import annotations
 
-from . import _layouts
-from ._layouts import Facts, Origin, Split
+from ._layouts import DomainOptions, Facts, Origin, Split
 
 FACTS = Facts(
     Origin(
@@ -35,10 +34,10 @@ FACTS = Facts(
 )
 
 
-class Options(_layouts.Options):
+class PacsOptions(DomainOptions):
     """Which pictures of PACS."""
 
     split: Split = "train"
 
 
-SOURCE = FACTS.source(Options)
+SOURCE = FACTS.source(PacsOptions)

@@ -21,8 +21,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...task import WindowInput
-from ..base import DataSource, Integers, Raw
-from ..base import Options as BaseOptions
+from ..base import DataSource, Integers, Options, Raw
 from ._layouts import Origin, integers_of, lines_of
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -38,7 +37,7 @@ ORIGIN = Origin(
 )
 
 
-class Options(BaseOptions):
+class UciHarOptions(Options):
     """Which windows of UCI HAR."""
 
     split: Literal["train", "test", "all"] = "all"
@@ -46,14 +45,19 @@ class Options(BaseOptions):
     exclude_subject: Integers = ()
 
 
-def read(where: str, options: Options) -> Raw:
+def read(where: str, options: UciHarOptions) -> Raw:
     """The windows of the chosen people, those of the training part first."""
     root = _root(where)
     names = _activities(root)
-    parts = [_part(root, part, options) for part in _parts(options)]
+    parts = []
+    for part in _parts(options):
+        activities, people = _labels(root, part)
+        rows = np.flatnonzero(_chosen(people, options))
+        signals = [_signal(path, rows, len(people)) for path in _signals(root, part)]
+        parts.append((np.stack(signals, axis=1), activities[rows], people[rows]))
     windows, activities, people = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if not len(windows):
-        held = ", ".join(map(str, subjects(where, Options(split=options.split))))
+        held = ", ".join(map(str, subjects(where, UciHarOptions(split=options.split))))
         raise DataError(f"ucihar: no window in '{where}' is left by the options; subjects of {options.split}: {held}")
     if activities.max() >= len(names):
         raise ORIGIN.damaged(root / "activity_labels.txt", f"names {len(names)} activities", f"{activities.max() + 1}")
@@ -63,7 +67,7 @@ def read(where: str, options: Options) -> Raw:
     return Raw("window", windows, activities, names, groups, INPUT, places)  # type: ignore[arg-type]
 
 
-def inspect(where: str, options: Options) -> None:
+def inspect(where: str, options: UciHarOptions) -> None:
     """Check that the labels and all nine signals of the selected parts exist; no signal is read."""
     root = _root(where)
     _activities(root)
@@ -73,7 +77,7 @@ def inspect(where: str, options: Options) -> None:
             raise ORIGIN.missing(root, f"'{part}/Inertial Signals' lacks {', '.join(missing)}")
 
 
-def subjects(where: str, options: Options) -> tuple[int, ...]:
+def subjects(where: str, options: UciHarOptions) -> tuple[int, ...]:
     """Numbers of the people in the chosen parts, sorted, without those that the options exclude.
 
     Raises:
@@ -91,7 +95,7 @@ def _root(where: str) -> Path:
     raise ORIGIN.missing(where, "there is no activity_labels.txt")
 
 
-def _parts(options: Options) -> tuple[str, ...]:
+def _parts(options: UciHarOptions) -> tuple[str, ...]:
     return ("train", "test") if options.split == "all" else (options.split,)
 
 
@@ -115,23 +119,13 @@ def _labels(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     return activities - 1, people
 
 
-def _chosen(people: np.ndarray, options: Options) -> np.ndarray:
+def _chosen(people: np.ndarray, options: UciHarOptions) -> np.ndarray:
     wanted = np.isin(people, options.subject) if options.subject else np.ones(len(people), bool)
     return wanted & ~np.isin(people, options.exclude_subject)
 
 
 def _signals(root: Path, part: str) -> list[Path]:
     return [root / part / "Inertial Signals" / f"{signal}_{part}.txt" for signal in SIGNALS]
-
-
-def _part(root: Path, part: str, options: Options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Windows (m, 9, 128) float32, activities (m,) and people (m,) of the chosen people."""
-    activities, people = _labels(root, part)
-    rows = np.flatnonzero(_chosen(people, options))
-    windows = np.empty((len(rows), len(SIGNALS), LENGTH), np.float32)
-    for channel, path in enumerate(_signals(root, part)):
-        windows[:, channel] = _signal(path, rows, len(people))
-    return windows, activities[rows], people[rows]
 
 
 def _signal(path: Path, rows: np.ndarray, expected: int) -> np.ndarray:
@@ -152,4 +146,4 @@ def _signal(path: Path, rows: np.ndarray, expected: int) -> np.ndarray:
     return values
 
 
-SOURCE = DataSource(Options, read, needs_path=True, inspect=inspect, subjects=subjects)
+SOURCE = DataSource(UciHarOptions, read, needs_path=True, inspect=inspect, subjects=subjects)

@@ -181,7 +181,7 @@ def test_without_the_need_for_lists_an_official_split_cannot_be_asked(caltech, h
     for source in (f"officecaltech:{caltech}", f"officehome:{home}"):
         with pytest.raises(ConfigError, match="test_share"):
             load(f"{source}?test_share=1", SPEC)
-    assert officehome.Options().split == "all"
+    assert officehome.SOURCE.options().split == "all"
 
 
 @pytest.fixture
