@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import stat
@@ -243,6 +244,14 @@ def read_tensors(path: Path) -> Tensors:
         return decode(path.read_bytes())
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}") from error
+
+
+def mapped(path: Path) -> memoryview:
+    """The bytes of a file, mapped instead of read."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def sha256_file(path: Path) -> str:

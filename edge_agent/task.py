@@ -37,6 +37,28 @@ class Frozen(BaseModel):
     )
 
 
+def parse_json(raw: bytes) -> Any:
+    """The JSON value in UTF-8 text without repeated keys, NaN and infinity.
+
+    Raises:
+        ValueError: it is not such a text.
+        RecursionError: it is nested too deeply.
+    """
+    # As text: from bytes, json would guess UTF-16 and UTF-32 as well.
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return content
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
 class ImageInput(Frozen):
     """Images become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,3 +93,29 @@ class ThreadWorker:
                 finished = _Finished(done, None, error)
             self._finished.put(finished)
             self._wake()
+
+
+class Stop(threading.Event):
+    """Set by a signal; ``signal`` is its number, 0 before one has come."""
+
+    signal = 0
+
+    def by_signal(self, number: int, _frame: object) -> None:
+        """The handler."""
+        self.signal = number
+        self.set()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """An event that SIGTERM and Ctrl-C set; outside the main thread, which alone gets signals, nothing sets it."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.by_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,8 +19,8 @@ from ..processes.worker_main import listen
 from .access import Rules, is_password, read_passwords
 
 
-class PasswordPlugin(BaseAuthPlugin):  # type: ignore[misc]
-    """Accepts the users of a password file, if their last will is on a topic of their own."""
+class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
+    """Accepts the users of a password file, and limits each to the topics that `access.Rules` grants."""
 
     @dataclass
     class Config:
@@ -46,20 +46,6 @@ class PasswordPlugin(BaseAuthPlugin):  # type: ignore[misc]
             return False
         return not will or self._rules.may_publish(user, will)
 
-
-class TopicsPlugin(BaseTopicPlugin):  # type: ignore[misc]
-    """Keeps every user to the topics that `access.Rules` grants."""
-
-    @dataclass
-    class Config:
-        """Options of this plugin."""
-
-        federation: str = "home"
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._rules = Rules(self.config.federation)
-
     async def topic_filtering(self, *, session: Any = None, topic: str | None = None, action: Any = None) -> bool:
         """Whether this publish, subscription or delivery is granted."""
         user = session.username if session is not None else None
@@ -75,10 +61,7 @@ def settings(bind: str, port: int, federation: str, password_file: str | None) -
     host = f"[{bind}]" if ":" in bind else bind
     plugins: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
     if password_file is not None:
-        plugins = {
-            f"{__name__}.PasswordPlugin": {"password_file": password_file, "federation": federation},
-            f"{__name__}.TopicsPlugin": {"federation": federation},
-        }
+        plugins = {f"{__name__}.AccessPlugin": {"password_file": password_file, "federation": federation}}
     return {"listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}}, "plugins": plugins}
 
 

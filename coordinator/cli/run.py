@@ -10,12 +10,13 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import UsageError
+from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
 from ..runs.result_notes import lines, metric_lines
-from ..service.app import coordinator, stop_on_signals
+from ..service.app import coordinator
 from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
 from ..state.store import StateFolder

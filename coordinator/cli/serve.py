@@ -6,8 +6,10 @@ import signal
 
 import typer
 
+from edge_agent.worker import stop_on_signals
+
 from ..config import load_config
-from ..service.app import coordinator, stop_on_signals
+from ..service.app import coordinator
 from ..service.preflight import check_defaults, without_lost_weights
 from .follow import Invocation, standing
 from .terminal import INTERRUPTED, Config, State, Verbose, console, set_up_logging

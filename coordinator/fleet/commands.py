@@ -35,10 +35,10 @@ class RunIds:
         self._known: dict[str, str] = {}
 
     def check(self, name: str) -> None:
-        """Return quietly where agents can work for the run of that name.
+        """Return quietly when agents can work for the run of that name.
 
         Raises:
-            RunFailed: it was asked for by a version that gave runs no ids, so that no update of it can be told apart.
+            RunFailed: it was requested with a version that gave runs no ids, so its updates cannot be recognised.
         """
         if not self._id(name):
             raise RunFailed(
@@ -51,9 +51,9 @@ class RunIds:
         return self._id(name) or name
 
     def name(self, run_id: str) -> str | None:
-        """The name of the run with that id; None when it was not asked for here."""
+        """The name of the run with that id; None when it was not requested here."""
         name = run_name(run_id)
-        return name if name != run_id and self._id(name) == run_id else None
+        return name if self._id(name) == run_id else None
 
     def _id(self, name: str) -> str:
         if name not in self._known:
@@ -63,27 +63,16 @@ class RunIds:
 
 
 class RunNames(RunIds):
-    """Names instead of ids: in a simulation nobody else is there, and what clients keep lies in its own folder."""
+    """Names instead of ids: in a simulation there is no other coordinator, and clients have their own folder."""
 
-    def check(self, name: str) -> None:
-        """Return quietly: every run has a name."""
-
-    def of(self, name: str) -> str:
-        """The name itself."""
+    def _id(self, name: str) -> str:
         return name
-
-    def name(self, run_id: str) -> str | None:
-        """The name itself."""
-        return run_id
-
-
-Publish = Callable[[str, bytes], None]
 
 
 class CommandSender:
     """Sends the messages of one coordinator. ``federation`` and ``epoch`` are set when it starts."""
 
-    def __init__(self, topics: Topics, publish: Publish, run_ids: RunIds, boot: str) -> None:
+    def __init__(self, topics: Topics, publish: Callable[[str, bytes], None], run_ids: RunIds, boot: str) -> None:
         self._topics, self._publish, self._run_ids, self._boot = topics, publish, run_ids, boot
         self.federation, self.epoch = "", 0
         self._seq = 0
@@ -92,25 +81,25 @@ class CommandSender:
     def send(self, agent: str, message: wire.Command) -> None:
         """One control message to one agent; a run in it is named as the journal names it."""
         run = getattr(message, "run", "")
-        self._tell(agent, message, **({"run": self._run_ids.of(run)} if run else {}))
+        self._send(agent, message, **({"run": self._run_ids.of(run)} if run else {}))
 
     def announce(self) -> None:
-        """Tell all agents that a coordinator is here."""
+        """Announce this coordinator to all agents."""
         self._publish(self._topics.announce, self._stamped(wire.Announce(software=__version__), self.epoch))
 
     def announce_to(self, agent: str) -> None:
-        """Tell one agent, which follows another federation: it decides whether its own coordinator is gone."""
-        self._tell(agent, wire.Announce(software=__version__))
+        """Announce it to one agent that follows another federation, which may find its own coordinator offline."""
+        self._send(agent, wire.Announce(software=__version__))
 
     def to_coordinators(self, message: wire.Present) -> None:
-        """Tell other coordinators of this federation."""
+        """Send to other coordinators of this federation."""
         self._publish(self._topics.coordinators, self._stamped(message, self.epoch))
 
     def may_give(self, agent: str, epoch: int, is_alone: Callable[[], bool]) -> bool:
-        """Whether this agent, which knows that epoch, may be given orders; where it is higher, they get it, too.
+        """Whether this agent, which knows that epoch, may be sent commands; where it is higher, they carry it, too.
 
         A state folder that was put back from a backup counts from an older start. But as long as a coordinator with the
-        higher epoch may be there, it is the one that counts: it is asked for, and the agent says hello again.
+        higher epoch may be online, that one counts, and the agent sends its hello again.
         """
         if epoch <= self.epoch:
             self._epochs.pop(agent, None)
@@ -126,7 +115,7 @@ class CommandSender:
         """An agent's message with its run as the journal names it; an update of an unknown run gets its receipt.
 
         Raises:
-            MessageError: the run was never asked for in this state folder.
+            MessageError: the run was never requested in this state folder.
         """
         run_id = getattr(message, "run", "")
         if not run_id:
@@ -134,14 +123,14 @@ class CommandSender:
         name = self._run_ids.name(run_id)
         if name is not None:
             return message.model_copy(update={"run": name})
-        if isinstance(message, wire.Heartbeat | wire.Fault):  # says how the agent is; what it was asked by is not ours
+        if isinstance(message, wire.Heartbeat | wire.Fault):  # its condition counts; the job is of another coordinator
             return message.model_copy(update={"run": "", "round": 0})
         if isinstance(message, wire.UpdateManifest):
             reason = f"unknown run {wire.run_name(run_id)}: it is of another coordinator or state folder"
-            self._tell(agent, wire.Receipt(run=run_id, digest=message.blob.digest, accepted=False, reason=reason))
+            self._send(agent, wire.Receipt(run=run_id, digest=message.blob.digest, accepted=False, reason=reason))
         raise MessageError(f"{type(message).__name__} about a run that was never asked for here")
 
-    def _tell(self, agent: str, message: wire.Command, **changes: str) -> None:
+    def _send(self, agent: str, message: wire.Command, **changes: str) -> None:
         epoch = max(self.epoch, self._epochs.get(agent, 0))
         self._publish(self._topics.down(agent), self._stamped(message, epoch, **changes))
 

@@ -1,7 +1,7 @@
-"""Who is there: agents by their last sign of life, not by what the broker says of them, and who may have an id.
+"""Registry of agents: who is online by the last message from each, who may have an id, and what was rejected.
 
-An agent that starts anew has a new boot, and its predecessor is offline: told by the broker, or silent when asked. Only
-where the start that has the id and the one that claims it both answer are there two, and the later one is rejected.
+An agent that restarts has a new boot, and its predecessor is offline: the broker has said so, or it does not answer.
+Only where the start that has the id and the one that claims it both answer are there two; the later one is rejected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from edge_agent.errors import DuplicateId
 from edge_agent.wire.messages import DISK_ERROR, Command, ConditionName, Fault, Hello, Refused, Report, Who
@@ -19,13 +18,11 @@ from ..state.journal import utc_now
 
 log = logging.getLogger(__name__)
 
-FactValue = Any
-
 PATIENCE_S = 2.0
-"""How long a vanished agent is waited for when everybody else is done: it may only have lost its connection."""
+"""How long an offline agent is waited for when all others are done: it may only have lost its connection."""
 
 RETURN_S = 10.0
-"""The same for those who have not been heard since the coordinator came: they may be between two tries to connect."""
+"""The same for agents not heard since the coordinator's start: they may be between two tries to connect."""
 
 
 @dataclass
@@ -38,14 +35,13 @@ class Member:
     software: str
     samples: int
     bundle_id: str
-    facts: dict[str, FactValue] = field(default_factory=dict)
     heard_at: float = 0.0
     gone_at: float | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    """What people should know of it, by what it is about."""
+    """Notes for the status, by subject."""
 
     fault: dict[str, str] | None = None
-    """What it failed at last, if that still stands: error, message, remedy, and when it said so."""
+    """Its last fault, if that still stands: error, message, remedy, and when it was reported."""
 
     condition: ConditionName = "ok"
     stalled_at: float = 0.0
@@ -55,12 +51,12 @@ class Member:
 
     @property
     def is_present(self) -> bool:
-        """Whether it counts as there."""
+        """Whether it counts as online."""
         return self.gone_at is None
 
 
 class Roster:
-    """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as gone."""
+    """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as offline."""
 
     def __init__(self, clock: Callable[[], float], lease_s: float) -> None:
         self.lease_s = lease_s
@@ -72,16 +68,8 @@ class Roster:
 
     def hello(self, agent: str, message: Hello) -> Member:
         """An agent introduces itself (again)."""
-        member = Member(
-            agent,
-            message.tier,
-            message.boot,
-            message.software,
-            message.samples,
-            message.bundle_id,
-            dict(message.facts),
-            connection=message.connection,
-        )
+        member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
+        member.connection = message.connection
         before = self._members.get(agent)
         if before is not None:
             member.samples = member.samples or before.samples
@@ -94,7 +82,7 @@ class Roster:
         return member
 
     def reported(self, agent: str, message: Report) -> bool:
-        """Note samples and encoder of an agent, and why if it is not the new one; False for one not on the roster."""
+        """Note samples and encoder of an agent, and why if it is not the new one; False for an agent not listed."""
         member = self._members.get(agent)
         if member is None:
             return False
@@ -108,19 +96,19 @@ class Roster:
         return True
 
     def failed(self, agent: str, message: Fault) -> None:
-        """An agent says what it could not do; that stands until it says that it is well."""
+        """Note an agent's fault; it stands until the agent reports the condition "ok"."""
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
-        words = (message.error, message.message, message.remedy)
-        log.log(level, "agent_fault agent=%s times=%d error=%s message=%s remedy=%s", agent, times or 0, *words)
-        at = utc_now().isoformat(timespec="seconds")
+        fault = {"error": message.error, "message": message.message, "remedy": message.remedy}
+        form = "agent_fault agent=%s times=%d error=%s message=%s remedy=%s"
+        log.log(level, form, agent, times or 0, *fault.values())
         member = self._members.get(agent)
         if member is not None:
             self.is_as(agent, "stalled" if message.error == DISK_ERROR else "fault")
-            member.fault = {"error": message.error, "message": message.message, "remedy": message.remedy, "at": at}
+            member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
 
     def is_as(self, agent: str, condition: ConditionName) -> bool:
-        """Note how an agent says it is; False where it has a fault that this side has not heard of."""
+        """Note the condition of an agent; False where it has a fault that has not been received here."""
         member = self._members.get(agent)
         if member is None:
             return True
@@ -132,7 +120,7 @@ class Roster:
         return condition == "ok" or member.fault is not None
 
     def heard(self, agent: str, boot: str | None = None) -> bool:
-        """Note a sign of life; False when the agent has to introduce itself first (unknown, gone, or rebooted)."""
+        """Note that an agent is online; False when it has to send a hello first (unknown, offline, or restarted)."""
         member = self._members.get(agent)
         if member is None or not member.is_present or (boot is not None and boot != member.boot):
             return False
@@ -160,12 +148,12 @@ class Roster:
         return self._members.get(agent)
 
     def present(self, tier: str | None = None) -> list[str]:
-        """Ids of the agents that are there and can keep something on their disks, sorted; of one tier where given."""
+        """Ids of the agents that are online and can write to their disks, sorted; of one tier where given."""
         able = [m for m in self._members.values() if m.is_present and m.condition != "stalled"]
         return sorted(m.id for m in able if tier in {None, m.tier})
 
     def members(self) -> list[Member]:
-        """Everybody heard of, sorted by id."""
+        """All agents heard of, sorted by id."""
         return [self._members[agent] for agent in sorted(self._members)]
 
     def connected(self) -> None:
@@ -188,7 +176,7 @@ class Roster:
         return self._clock() - self.deaf_s
 
     def patience(self, agent: str) -> float | None:
-        """Seconds that an absent or stalled agent is still worth waiting for (0 or less: no more), else None."""
+        """Seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
             gone_at, patience_s = self._connected_at, RETURN_S
@@ -210,7 +198,7 @@ MAX_CLAIMS = 1000
 
 @dataclass(frozen=True)
 class _Claim:
-    """Another start says that it has the id."""
+    """Another start that claims the id."""
 
     boot: str
     question: str
@@ -226,7 +214,7 @@ class DuplicateIds:
         self._rejected: dict[str, str] = {}
 
     def accept(self, agent: str, message: Hello) -> bool:
-        """Whether this start has the id now; if not, it is waited for an answer of the one that has."""
+        """Whether this start has the id now; if not, an answer of the start that has it is pending."""
         member = self._roster.get(agent)
         if member is None or not member.is_present:
             self._claims.pop(agent, None)
@@ -235,7 +223,17 @@ class DuplicateIds:
         claim = self._claims.get(agent)
         if member.boot == message.boot:
             if claim is not None and message.answers == claim.question:
-                self._reject(member, claim)
+                del self._claims[agent]
+                log.warning(
+                    "duplicate_id agent=%s has=%s rejected=%s: both answered at once", agent, member.boot, claim.boot
+                )
+                at = utc_now().isoformat(timespec="seconds")
+                member.notes["duplicate"] = (
+                    f"another agent with the id '{agent}' (start {claim.boot}) was rejected at {at}: both were alive; "
+                    "give one of them another id"
+                )
+                self._rejected[agent] = claim.boot
+                self._send(agent, _rejection(member, claim.boot))
             return True
         if self._rejected.get(agent) == message.boot:
             if not message.answers:  # it has not heard
@@ -251,7 +249,7 @@ class DuplicateIds:
         return True
 
     def is_claiming(self, agent: str, boot: str) -> bool:
-        """Whether this start has not been given the id (yet), so that its words do not count."""
+        """Whether this start does not have the id (yet), so that its messages do not count."""
         claim = self._claims.get(agent)
         return (claim is not None and claim.boot == boot) or self._rejected.get(agent) == boot
 
@@ -262,19 +260,6 @@ class DuplicateIds:
         question = secrets.token_hex(8)
         self._claims[agent] = _Claim(boot, question, self._clock())
         self._send(agent, Who(question=question))
-
-    def _reject(self, member: Member, claim: _Claim) -> None:
-        del self._claims[member.id]
-        log.warning(
-            "duplicate_id agent=%s has=%s rejected=%s: both answered at once", member.id, member.boot, claim.boot
-        )
-        at = utc_now().isoformat(timespec="seconds")
-        member.notes["duplicate"] = (
-            f"another agent with the id '{member.id}' (start {claim.boot}) was rejected at {at}: both were alive; "
-            "give one of them another id"
-        )
-        self._rejected[member.id] = claim.boot
-        self._send(member.id, _rejection(member, claim.boot))
 
 
 def _rejection(member: Member, boot: str) -> Refused:
@@ -287,13 +272,13 @@ def _rejection(member: Member, boot: str) -> Refused:
 
 
 AGAIN_S = 60.0
-"""The same refusal is told again after this time, with its count."""
+"""The same rejection is logged again after this time, with its count."""
 
 LINES_AT_ONCE = 30
-"""Lines within `AGAIN_S`, whoever and whatever they are about: a thousand strangers get no thousand lines."""
+"""Lines within `AGAIN_S` in total: a thousand unknown senders cause no thousand lines."""
 
 MAX_COUNTED = 1000
-"""Different refusals that are counted: a bound on what strangers can make us remember."""
+"""Different rejections that are counted: a bound on the memory that unknown senders can use."""
 
 
 class Rejections:
@@ -303,28 +288,25 @@ class Rejections:
         self._clock = clock
         self.total = 0
         self.counts: dict[str, int] = {}
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._window, self._lines = float("-inf"), 0
 
     def note(self, what: str) -> int | None:
         """Count one; how often it has happened if that is worth a line in the log now, else None."""
         if len(self.counts) >= MAX_COUNTED and what not in self.counts:
             self.counts.clear()
-            self._told.clear()
+            self._logged_at.clear()
         self.total += 1
         self.counts[what] = self.counts.get(what, 0) + 1
-        return self.counts[what] if self._is_due(what) else None
+        now = self._clock()
+        if now - self._window >= AGAIN_S:
+            self._window, self._lines = now, 0
+        if self._lines >= LINES_AT_ONCE or now - self._logged_at.get(what, float("-inf")) < AGAIN_S:
+            return None
+        self._lines += 1
+        self._logged_at[what] = now
+        return self.counts[what]
 
     def top(self, most: int = 5) -> dict[str, int]:
         """The most frequent ones with their counts, the most frequent first."""
         return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))[:most])
-
-    def _is_due(self, what: str) -> bool:
-        now = self._clock()
-        if now - self._window >= AGAIN_S:
-            self._window, self._lines = now, 0
-        if self._lines >= LINES_AT_ONCE or now - self._told.get(what, float("-inf")) < AGAIN_S:
-            return False
-        self._lines += 1
-        self._told[what] = now
-        return True

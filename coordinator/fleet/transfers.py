@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.methods import Update
-from edge_agent.storage import sync_folder
+from edge_agent.storage import mapped, sync_folder
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import (
     AHEAD_BYTES,
@@ -191,8 +190,11 @@ class Collector:
         While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
         offers it again.
         """
-        if self.open_round is None and (self._is_stalled() or self._is_to_resume(message)):
-            return
+        if self.open_round is None:
+            opened = self._journal.replay(message.run).open_round
+            is_of_rounds = message.purpose in {"train", "contribute"}
+            if self._is_stalled() or (opened is not None and opened.round == message.round and is_of_rounds):
+                return
         try:
             already = self._already_accepted(agent, message)
             if not already:
@@ -247,11 +249,6 @@ class Collector:
                 self._acknowledge(agent, upload)
 
     # --- inside ----------------------------------------------------------------------------------------------------
-
-    def _is_to_resume(self, message: UpdateManifest) -> bool:
-        """Whether the round that an update is for is not over, and will be opened again after a restart."""
-        opened = self._journal.replay(message.run).open_round
-        return opened is not None and opened.round == message.round and message.purpose in {"train", "contribute"}
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round
@@ -313,7 +310,7 @@ class Collector:
         digest = message.blob.digest
         arrived = self._folder(agent) / f"{digest}.whole"
         try:
-            upload.receiving.incoming.finish(arrived, durable=True, is_final=False)
+            upload.receiving.incoming.finish(arrived, durable=True)
         except ChunkError as error:
             log.warning("update_damaged agent=%s reason=%s", agent, error)
             self._grant(agent, message)
@@ -321,41 +318,32 @@ class Collector:
         if collection is None:
             return
         try:
-            self._check_content(arrived, collection, agent)
+            data = mapped(arrived)
+            specs, _ = inspect(data)
+            check_specs(specs, collection.expects(agent))
+            tensors = decode(data)
+            if (bad := first_non_finite(tensors)) is not None:
+                raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+            if objection := collection.objection(tensors):
+                raise UpdateRejected(objection)
         except (UpdateRejected, TensorsError) as rejection:
             arrived.unlink(missing_ok=True)
             self._reject(agent, message, str(rejection))
             return
         arrived.replace(self._blobs.path(digest))  # only now is it a blob that others may rely on
         sync_folder(self._blobs.folder)
-        self._accept(collection, agent, message)
-
-    def _folder(self, agent: str) -> Path:
-        return self._blobs.folder / "partial" / agent
-
-    def _check_content(self, arrived: Path, collection: Collection, agent: str) -> None:
-        with arrived.open("rb") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        specs, _ = inspect(mapped)
-        check_specs(specs, collection.expects(agent))
-        tensors = decode(mapped)
-        bad = first_non_finite(tensors)
-        if bad is not None:
-            raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
-        if objection := collection.objection(tensors):
-            raise UpdateRejected(objection)
-
-    def _accept(self, collection: Collection, agent: str, message: UpdateManifest) -> None:
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
         body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
         if purpose := _noted(message):
             body["purpose"] = purpose
-        digest = message.blob.digest
         self._journal.append(
             "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
         )
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
+
+    def _folder(self, agent: str) -> Path:
+        return self._blobs.folder / "partial" / agent
 
     def _reject(self, agent: str, message: UpdateManifest, reason: str) -> None:
         times = self.rejected.note(f"{agent}: {reason}")
@@ -403,9 +391,7 @@ def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
     """The accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
     for agent in sorted(collection.accepted):
         accepted = collection.accepted[agent]
-        with blobs.path(accepted.digest).open("rb") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        yield Update(agent, accepted.samples, decode(mapped))
+        yield Update(agent, accepted.samples, decode(mapped(blobs.path(accepted.digest))))
 
 
 GATHER_S = 0.05

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -93,26 +91,3 @@ def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
     with broker:
         log.info("broker_started url=%s", broker.url)
         yield broker.config()
-
-
-class Stop(threading.Event):
-    """Set by a signal; ``signal`` is its number, 0 before one has come."""
-
-    signal = 0
-
-    def by_signal(self, number: int, _frame: object) -> None:
-        """The handler."""
-        self.signal = number
-        self.set()
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """An event that SIGTERM and Ctrl-C set, instead of tearing anything."""
-    stop = Stop()
-    before = {number: signal.signal(number, stop.by_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,7 +16,7 @@ from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.runner import fault
 from edge_agent.agent.tasks import Resources, TaskRunner, kept_before
-from edge_agent.agent.transfers import Outbox
+from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig
 from edge_agent.data import Samples
@@ -24,12 +24,9 @@ from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError
 from edge_agent.heads import FitData
 from edge_agent.methods import Client
-from edge_agent.storage import sha256_of
 from edge_agent.task import Task, Tensors
 from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES
-from edge_agent.wire.messages import metrics_of
 from edge_agent.wire.tensors import pieces
 
 from ..fleet.transfers import reason_of
@@ -58,22 +55,11 @@ class MemoryOutbox(Outbox):
         self.content: list[bytes | memoryview] = []
 
     def put(
-        self,
-        tensors: Tensors,
-        *,
-        run: str,
-        round_number: int,
-        samples: int,
-        metrics: Mapping[str, float],
-        purpose: wire.Purpose = "train",
+        self, tensors: Tensors, about: wire.JobKey, samples: int, metrics: Mapping[str, float]
     ) -> wire.UpdateManifest:
         """Hold an update, in pieces, until it is taken."""
         self.content = [*pieces(tensors)]
-        size = sum(memoryview(piece).nbytes for piece in self.content)
-        ref = wire.BlobRef(digest=sha256_of(*self.content), size_bytes=size, chunk_bytes=CHUNK_BYTES)
-        return wire.UpdateManifest(
-            run=run, round=round_number, purpose=purpose, blob=ref, samples=samples, metrics=metrics_of(metrics)
-        )
+        return manifest_of(self.content, about, samples, metrics)
 
 
 class Sessions:

@@ -1,7 +1,7 @@
-"""An agent's life: connect, say hello, (get work, do it, send the result) again and again, install bundles, go on.
+"""The event loop of an agent: connect, send hello, receive jobs and bundles, send results.
 
-One loop handles events and timers; long work runs beside it. What was computed is kept on disk until the coordinator
-has said in its own words that it has it. Everything is said again after a reconnect, so no message has to arrive.
+One loop handles events and timers; long work runs beside it. What was computed stays on disk until the coordinator has
+confirmed it by a message of its own. Everything is sent again after a reconnect, so no single message has to arrive.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker
-from .health import FINAL_S, HELLO_AGAIN_S, Condition, Mismatch, Silence, disk_error
+from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
 from .local_state import Membership
 from .runner import Disk, TaskQueue
 from .tasks import TaskRunner
-from .transfers import Downloads, Uploads
-
-__all__ = ["Agent", "will_of"]
+from .transfers import Downloads, Link, Uploads
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ MAX_TICK_S = 0.5
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
-    """What the broker says of this agent when a connection of it breaks; it names the connection, not the agent."""
+    """What the broker publishes when a connection of this agent breaks; it names the connection."""
     topic = Topics(config.federation).presence(config.id)
     return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
 
@@ -63,27 +61,28 @@ class Agent:
         self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
-        self.topics = Topics(config.federation)
+        self.membership = Membership(config.state / "federation.json", clock)
+        self.link = Link(config, transport, self.membership, self.boot)
+        self.topics = self.link.topics
         self._broadcasts = self.topics.broadcast("")
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
-        self.downloads = Downloads(self.cache, self._send, self._listen, self._unlisten, clock)
-        self.uploads = Uploads(tasks.outbox, self._send, self._publish_chunk, clock)
-        self.condition = Condition()
-        self.jobs = TaskQueue(tasks, self.cache, self.downloads, self.uploads, self.worker, self._send, self.condition)
-        self.disk = Disk(config.state, self.condition, self.jobs, self._send, self._hello)
-        self.membership = Membership(config.state / "federation.json", clock)
+        self.downloads = Downloads(self.cache, self.link, clock)
+        self.uploads = Uploads(tasks.outbox, self.link, clock)
+        self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
+        self.condition = self.jobs.condition
+        self.disk = Disk(config.state, self.jobs, self.link, self._hello)
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
-        self._seq = self._connection = 0
+        self._connection = 0
         self._beat_at = self._hello_at = float("-inf")
         self._silence = Silence(self._mismatch, clock)
-        self._told_condition = self.condition.name
+        self._sent_condition = self.condition.name
         self._checked: Task | None = None
         self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
             wire.Announce: self._on_announce,
             wire.Welcome: self._on_welcome,
-            wire.Who: self._on_who,
+            wire.Who: lambda message: self._hello(message.question),
         }
         self._work: dict[type[wire.Command], Callable[[Any], None]] = {
             wire.TaskNotice: self._on_task,
@@ -105,29 +104,29 @@ class Agent:
         self.jobs.refit(self._hello)
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until told to stop.
+        """`step` until ``stop`` is set.
 
         Raises:
             ProtocolMismatch: the coordinator has spoken another protocol for minutes.
-            DuplicateId: another agent with this id is alive.
+            DuplicateId: another agent with this id is online.
         """
         while not stop.is_set():
             self.step(self.idle_s())
             self.raise_if_rejected()
 
     def raise_if_rejected(self) -> None:
-        """Return quietly unless the coordinator will never take this agent.
+        """Return quietly unless the coordinator will never accept this agent.
 
         Raises:
             ProtocolMismatch: the coordinator has spoken another protocol for minutes.
-            DuplicateId: another agent with this id is alive.
+            DuplicateId: another agent with this id is online.
         """
         if self.rejected is not None:
             raise self.rejected
 
     def close(self) -> None:
-        """Say goodbye; downloads and the outbox stay on disk."""
-        self._send(wire.Bye())
+        """Send goodbye and disconnect; downloads and the outbox stay on disk."""
+        self.link.send(wire.Bye())
         self.downloads.pause()
         self.worker.close()
         self.transport.close()
@@ -140,10 +139,12 @@ class Agent:
         elif isinstance(event, Connected):
             log.info("connected broker=%s", self.config.broker.url)
             self._connection = event.connection
-            self._hello_at = self.clock()  # said as soon as an answer can be heard
+            self._hello_at = self.clock()  # sent as soon as an answer can be received
             self._begin_alone()
         elif isinstance(event, Subscribed):
-            self._on_subscribed(event.filters)
+            if self.topics.down(self.config.id) in event.filters:
+                self._hello()
+            self.downloads.listening(event.filters)
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._silence.broker_away(event.reason)
@@ -173,12 +174,8 @@ class Agent:
             if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
             self._silence.tell(self.config)
-        elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._told_condition:
+        elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._sent_condition:
             self._beat()
-
-    def on_os_error(self, error: OSError, what: str) -> None:
-        """Something could not be read or written: a full disk stalls the agent, which resumes by itself."""
-        self.disk.failed(error, what)
 
     def _begin_alone(self) -> None:
         self.welcomed = False
@@ -201,26 +198,21 @@ class Agent:
             epoch=self.membership.epoch,
             facts=self.tasks.facts(),
         )
-        self._send(hello)
+        self.link.send(hello)
 
     def _beat(self) -> None:
         self._beat_at = self.clock()
-        self._told_condition = self.condition.name
+        self._sent_condition = self.condition.name
         busy = self.jobs.job
-        beat = wire.Heartbeat(condition=self._told_condition)
+        beat = wire.Heartbeat(condition=self._sent_condition)
         if busy is not None:
             beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
-        self.transport.publish(self.topics.heartbeat(self.config.id), wire.encode(self._stamped(beat)), qos=0)
+        self.link.beat(beat)
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
-    def _on_subscribed(self, filters: tuple[str, ...]) -> None:
-        if self.topics.down(self.config.id) in filters:
-            self._hello()
-        self.downloads.listening(filters)
-
     def _on_message(self, event: Message) -> None:
-        if event.retained:  # a coordinator never asks a broker to keep anything, so somebody else did
+        if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
             log.warning("retained_refused topic=%s; clear it at the broker", event.topic)
             return
         try:
@@ -233,8 +225,8 @@ class Agent:
         except HeadwaterError as error:
             log.warning("message_refused topic=%s reason=%s", event.topic, error)
         except OSError as error:
-            self.on_os_error(error, f"message_failed topic={event.topic}")
-        except Exception:  # a mistake of ours: no single message may end the agent
+            self.disk.failed(error, f"message_failed topic={event.topic}")
+        except Exception:  # a bug: no single message may end the agent
             log.exception("message_broke topic=%s", event.topic)
 
     def _on_words(self, payload: bytes) -> None:
@@ -242,8 +234,8 @@ class Agent:
             message = wire.parse_from_coordinator(payload)
         except MessageError as error:
             named = wire.named_job(payload)
-            if named is not None:  # of a newer coordinator, say: it need not wait for us
-                self._send(self.condition.note("work", error).to_coordinator(*named))
+            if named is not None:  # of a newer coordinator, for example: it need not wait for this agent
+                self.link.send(self.condition.note("work", error).to_coordinator(named))
             raise
         self._on_control(message)
 
@@ -269,21 +261,18 @@ class Agent:
         elif kind in self._introductions:
             self._introductions[kind](message)
         elif not self.membership.is_current(message):
-            self._ask_who_is_there()
+            self._ask_who_is_online()
         elif self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
             log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
         else:
             self._work[kind](message)
-
-    def _on_who(self, message: wire.Who) -> None:
-        self._hello(message.question)
 
     def _on_grant(self, message: wire.Grant) -> None:
         self.uploads.grant(message)
         self.jobs.go_on()  # an update that was lost from the disk is computed again
 
     def _on_task(self, message: wire.TaskNotice) -> None:
-        """Check whether data and head of this device fit, unless that is known."""
+        """Check whether data and head of this device fit, unless that was checked."""
         task = message.task
         if task == self._checked and self.condition.name == "ok":
             return
@@ -295,15 +284,15 @@ class Agent:
                 return
             problem = self.condition.note("data", error)
             log.error("data_do_not_fit error=%s message=%s", problem.error, problem.message)
-            self._send(problem.to_coordinator())
+            self.link.send(problem.to_coordinator())
 
         self.worker.submit("check", lambda: self.tasks.check(task), done)
 
     def _on_announce(self, message: wire.Announce) -> None:
-        if message.epoch > self.membership.epoch > 0:  # whatever has just been said was said to its predecessor
+        if message.epoch > self.membership.epoch > 0:  # what has just been sent was sent to its predecessor
             self._begin_alone()
             self._hello()
-        elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been said
+        elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been sent
             self._hello()
 
     def _on_welcome(self, message: wire.Welcome) -> None:
@@ -317,24 +306,24 @@ class Agent:
             federation = message.federation[:12]
             log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
-        if (problem := self.condition.problem) is not None:  # it may be another coordinator than the one that heard
-            self._send(problem.to_coordinator())
+        if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
+            self.link.send(problem.to_coordinator())
 
-    # --- whose orders count ----------------------------------------------------------------------------------------
+    # --- whose commands count --------------------------------------------------------------------------------------
 
     def _not_obeyed(self, message: wire.Command) -> None:
-        """Do not do what is asked; a hello tells its sender whom we follow, and finds out who is there."""
+        """Ignore a command; a hello informs its sender whom the agent follows, and shows who is online."""
         self.membership.ignored(message)
-        self._ask_who_is_there()
+        self._ask_who_is_online()
 
-    def _ask_who_is_there(self) -> None:
+    def _ask_who_is_online(self) -> None:
         if self.welcomed:
             self._begin_alone()
         if self.clock() - self._hello_at >= HELLO_APART_S:
             self._hello()
 
     def _follow(self, federation: str, epoch: int) -> None:
-        """Take orders of that federation and epoch from now on; what belongs to another federation is dropped."""
+        """Obey that federation and epoch from now on; what belongs to another federation is dropped."""
         left = self.membership.federation
         if federation != left:
             dropped = self.jobs.forget_all()
@@ -358,7 +347,7 @@ class Agent:
             self.rejected = DuplicateId(message.message)
 
     def _on_mismatch(self, reason: str) -> None:
-        """Somebody speaks another protocol: ask again, and end only when that is all that comes for minutes."""
+        """A message is of another protocol: ask again, and end only when nothing else arrives for minutes."""
         spoken = f"agent {__version__} {SPOKEN}"
         if self._mismatch.note(reason):
             log.error(
@@ -368,46 +357,22 @@ class Agent:
             self.rejected = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
             log.error("protocol_mismatch_final reason=%s", self.rejected)
 
-    # --- sending ---------------------------------------------------------------------------------------------------
-
-    def _stamped(self, message: wire.Control) -> wire.Control:
-        self._seq += 1
-        stamp = {"boot": self.boot, "seq": self._seq, "federation": self.membership.federation}
-        return message.model_copy(update=stamp)
-
-    def _send(self, message: wire.Control) -> None:
-        self.transport.publish(self.topics.up(self.config.id), wire.encode(self._stamped(message)))
-
-    def _publish_chunk(self, frame: bytes) -> None:
-        self.transport.publish(self.topics.up_chunks(self.config.id), frame)
-
-    def _listen(self, digest: str) -> None:
-        self.transport.subscribe(self.topics.broadcast(digest))
-
-    def _unlisten(self, digest: str) -> None:
-        self.transport.unsubscribe(self.topics.broadcast(digest))
-
     def write_status(self) -> None:
-        """Keep status.json fresh for ``edge-agent status`` (a cache: not synced)."""
-        status = status_of(self, None if self.welcomed else self._silence.waits_for(self.config))
+        """Write status.json for ``edge-agent status`` (a cache: not synced)."""
+        job, problem, membership = self.jobs.job, self.condition.problem, self.membership
+        status = {
+            "id": self.config.id,
+            "tier": self.tasks.tier,
+            "welcomed": self.welcomed,
+            "waits_for": None if self.welcomed else self._silence.waits_for(self.config),
+            "federation_id": membership.federation or None,
+            "epoch": membership.epoch,
+            "other_coordinator": membership.note(),
+            "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
+            "working": self.jobs.is_working,
+            "bundle_id": self.tasks.bundle_id,
+            "rolled_back": self.tasks.rolled_back or None,
+            "condition": self.condition.name,
+            "fault": None if problem is None else problem.as_json(),
+        }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)
-
-
-def status_of(agent: Agent, waits_for: str | None) -> dict[str, Any]:
-    """The content of ``status.json``; ``waits_for`` is None for an agent that a coordinator has welcomed."""
-    job, problem, membership = agent.jobs.job, agent.condition.problem, agent.membership
-    return {
-        "id": agent.config.id,
-        "tier": agent.tasks.tier,
-        "welcomed": agent.welcomed,
-        "waits_for": waits_for,
-        "federation_id": membership.federation or None,
-        "epoch": membership.epoch,
-        "other_coordinator": membership.note(),
-        "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
-        "working": agent.jobs.is_working,
-        "bundle_id": agent.tasks.bundle_id,
-        "rolled_back": agent.tasks.rolled_back or None,
-        "condition": agent.condition.name,
-        "fault": None if problem is None else problem.as_json(),
-    }

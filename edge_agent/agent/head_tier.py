@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from ..heads.base import softmax
 from ..heads.saved import SavedHead
 from ..personalize import Result, accuracy, features_of, load_head, of_one_class, personalize
 from ..precision import open_encoder
-from ..task import Tensors
+from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
 
 log = logging.getLogger(__name__)
@@ -35,31 +33,53 @@ log = logging.getLogger(__name__)
 Split = tuple[Samples, Samples]
 """Training samples and held-out samples."""
 
-
-@dataclass(frozen=True)
-class _OldPair:
-    bundle: Bundle
-    head: SavedHead
+Pair = tuple[Bundle, SavedHead]
 
 
 def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
-    """Install the bundle at ``path`` and refit; returns what the new encoder got here, and which one runs now.
+    """Install the bundle at ``path`` and refit; returns the figures of the new encoder, and which one is in use now.
 
     Raises:
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    trial = _Trial(config, message.bundle_id, _old_pair(config), _samples(config, path))
+    old, samples = _old_pair(config), _samples(config, bundles.open_bundle(path).manifest.task)
+    trial = _Trial(config, message.bundle_id, old, samples)
+    runs, why = message.bundle_id, ""
     try:
-        bundle = bundles.install(path, config.state / "bundles", check=trial)
+        bundles.install(path, config.state / "bundles", check=trial)
     except BundleError:
-        kept = trial.old_id
-        if not trial.rejection or kept in {"", message.bundle_id}:
+        if not trial.rejection or old is None or old[0].id == message.bundle_id:
             raise
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], kept[:12], trial.rejection)
-        return trial.report(message, kept)
-    log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], trial.personal)
-    return trial.report(message, bundle.id)
+        runs = old[0].id
+        why = f"keeps bundle {runs[:12]} because {trial.rejection}"[:1000]
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], runs[:12], trial.rejection)
+    report = Report(
+        run=message.run,
+        about=message.bundle_id,
+        bundle_id=runs,
+        rolled_back=why,
+        samples=sum(map(len, samples)),
+        one_class=of_one_class(*samples),
+        metrics={"rolled_back": float(bool(why))},
+    )
+    result = trial.result
+    if result is None:
+        return report
+    if not why:
+        log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
+    figures = {
+        "samples": result.n_train,
+        "support": result.n_test,
+        "head": result.head.name,
+        "precision": result.precision,
+        "fingerprint": result.fingerprint,
+        "acc_local": result.scores.local,
+        "acc_global": result.scores.overall,
+        "acc_personal": result.scores.personal,
+        "metrics": {**report.metrics, "seconds": round(result.seconds, 3)},
+    }
+    return report.model_copy(update=figures)
 
 
 def refit_current(config: AgentConfig) -> tuple[str, int]:
@@ -73,146 +93,86 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     bundle = bundles.current(config.state / "bundles")
     if bundle is None:
         raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
-    task = bundle.manifest.task
-    result = _refit(config, bundle, own_samples(config.data, config.id, task.input, task.class_names))
+    result = _refit(config, bundle, _samples(config, bundle.manifest.task))
     result.save(config.state / "head")
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     return bundle.id, result.n_train
 
 
 class _Trial:
-    """The new pair on trial, while the old one is still current. Called by `bundles.install`; refuses by raising.
+    """The new pair on trial, while the old one is still current. Called by `bundles.install`; rejects by raising.
 
-    The head is written last of all before the bundle becomes current: whoever dies in between has two halves that do
-    not fit, notices it at the next start, and gets the bundle again.
+    The head is written last, before the bundle becomes current: a process that is killed in between leaves two halves
+    that do not fit, which the next start detects; then the bundle is offered again.
     """
 
-    def __init__(self, config: AgentConfig, announced: str, old: _OldPair | None, samples: Split) -> None:
+    def __init__(self, config: AgentConfig, announced: str, old: Pair | None, samples: Split) -> None:
         self._config, self._announced, self._old, self._samples = config, announced, old, samples
-        self._result: Result | None = None
+        self.result: Result | None = None
         self.rejection = ""
 
     def __call__(self, bundle: Bundle) -> None:
-        _check_announced(bundle, self._announced)
+        if bundle.id != self._announced:
+            raise BundleDamaged(f"bundle {bundle.id[:16]}, announced was {self._announced[:16]}; rejected")
         try:
-            self._result = _refit(self._config, bundle, self._samples)
-            self._compare()
+            self.result = result = _refit(self._config, bundle, self._samples)
+            before = None if self._old is None else _score(self._config, self._old, self._samples)
+            least, personal = self._config.head.min_gain, result.scores.personal
+            if before is not None and (personal or 0.0) < before + least:
+                now = "none" if personal is None else f"{personal:.3f}"
+                raise BundleError(
+                    f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)"
+                )
         except BundleError as error:
             self.rejection = str(error)
             raise
-        self._result.save(self._config.state / "head")
-
-    @property
-    def personal(self) -> float | None:
-        """acc.personal of the new pair."""
-        return None if self._result is None else self._result.scores.personal
-
-    @property
-    def old_id(self) -> str:
-        """The id of the bundle that was there before; empty where there was none."""
-        return "" if self._old is None else self._old.bundle.id
-
-    def report(self, message: Install, runs: str) -> Report:
-        """The figures of the new encoder, as far as it got, and the bundle that this device runs now."""
-        why = f"keeps bundle {runs[:12]} because {self.rejection}"[:1000] if self.rejection else ""
-        report = Report(
-            run=message.run,
-            about=message.bundle_id,
-            bundle_id=runs,
-            rolled_back=why,
-            samples=sum(map(len, self._samples)),
-            one_class=of_one_class(*self._samples),
-            metrics={"rolled_back": float(bool(why))},
-        )
-        return report if self._result is None else report.model_copy(update=_figures(self._result, report.metrics))
-
-    def _compare(self) -> None:
-        """Return quietly when the new pair is good enough on the samples that the old one is judged by.
-
-        Raises:
-            BundleError: it is worse than the configuration allows.
-        """
-        before = None if self._old is None else _score(self._config, self._old, self._samples)
-        least = self._config.head.min_gain
-        if before is not None and (self.personal or 0.0) < before + least:
-            now = "none" if self.personal is None else f"{self.personal:.3f}"
-            raise BundleError(
-                f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)"
-            )
+        result.save(self._config.state / "head")
 
 
-def _figures(result: Result, metrics: dict[str, float | None]) -> dict[str, Any]:
-    return {
-        "samples": result.n_train,
-        "support": result.n_test,
-        "head": result.head.name,
-        "precision": result.precision,
-        "fingerprint": result.fingerprint,
-        "acc_local": result.scores.local,
-        "acc_global": result.scores.overall,
-        "acc_personal": result.scores.personal,
-        "metrics": {**metrics, "seconds": round(result.seconds, 3)},
-    }
-
-
-def _check_announced(bundle: Bundle, announced: str) -> None:
-    if bundle.id != announced:
-        raise BundleDamaged(f"bundle {bundle.id[:16]}, announced was {announced[:16]}; rejected")
-
-
-def _samples(config: AgentConfig, path: Path) -> Split:
-    task = bundles.open_bundle(path).manifest.task
+def _samples(config: AgentConfig, task: Task) -> Split:
     return own_samples(config.data, config.id, task.input, task.class_names)
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
-    encoder = _encoder(config, bundle, samples[0])
-    log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
-    return personalize(
-        bundle,
-        samples,
-        config.head.name,
-        config.head.params,
-        encoder=encoder,
-        seed=config.data.seed,
-        cache=config.state / "features",
-    )
+    """Fit a head on the features of the bundle's encoder, after the encoder's self-test.
 
-
-def _encoder(config: AgentConfig, bundle: Bundle, train: Samples) -> Encoder:
-    """The encoder after its self-test; fp32 where int8 was asked for and this device fails the test of int8 alone.
+    The encoder is fp32 where int8 was configured and this device fails the test of int8 alone.
 
     Raises:
         BundleDamaged: this device computes something else than the exporter did, in fp32, too.
     """
-    wanted, threads = config.head.precision, config.training.threads
+    wanted, threads, features = config.head.precision, config.training.threads, config.state / "features"
     try:
-        return open_encoder(bundle, wanted, train, threads, seed=config.data.seed, features=config.state / "features")
+        encoder = open_encoder(bundle, wanted, samples[0], threads, seed=config.data.seed, features=features)
     except BundleDamaged as error:
         if wanted != "int8":
             raise
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
-        return Encoder.open(bundle, "fp32", threads)
+        encoder = Encoder.open(bundle, "fp32", threads)
+    log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
+    head = config.head
+    return personalize(bundle, samples, head.name, head.params, encoder=encoder, seed=config.data.seed, cache=features)
 
 
-def _old_pair(config: AgentConfig) -> _OldPair | None:
+def _old_pair(config: AgentConfig) -> Pair | None:
     """The pair in use; None where there is none, or it is damaged (then anything is better)."""
     try:
         bundle = bundles.current(config.state / "bundles")
-        return None if bundle is None else _OldPair(bundle, load_head(config.state / "head", bundle))
+        return None if bundle is None else (bundle, load_head(config.state / "head", bundle))
     except HeadwaterError as error:
         log.warning("old_pair_unusable reason=%s", error)
         return None
 
 
-def _score(config: AgentConfig, old: _OldPair, samples: Split) -> float | None:
-    """acc.personal of the old pair on the samples that the new one is judged by; None where it knows other classes."""
-    task, (_, test) = old.bundle.manifest.task, samples
+def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
+    """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
+    (bundle, saved), (_, test) = old, samples
+    task = bundle.manifest.task
     if (task.class_names, task.input) != (test.class_names, test.input):
         return None
-    encoder = Encoder.open(old.bundle, old.head.precision, config.training.threads)
+    encoder = Encoder.open(bundle, saved.precision, config.training.threads)
     rows = features_of(test, encoder, config.state / "features")
-    return accuracy(old.head.head.predict_proba, rows, test.labels)
+    return accuracy(saved.head.predict_proba, rows, test.labels)
 
 
 def contribute_round(
@@ -225,7 +185,7 @@ def contribute_round(
     Raises:
         MissingCapability: the method has nothing for a device that trains no encoder.
         BundleError: the bundle is damaged.
-        TrainingFailed: what the device trains of its own diverged.
+        TrainingFailed: training on this device diverged.
     """
     contribute = heads.contribution(job.method)
     if contribute is None:
@@ -245,13 +205,13 @@ def contribute_round(
 
 
 def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:
-    """Shares of correct answers of the linear classifier as it came, and as it was trained here."""
+    """Accuracies of the linear classifier as it was received, and as it was trained here."""
     if not len(test):
         return {}
     features = encoder.features(test.inputs).astype(np.float64)
     result: dict[str, float] = {}
-    for name, arrays, place in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
-        weight, bias = arrays.get(f"{place}.weight"), arrays.get(f"{place}.bias")
+    for name, arrays, prefix in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
+        weight, bias = arrays.get(f"{prefix}.weight"), arrays.get(f"{prefix}.bias")
         if weight is not None and bias is not None:
             share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
             result[name] = float(share or 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 import re
 import shutil
@@ -17,14 +18,16 @@ from .. import errors
 from ..config import AgentConfig
 from ..errors import HeadwaterError, cause
 from ..storage import write_atomic
-from ..wire.messages import DISK_ERROR, ConditionName, Fault, Purpose
+from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["disk", "data", "work", "bundle", "start"]
-"""What failed: writing to the disk, a look at local data, a job of a run, a bundle, the start of the agent."""
+"""What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
-"""With less room than this an agent cannot even keep what it needs for itself."""
+"""With less free space than this an agent cannot even save its own state."""
 
 _PROBE_BYTES = 64 * 1024
 _PATH = re.compile(r"(?<![\w:/.])~?/[^\s'\":;,)]+")
@@ -45,7 +48,7 @@ _REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: what failed, its whole message, what to do, and when it was (UTC, ISO 8601)."""
+    """One fault: what failed, its full message, what to do, and the time (UTC, ISO 8601)."""
 
     kind: Kind
     error: str
@@ -54,9 +57,10 @@ class Problem:
     remedy: str
     at: str
 
-    def to_coordinator(self, run: str = "", number: int = 0, purpose: Purpose | None = None) -> Fault:
-        """The fault as the coordinator gets to see it, about that job; about none where no run is given."""
-        return Fault(error=self.error, message=self.public, remedy=self.remedy, run=run, round=number, purpose=purpose)
+    def to_coordinator(self, about: JobKey | None = None) -> Fault:
+        """The fault as it is sent to the coordinator, about that job or none."""
+        job = about._asdict() if about is not None else {}
+        return Fault(error=self.error, message=self.public, remedy=self.remedy, **job)
 
     def as_json(self) -> dict[str, str]:
         """For the status of this device."""
@@ -77,20 +81,20 @@ class Condition:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nothing can be kept on the disk now."""
+        """Whether nothing can be written to the disk now."""
         return "disk" in self._problems
 
     @property
     def problem(self) -> Problem | None:
-        """What people should know first: the disk, else the newest."""
+        """The most important one: of the disk, else the newest."""
         return self._problems.get("disk") or next(reversed(self._problems.values()), None)
 
     def note(self, kind: Kind, error: BaseException) -> Problem:
-        """Something failed; returns what is told of it. Errors of the disk count as such, whatever failed by them."""
-        result = problem_of(kind, error, self._now())
-        self._problems.pop(result.kind, None)
-        self._problems[result.kind] = result
-        return result
+        """Note an error; returns its problem. Errors of the disk count as such, whatever failed because of them."""
+        problem = problem_of(kind, error, self._now())
+        self._problems.pop(problem.kind, None)
+        self._problems[problem.kind] = problem
+        return problem
 
     def clear(self, *kinds: Kind) -> bool:
         """These work again; whether one of them had not."""
@@ -101,13 +105,13 @@ class Condition:
 
 
 def problem_of(kind: Kind, error: BaseException, at: datetime) -> Problem:
-    """What is told of an error: class and remedy to the coordinator, everything on this device."""
+    """An error as a problem: class and remedy for the coordinator, everything for this device."""
     whole = whole_message(error)
     moment = at.isoformat(timespec="seconds")
     if (reason := disk_error(error)) is not None:
         remedy = "free space on the device's disk, or mount it for writing; the agent resumes by itself"
         return Problem("disk", DISK_ERROR, whole, f"its disk cannot be written: {cause(reason)}", remedy, moment)
-    remedy = next((words for error_kind, words in _REMEDIES if isinstance(error, error_kind)), "look into its log")
+    remedy = next((text for error_kind, text in _REMEDIES if isinstance(error, error_kind)), "look into its log")
     if isinstance(error, errors.DataError):
         public = _OF_DATA
     elif isinstance(error, errors.StateError | errors.ConfigError | OSError):
@@ -118,7 +122,7 @@ def problem_of(kind: Kind, error: BaseException, at: datetime) -> Problem:
 
 
 def whole_message(error: BaseException) -> str:
-    """An error in words, at most 2,000 characters; the file with it where the system names one."""
+    """The message of an error, at most 2,000 characters, with its file where the system names one."""
     if isinstance(error, HeadwaterError):
         return str(error)[:2000] or "no message"
     named = getattr(error, "filename", None) if isinstance(error, OSError) else None
@@ -152,30 +156,26 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
 
 
 def look_at_disk(folder: Path) -> dict[str, Any] | None:
-    """What is wrong with the disk of ``folder``, for a status that the agent cannot write there; None: nothing."""
-    import os
-
+    """The problem of the disk of ``folder``, for a status that the agent cannot write there; None: no problem."""
     if not hasattr(os, "statvfs"):
         return None
     try:
-        result = os.statvfs(folder)
-    except OSError as error:
-        return problem_of("disk", OSError(errno.EIO, cause(error)), datetime.now(timezone.utc)).as_json()
-    if result.f_flag & getattr(os, "ST_RDONLY", 0):
-        code = errno.EROFS
-    elif result.f_bavail * result.f_frsize < _PROBE_BYTES or (result.f_files and not result.f_favail):
-        code = errno.ENOSPC
-    else:
-        return None
-    found_wrong = OSError(code, os.strerror(code), str(folder))
-    return problem_of("disk", found_wrong, datetime.now(timezone.utc)).as_json()
+        disk = os.statvfs(folder)
+        if disk.f_flag & getattr(os, "ST_RDONLY", 0):
+            code = errno.EROFS
+        elif disk.f_bavail * disk.f_frsize < _PROBE_BYTES or (disk.f_files and not disk.f_favail):
+            code = errno.ENOSPC
+        else:
+            return None
+        error = OSError(code, os.strerror(code), str(folder))
+    except OSError as failure:
+        error = OSError(errno.EIO, cause(failure))
+    return problem_of("disk", error, datetime.now(timezone.utc)).as_json()
 
-
-log = logging.getLogger(__name__)
 
 HELLO_AGAIN_S = 2.0
 ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
-"""Time without an answer to hello after which the agent says so, and after which it says so again."""
+"""Time without an answer to hello after which the agent logs it, and after which it logs it again."""
 
 
 class Silence:
@@ -184,27 +184,27 @@ class Silence:
     def __init__(self, mismatch: Mismatch, clock: Callable[[], float]) -> None:
         self._mismatch, self._clock = mismatch, clock
         self._since: float | None = None
-        self._said_at = 0.0
+        self._logged_at = 0.0
         self._away = ""
 
     def begin(self) -> None:
-        """From now on somebody could answer."""
-        self._since = self._said_at = self._clock()
+        """From now on a coordinator could answer."""
+        self._since = self._logged_at = self._clock()
 
     def broker_away(self, reason: str) -> None:
-        """Nobody can be heard until the broker is back."""
+        """No answer can arrive until the broker is online again."""
         self._since, self._away = None, reason
 
     def tell(self, config: AgentConfig) -> None:
-        """Log that nobody answers: after a while, and then from time to time."""
+        """Log that there is no answer: after a while, and then from time to time."""
         now, since = self._clock(), self._since
-        pause = ALONE_S if since == self._said_at else ALONE_AGAIN_S
-        if since is not None and now - self._said_at >= pause:
-            self._said_at = now
+        pause = ALONE_S if since == self._logged_at else ALONE_AGAIN_S
+        if since is not None and now - self._logged_at >= pause:
+            self._logged_at = now
             log.warning("unanswered seconds=%.0f %s", now - since, self.waits_for(config))
 
     def waits_for(self, config: AgentConfig) -> str:
-        """For whom and until when, in words."""
+        """What the agent waits for, and until when."""
         if self._since is None:
             why = f" ({self._away})" if self._away else ""
             return (
@@ -233,7 +233,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 FINAL_S = 300.0
 LEAST_ANSWERS = 5
 FORGOTTEN_S = 2 * LONGEST_PAUSE_S
-"""Silence after which a mismatch is over: whoever it came from is not there any more."""
+"""Silence after which a mismatch is over: its sender is offline."""
 
 
 class Mismatch:

@@ -1,7 +1,9 @@
-"""What a client keeps of a run between rounds, restarts and missed rounds: personal tensors and named memory.
+"""State of an agent on its disk: client state of runs, the federation that it follows, and the releases it installed.
 
-One file for each of the last two rounds, and of those rounds that are to be kept. A round starts from the newest file
-of an earlier round, so doing a round again after a crash starts from the same place and ends in the same bits.
+Client state is what a client keeps of a run between rounds, restarts and missed rounds: personal tensors and named
+memory. There is one file for each of the last two rounds, and for those rounds that are to be kept. A round starts from
+the newest file of an earlier round, so doing a round again after a crash starts from the same state and ends in the
+same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -42,15 +43,15 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
 
 
 class ClientStateFiles:
-    """The kept files of one run. With ``keep_every`` k, what stood after rounds k, 2 k, … stays as well."""
+    """The files of one run. With ``keep_every`` k, the state after rounds k, 2 k, … stays as well."""
 
     def __init__(self, folder: Path, keep_every: int = 0) -> None:
         self.folder, self._keep_every = folder, keep_every
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
-        """Keep what came out of a round; on disk when this returns. Of a client that never keeps a thing: no file.
+        """Save the state after a round; on disk when this returns. A client that never keeps anything has no file.
 
-        What was kept of later rounds goes: whoever does an earlier one now was set back to it.
+        The state of later rounds is removed: a client that does an earlier one now was set back to it.
         """
         both, before = merge(personal, memory), self.rounds()
         if not both and not before:
@@ -59,11 +60,12 @@ class ClientStateFiles:
         for later in (number for number in before if number > round_number):
             self._path(later).unlink(missing_ok=True)
         for old, following in list(pairwise(self.rounds()))[: 1 - GENERATIONS or None]:
-            if not self._stood(old, following):
+            every = self._keep_every
+            if not every or (following - 1) // every * every < old:  # it was not current after a round that is kept
                 self._path(old).unlink(missing_ok=True)
 
     def rounds(self) -> list[int]:
-        """The rounds of which there is a file, in order."""
+        """The rounds that have a file, in order."""
         return sorted(int(path.stem.removeprefix("kept-")) for path in self.folder.glob("kept-*.safetensors"))
 
     def before(self, round_number: int) -> tuple[Tensors, Tensors]:
@@ -84,22 +86,18 @@ class ClientStateFiles:
                 "or from the beginning, with other results than without the damage"
             ) from error
 
-    def _stood(self, first: int, until: int) -> bool:
-        """Whether what came out of round ``first`` still stood after a round that is kept, ``until`` replacing it."""
-        return bool(self._keep_every) and (until - 1) // self._keep_every * self._keep_every >= first
-
     def _path(self, round_number: int) -> Path:
         return self.folder / f"kept-{round_number:07d}.safetensors"
 
 
 def merge(personal: Tensors, memory: Tensors) -> Tensors:
-    """Personal tensors and memory under names that `split` tells apart."""
+    """Personal tensors and memory under names that `split` recognises."""
     both = {_PERSONAL + name: array for name, array in personal.items()}
     return {**both, **{_MEMORY + name: array for name, array in memory.items()}}
 
 
 def split(both: Tensors) -> tuple[Tensors, Tensors]:
-    """(personal tensors, memory) of what `merge` has put together."""
+    """(personal tensors, memory) of the result of `merge`."""
     return _under(_PERSONAL, both), _under(_MEMORY, both)
 
 
@@ -108,10 +106,10 @@ def _under(prefix: str, tensors: Tensors) -> Tensors:
 
 
 FOLLOW_S = 10.0
-"""How long the agent's own coordinator may leave hello unanswered before the agent follows another that answers."""
+"""How long the agent's own coordinator may not answer hello before the agent follows another that answers."""
 
 SAID_AGAIN_S, NOTED_S = 60.0, 60.0
-"""How often the log repeats that orders are ignored, and how long after the last one the status shows it."""
+"""How often the log repeats that commands are ignored, and how long after the last one the status shows it."""
 
 
 class _Followed(Frozen):
@@ -130,45 +128,53 @@ class _Other:
 
 
 class Membership:
-    """What lies in the file at ``path``; `federation` is empty before an agent has been welcomed for the first time."""
+    """The federation that an agent follows, saved at ``path``; empty before its first welcome."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path, self._clock = path, clock
-        result = self._read()
-        self.federation, self.epoch = result.federation, result.epoch
+        self.federation, self.epoch = "", 0
+        try:
+            if (raw := read_json(path)) is not None:
+                followed = _Followed.model_validate(raw)
+                self.federation, self.epoch = followed.federation, followed.epoch
+        except (StateError, ValidationError) as error:  # the next welcome writes it again
+            log.warning("federation_unreadable path=%s reason=%s", path, cause(error))
         self._other: _Other | None = None
         self._ignored = ""
         self._ignored_at = self._said_at = float("-inf")
 
     def allows(self, message: Command) -> bool:
-        """Whether the message is of the federation that is followed, and of no coordinator that has a successor."""
+        """Whether the message is of the federation that is followed, and not of a coordinator before the last known."""
         return not self.federation or (message.federation == self.federation and message.epoch >= self.epoch)
 
     def is_current(self, message: Command) -> bool:
-        """Whether the message is of the coordinator that has welcomed this agent last: its orders are carried out."""
+        """Whether the message is of the coordinator that has welcomed this agent last: its commands are obeyed."""
         return (message.federation, message.epoch) == (self.federation, self.epoch)
 
     def ignored(self, message: Command) -> None:
-        """Note a message that is not allowed: one line in the log now and then, and who may have to be followed."""
+        """Note a message that is not allowed: a line in the log from time to time, and who may have to be followed."""
         now = self._clock()
         if message.federation == self.federation:
             why = f"of epoch {message.epoch}, epoch {self.epoch} has been heard"
         else:
             why = f"of federation {message.federation[:12]}, this agent follows {self.federation[:12]}"
-            self._note_other(message, now)
+            if self._other is None or self._other.federation != message.federation:
+                self._other = _Other(message.federation, message.epoch, now, now)
+            else:
+                self._other.epoch, self._other.heard_at = max(self._other.epoch, message.epoch), now
         self._ignored, self._ignored_at = f"{why}: two coordinators, or a state folder that was replaced", now
         if now - self._said_at >= SAID_AGAIN_S:
             self._said_at = now
             log.warning("order_ignored type=%s %s", message.type, self._ignored)
 
     def answered(self) -> None:
-        """The agent's own coordinator is there, or nobody can be heard: no other is to be followed now."""
+        """The agent's own coordinator is online, or the broker is not: no other is to be followed now."""
         self._other = None
 
     def to_follow(self) -> tuple[str, int] | None:
         """Federation and epoch to follow from now on; None almost always.
 
-        Those of another coordinator that has been there for all the time that the own one had for an answer.
+        Those of another coordinator that was online for all the time that the own one had for an answer.
         """
         other, now = self._other, self._clock()
         if other is None:
@@ -181,7 +187,7 @@ class Membership:
         return None
 
     def note(self) -> str | None:
-        """That orders were ignored in the last `NOTED_S` seconds, for people; None where there were none."""
+        """That commands were ignored in the last `NOTED_S` seconds, for the status; None where there were none."""
         return f"ignores orders {self._ignored}" if self._clock() - self._ignored_at < NOTED_S else None
 
     def accept(self, federation: str, epoch: int) -> None:
@@ -189,25 +195,11 @@ class Membership:
         if (federation, epoch) == (self.federation, self.epoch):
             return
         self.federation, self.epoch = federation, epoch
-        self._ignored_at = float("-inf")  # who was ignored may be whom it follows now
+        self._ignored_at = float("-inf")  # the sender that was ignored may be the one that it follows now
         try:
             write_json(self._path, {"federation": federation, "epoch": epoch})
         except OSError as error:
             log.warning("federation_not_written path=%s reason=%s", self._path, cause(error))
-
-    def _read(self) -> _Followed:
-        try:
-            raw = read_json(self._path)
-            return _Followed(federation="", epoch=0) if raw is None else _Followed.model_validate(raw)
-        except (StateError, ValidationError) as error:  # the next welcome writes it again
-            log.warning("federation_unreadable path=%s reason=%s", self._path, cause(error))
-            return _Followed(federation="", epoch=0)
-
-    def _note_other(self, message: Command, now: float) -> None:
-        if self._other is None or self._other.federation != message.federation:
-            self._other = _Other(message.federation, message.epoch, now, now)
-        else:
-            self._other.epoch, self._other.heard_at = max(self._other.epoch, message.epoch), now
 
 
 class _Taken(Frozen):
@@ -219,11 +211,19 @@ class _Taken(Frozen):
 
 
 class RolledBack(Frozen):
-    """Somebody put another bundle in place of ``source``."""
+    """Another bundle was installed by hand in place of ``source``."""
 
     source: _Taken
     runs: str
     """Id of the bundle that is to stay."""
+
+    def __str__(self) -> str:
+        source = self.source
+        of = f" (release {source.release})" if source.release else ""
+        return (
+            f"keeps bundle {self.runs[:12]}: somebody rolled this device back by hand from bundle "
+            f"{source.bundle_id[:12]}{of}; it takes a newer release"
+        )
 
 
 class _Record(Frozen):
@@ -251,9 +251,9 @@ class ReleaseRecord:
         self._read()
 
     def put_by_hand(self, bundle_id: str, instead_of: str) -> RolledBack | None:
-        """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns what stays away from now on.
+        """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns the rollback that now holds.
 
-        Installing again what was rolled back from ends the rollback.
+        Installing again the bundle that was rolled back ends the rollback.
         """
         before = self._read()
         if bundle_id == instead_of:
@@ -272,19 +272,18 @@ class ReleaseRecord:
         return now
 
     def why_declined(self, message: Install) -> str:
-        """Why this device does not take a release; empty where it does."""
-        result = self._read().rolled_back
-        if result is None:
+        """Why this device does not install a release; empty where it does."""
+        rollback = self._read().rolled_back
+        if rollback is None:
             return ""
-        source = result.source
+        source = rollback.source
         newest = source.release if source.federation == message.federation else 0
         is_newer = message.bundle_id != source.bundle_id and message.release > newest
-        return "" if is_newer else _in_words(result)
+        return "" if is_newer else str(rollback)
 
     def rolled_back(self) -> str:
-        """That somebody put another bundle in place of a release, and which; empty where nobody did."""
-        result = self._read().rolled_back
-        return "" if result is None else _in_words(result)
+        """That another bundle was installed by hand in place of a release, and which; else empty."""
+        return str(self._read().rolled_back or "")
 
     def _read(self) -> _Record:
         raw = read_json(self._path)
@@ -296,14 +295,4 @@ class ReleaseRecord:
             ) from error
 
     def _write(self, record: _Record) -> None:
-        content: dict[str, Any] = record.model_dump(mode="json")
-        write_json(self._path, content)
-
-
-def _in_words(found: RolledBack) -> str:
-    source = found.source
-    of = f" (release {source.release})" if source.release else ""
-    return (
-        f"keeps bundle {found.runs[:12]}: somebody rolled this device back by hand from bundle "
-        f"{source.bundle_id[:12]}{of}; it takes a newer release"
-    )
+        write_json(self._path, record.model_dump(mode="json"))

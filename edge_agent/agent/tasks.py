@@ -1,7 +1,7 @@
-"""What a device does when asked: train a round, personalize after the last one, install a bundle and refit its head.
+"""The tasks of a device: train a round, personalize after the last one, install a bundle and refit its head.
 
-These run beside the agent's loop. Torch is imported only when a training job opens, and
-numpy not before there is a job or a bundle.
+These run beside the agent's loop. Torch is imported only when a training job opens, and numpy not before there is a job
+or a bundle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -23,26 +22,26 @@ from ..config import AgentConfig, Precision
 from ..errors import DataError, HeadwaterError, MissingCapability, StateError, UsageError
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
-from ..wire.messages import Install, Job, Report, UpdateManifest
+from ..wire.messages import Install, Job, Report, UpdateManifest, job_key
 from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
 from .transfers import Outbox
 
 if TYPE_CHECKING:
-    from ..client import Built, ClientState, Outcome, Session
+    from ..client import Built, Outcome, Session
     from ..data import Samples
 
 log = logging.getLogger(__name__)
 
 LAST_ROUND = 9_999_999
 PRECISION_FILE = "precision.json"
-"""Beside what is kept of a run: what its training steps are done in, and the times that decided it."""
+"""Beside the client state of a run: the precision of its training steps, and the times that decided it."""
 
 RUNS_KEPT = 3
-"""Runs whose personal layers and memory stay on a device: the one under way and those before it."""
+"""Runs whose client state stays on a device: the one under way and those before it."""
 
 
 class Resources:
-    """What the tasks of an agent work with: samples, model, outbox and client state. These are a device's own."""
+    """Samples, model, outbox and client state of a device, which its tasks use."""
 
     evaluate_after = False
     """Whether clients are evaluated once more after local training, whatever the method says."""
@@ -92,7 +91,7 @@ class Resources:
         self._session = None
 
     def precision(self, run: str, session: Session) -> Precision:
-        """What the steps of a run are done in: timed before the first, and saved, so that a restart changes no bits."""
+        """Precision of the steps of a run: timed before the first, and saved, so that a restart changes no bits."""
         path = self.state_files(run).folder / PRECISION_FILE
         known = None
         with contextlib.suppress(StateError):  # damaged: timed once more
@@ -110,25 +109,14 @@ class Resources:
 class TaskRunner:
     """Runs the tasks of an agent under its configuration."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        tier: str,
-        *,
-        clock: Any = time.monotonic,
-        resources: Resources | None = None,
-    ) -> None:
-        self.config, self.tier, self._clock = config, tier, clock
+    def __init__(self, config: AgentConfig, tier: str, *, resources: Resources | None = None) -> None:
+        self.config, self.tier = config, tier
         self.resources = Resources(config) if resources is None else resources
+        self.outbox = self.resources.outbox
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
         self.bundle_id = self._running_bundle()
-
-    @property
-    def outbox(self) -> Outbox:
-        """Where updates wait until they are delivered."""
-        return self.resources.outbox
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         """What the coordinator may know of this device."""
@@ -157,7 +145,10 @@ class TaskRunner:
             metrics = outcome.metrics
             return self.report(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
         if job.purpose == "batch_norm_stats":
-            return self._batch_norm_stats(job, session, kept)
+            if not self.config.training.share_norm:
+                raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
+            train, _ = self._samples(job.task)
+            return self.outbox.put(session.norm_tensors(kept), job_key(job), len(train), {})
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         return self.deliver(job, outcome)
 
@@ -171,14 +162,14 @@ class TaskRunner:
         check_beside(self.config, task)
 
     def release_memory(self) -> None:
-        """Nothing is trained until the next job: its memory goes back to the system."""
+        """Return freed memory to the system until the next job."""
         if "torch" in sys.modules:
             from ..limits import give_freed_memory_back
 
             give_freed_memory_back()
 
     def forget_runs(self) -> int:
-        """Remove what is kept of all runs, for they are of another federation; returns of how many there was some."""
+        """Remove the client state of all runs, which are of another federation; returns the number of runs."""
         self.resources.forget_session()
         folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
         for folder in folders:
@@ -198,7 +189,7 @@ class TaskRunner:
         self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = contribute_round(self.config, job, received, encoder, samples)
-        return self._put(job, sent, len(samples[0]), metrics)
+        return self.outbox.put(sent, job_key(job), len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
@@ -217,13 +208,13 @@ class TaskRunner:
         return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
 
     def _remove_ended(self, run: str) -> None:
-        """When a run begins here, what is kept of the oldest ones goes."""
+        """When a run begins here, remove the client state of the oldest ones."""
         folder = self.config.state / "runs"
         if not (folder / run).is_dir() and (removed := remove_ended_runs(folder, run, RUNS_KEPT)):
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
 
     def declined(self, message: Install) -> Report | None:
-        """What to answer to a release that this device does not take, because somebody rolled it back by hand."""
+        """The report about a release that this device does not install, because it was rolled back by hand."""
         why = self.releases.why_declined(message)
         if not why:
             return None
@@ -317,18 +308,7 @@ class TaskRunner:
     def deliver(self, job: Job, outcome: Outcome) -> UpdateManifest:
         """Save the client state, then put the update into the outbox."""
         self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
-        return self._put(job, outcome.update, outcome.samples, outcome.metrics)
-
-    def _put(self, job: Job, tensors: Tensors, samples: int, metrics: dict[str, float]) -> UpdateManifest:
-        return self.outbox.put(
-            tensors, run=job.run, round_number=job.round, samples=samples, metrics=metrics, purpose=job.purpose
-        )
-
-    def _batch_norm_stats(self, job: Job, session: Session, kept: ClientState) -> UpdateManifest:
-        if not self.config.training.share_norm:
-            raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
-        train, _ = self._samples(job.task)
-        return self._put(job, session.norm_tensors(kept), len(train), {})
+        return self.outbox.put(outcome.update, job_key(job), outcome.samples, outcome.metrics)
 
     def report(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
         """The report of these accuracies, and of what logistic regression on raw inputs reaches."""
@@ -350,7 +330,7 @@ class TaskRunner:
 
 
 def kept_before(job: Job) -> int:
-    """What a job starts from is what was kept last before this round."""
+    """The round before which the newest client state is what a job starts from."""
     if job.purpose == "personalize":
         return LAST_ROUND
     return job.round + 1 if job.purpose == "batch_norm_stats" else job.round
@@ -398,13 +378,13 @@ def check_beside(config: AgentConfig, task: Task) -> None:
         DataError: the data do not fit.
         MissingCapability: a package that they need is not here.
         UsageError: head or source cannot be as they are configured.
-        StateError: the child did not end well.
+        StateError: the child has failed.
     """
-    asked = json.dumps({"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")})
+    question = json.dumps({"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")})
     try:
         done = subprocess.run(
             [sys.executable, "-c", _BEGIN, _ROOT],
-            input=asked,
+            input=question,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -412,16 +392,16 @@ def check_beside(config: AgentConfig, task: Task) -> None:
         )
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise StateError(f"the look at local data did not end well: {errors.cause(error)}") from error
+        raise StateError(f"the check of local data has failed: {errors.cause(error)}") from error
     if result:
         raise _KINDS.get(result["error"], UsageError)(result["message"])
 
 
 def answer() -> None:
     """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
-    asked = json.load(sys.stdin)
+    question = json.load(sys.stdin)
     try:
-        check(AgentConfig.model_validate(asked["config"]), Task.model_validate(asked["task"]))
+        check(AgentConfig.model_validate(question["config"]), Task.model_validate(question["task"]))
         result = {}
     except HeadwaterError as error:
         result = {"error": type(error).__name__, "message": str(error)[:4000]}

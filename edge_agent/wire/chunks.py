@@ -1,4 +1,4 @@
-"""Blobs in pieces: the chunk frame, which chunks are there, how a blob is read and assembled, and flow control.
+"""Blobs in chunks: the frame of a chunk, the set of chunks that have arrived, assembly on disk, and flow control.
 
 A frame is a fixed 40-byte little-endian header and raw bytes, with a checksum over both; it never exceeds the smallest
 payload limit of the brokers and cloud services we know of. Chunks may come in any order, twice, or never; what counts
@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import mmap
 import os
 import re
 import struct
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChunkError, StateError, cause
-from ..storage import sync, sync_folder, write_atomic
+from ..storage import mapped, sync, write_atomic
 from .messages import MAX_RANGES, BlobRef
 
 FRAME_BYTES = 61_440
@@ -35,10 +34,13 @@ CHUNK_BYTES = FRAME_BYTES - HEADER_BYTES
 _MAGIC, _VERSION = b"HW", 1
 _SAVE_EVERY = 64  # chunks between two notes of what has arrived; at worst so many are sent again after a crash
 
+Spans = Iterable[tuple[int, int]]
+"""Half-open ranges of chunk numbers."""
+
 
 @dataclass(frozen=True)
 class Frame:
-    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on; ``transfer`` says of which blob."""
+    """One chunk: number ``index`` of ``count``, the bytes from ``offset`` on; ``transfer`` identifies the blob."""
 
     transfer: int
     index: int
@@ -48,8 +50,8 @@ class Frame:
 
     def encode(self) -> bytes:
         """Header and data."""
-        place = (self.transfer, self.index, self.count, self.offset)
-        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, *place, len(self.data), 0)
+        position = (self.transfer, self.index, self.count, self.offset)
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, *position, len(self.data), 0)
         return b"".join((fields, _CHECKSUM.pack(zlib.crc32(self.data, zlib.crc32(fields))), self.data))
 
 
@@ -95,11 +97,11 @@ class Chunks:
 
     @property
     def complete(self) -> bool:
-        """Whether all are there."""
+        """Whether all are present."""
         return self.present == self.count
 
     def add(self, index: int) -> bool:
-        """Note one; False when it was there already."""
+        """Add one; False when it was present already."""
         if self._flags[index]:
             return False
         self._flags[index] = 1
@@ -107,7 +109,7 @@ class Chunks:
         return True
 
     def missing(self, below: int | None = None, limit: int = MAX_RANGES) -> tuple[tuple[int, int], ...]:
-        """The first ``limit`` half-open ranges of chunks that are not there."""
+        """The first ``limit`` half-open ranges of chunks that are not present."""
         end, ranges, position = self.count if below is None else below, list[tuple[int, int]](), 0
         while len(ranges) < limit and (start := self._flags.find(0, position, end)) >= 0:
             stop = self._flags.find(1, start, end)
@@ -115,17 +117,8 @@ class Chunks:
             ranges.append((start, position))
         return tuple(ranges)
 
-    def prefix(self) -> int:
-        """Number of chunks that are there without a gap from the first on."""
-        gap = self._flags.find(0)
-        return self.count if gap < 0 else gap
 
-    def highest(self) -> int:
-        """One more than the highest chunk that is there."""
-        return self._flags.rfind(1) + 1
-
-
-def expand(ranges: Iterable[tuple[int, int]], count: int) -> Iterator[int]:
+def expand(ranges: Spans, count: int) -> Iterator[int]:
     """Chunk numbers in ``ranges``, checked.
 
     Raises:
@@ -141,7 +134,7 @@ class Outgoing:
     """A blob to be sent: a file, mapped, or bytes."""
 
     def __init__(self, ref: BlobRef, data: memoryview) -> None:
-        self.ref, self.count, self._data = ref, chunk_count(ref), data
+        self.ref, self.count, self.data = ref, chunk_count(ref), data
         self._transfer = transfer_id(ref.digest)
 
     @classmethod
@@ -155,19 +148,15 @@ class Outgoing:
         """A blob on disk, mapped.
 
         Raises:
-            StateError: the file is not there or empty.
+            StateError: the file is missing or empty.
         """
         try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+            data = mapped(path)
+        except OSError as error:
             raise StateError(f"{path}: blob cannot be opened: {cause(error)}") from error
-        return cls(BlobRef(digest=digest, size_bytes=len(mapped), chunk_bytes=chunk_bytes), memoryview(mapped))
-
-    @property
-    def data(self) -> memoryview:
-        """All of its bytes; not a copy."""
-        return self._data
+        if not data:
+            raise StateError(f"{path}: blob cannot be opened: the file is empty")
+        return cls(BlobRef(digest=digest, size_bytes=len(data), chunk_bytes=chunk_bytes), data)
 
     @property
     def wire_bytes(self) -> int:
@@ -177,48 +166,50 @@ class Outgoing:
     def frame(self, index: int) -> bytes:
         """Chunk number ``index``, ready to publish."""
         offset = index * self.ref.chunk_bytes
-        data = self._data[offset : offset + self.ref.chunk_bytes]
+        data = self.data[offset : offset + self.ref.chunk_bytes]
         return Frame(self._transfer, index, self.count, offset, data).encode()
 
 
 class Incoming:
-    """A blob being put together in a file; survives a restart, and is believed only when its SHA-256 is right.
+    """A blob that is assembled in a file; survives a restart, and counts only when its SHA-256 is right.
 
     The file gets its full length before the first chunk (sparse), so the caller must have agreed to the size.
     """
 
     def __init__(self, ref: BlobRef, folder: Path) -> None:
         self.ref, self.chunks = ref, Chunks(chunk_count(ref))
-        self.received_bytes = 0
-        self._path, self._notes = folder / f"{ref.digest}.part", folder / f"{ref.digest}.chunks"
+        self.path, self._notes = folder / f"{ref.digest}.part", folder / f"{ref.digest}.chunks"
         self._digest, self._hashed = hashlib.sha256(), 0
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, ref.size_bytes)
 
     @property
-    def path(self) -> Path:
-        """Where it is put together."""
-        return self._path
-
-    @property
     def is_open(self) -> bool:
-        """Whether it is still being put together here: not finished, closed or discarded."""
+        """Whether it is still being assembled here: not finished, closed or discarded."""
         return self._file >= 0
 
     def add(self, frame: Frame) -> bool:
-        """Keep one chunk; False when it was there already.
+        """Store one chunk; False when it was present already.
 
         Raises:
             ChunkError: the frame does not belong to this blob, or the disk is full; then it can be sent again.
         """
-        self._check(frame)
+        ref = self.ref
+        expected = min(ref.chunk_bytes, ref.size_bytes - frame.index * ref.chunk_bytes)
+        if (frame.transfer, frame.count) != (transfer_id(ref.digest), self.chunks.count):
+            raise ChunkError(f"chunk of another blob: count {frame.count}, expected {self.chunks.count}")
+        if frame.offset != frame.index * ref.chunk_bytes or len(frame.data) != expected:
+            raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
         if frame.index in self.chunks:
             return False
-        self._write(frame)
+        try:
+            if os.pwrite(self._file, frame.data, frame.offset) != expected:
+                raise OSError(errno.ENOSPC, "no space left for all of it")
+        except OSError as error:
+            raise ChunkError(f"chunk {frame.index} cannot be kept in {self.path.parent}: {cause(error)}") from error
         self.chunks.add(frame.index)
-        self.received_bytes += len(frame.data)
         if frame.index == self._hashed:  # in order: hash while the bytes are in the cache
             self._digest.update(frame.data)
             self._hashed += 1
@@ -226,42 +217,44 @@ class Incoming:
             self.save_notes()
         return True
 
-    def finish(self, place: Path, *, durable: bool, is_final: bool = True) -> None:
-        """Check the whole blob and move it to ``place``. ``is_final``: it stays there, and the move is to last, too.
+    def finish(self, path: Path, *, durable: bool) -> None:
+        """Check the whole blob and move it to ``path``; ``durable``: its content is on disk when this returns.
 
         Raises:
-            ChunkError: the bytes are not those that the digest names; everything is forgotten, to be sent again.
+            ChunkError: the bytes are not those that the digest names; all of them are discarded, to be sent again.
         """
-        self._hash_rest()
-        if self._digest.hexdigest() != self.ref.digest:
+        size = self.ref.chunk_bytes
+        for index in range(self._hashed, self.chunks.count):
+            self._digest.update(os.pread(self._file, size, index * size))
+        digest = self._digest.hexdigest()
+        if digest != self.ref.digest:
             self.discard()
-            result = self._digest.hexdigest()[:16]
-            raise ChunkError(f"blob {self.ref.digest[:16]}: SHA-256 begins {result}; everything is asked for again")
-        place.parent.mkdir(parents=True, exist_ok=True)
+            raise ChunkError(
+                f"blob {self.ref.digest[:16]}: SHA-256 begins {digest[:16]}; everything is asked for again"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
         if durable:
             sync(self._file)
         self._close_file()
-        self._path.replace(place)
+        self.path.replace(path)
         self._notes.unlink(missing_ok=True)
-        if durable and is_final:
-            sync_folder(place.parent)
 
     def save_notes(self) -> None:
-        """Note on disk which chunks are there, for a restart. Damage shows in the hash, so no sync is needed."""
+        """Write which chunks are present, for a restart. Damage shows in the hash, so no sync is needed."""
         notes = {"chunk_bytes": self.ref.chunk_bytes, "missing": self.chunks.missing(limit=self.chunks.count)}
         with contextlib.suppress(OSError):  # a full disk: the notes only save sending chunks again
             write_atomic(self._notes, json.dumps(notes).encode(), durable=False)
 
     def close(self) -> None:
-        """Stop for now; what has arrived stays."""
+        """Stop for now; what has arrived stays on disk."""
         if self.is_open:
             self.save_notes()
             self._close_file()
 
     def discard(self) -> None:
-        """Forget everything that has arrived."""
+        """Remove everything that has arrived."""
         self._close_file()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
 
     def _close_file(self) -> None:
@@ -269,82 +262,51 @@ class Incoming:
             os.close(self._file)
             self._file = -1
 
-    def _check(self, frame: Frame) -> None:
-        ref = self.ref
-        expected = min(ref.chunk_bytes, ref.size_bytes - frame.index * ref.chunk_bytes)
-        if (frame.transfer, frame.count) != (transfer_id(ref.digest), self.chunks.count):
-            raise ChunkError(f"chunk of another blob: count {frame.count}, expected {self.chunks.count}")
-        if frame.offset != frame.index * ref.chunk_bytes or len(frame.data) != expected:
-            raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
-
-    def _write(self, frame: Frame) -> None:
-        try:
-            written = os.pwrite(self._file, frame.data, frame.offset)
-        except OSError as error:
-            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {cause(error)}") from error
-        if written != len(frame.data):
-            full = OSError(errno.ENOSPC, "no space left for all of it")
-            raise ChunkError(f"chunk {frame.index} cannot be kept in {self._path.parent}: {cause(full)}") from full
-
     def _resume(self) -> None:
-        """Take over what an earlier process left, where both of its files are whole."""
+        """Continue with what an earlier process left, where both of its files are intact."""
         try:
             notes = json.loads(self._notes.read_bytes())
             missing = set(expand(((a, b) for a, b in notes["missing"]), self.chunks.count))
-            usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self._path.stat().st_size == self.ref.size_bytes
+            usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self.path.stat().st_size == self.ref.size_bytes
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ChunkError):
             usable, missing = False, set[int]()
         if not usable:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             self._notes.unlink(missing_ok=True)
             return
         for index in range(self.chunks.count):
             if index not in missing:
                 self.chunks.add(index)
 
-    def _hash_rest(self) -> None:
-        size = self.ref.chunk_bytes
-        for index in range(self._hashed, self.chunks.count):
-            self._digest.update(os.pread(self._file, size, index * size))
-        self._hashed = self.chunks.count
-
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobCache:
-    """A folder of blobs, bounded by bytes. ``durable`` blobs survive a power cut; a cache does not need that."""
+    """A folder of blobs, bounded by bytes; their content is checked when read, so nothing is synced."""
 
-    def __init__(self, folder: Path, limit_bytes: int, *, durable: bool = False) -> None:
-        self.folder, self.limit_bytes, self.durable = folder, limit_bytes, durable
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
         self._partial = folder / "partial"
         self._under_way: list[Incoming] = []
 
     def path(self, digest: str) -> Path:
-        """Where the blob lies, or would lie."""
+        """Where the blob is, or would be."""
         return self.folder / digest
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is there (its content is checked when read)."""
+        """Whether the blob is present."""
         return self.path(digest).is_file()
-
-    def put(self, data: bytes) -> str:
-        """Keep ``data``; returns its digest."""
-        digest = hashlib.sha256(data).hexdigest()
-        if not self.has(digest):
-            self.make_room(len(data))
-            write_atomic(self.path(digest), data, durable=self.durable)
-        return digest
 
     def read(self, digest: str) -> memoryview:
         """The blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
 
         Raises:
-            StateError: it is not there, or was damaged.
+            StateError: it is missing, or was damaged.
         """
         path = self.path(digest)
         try:
-            data = _mapped(path)
+            data = mapped(path)
         except OSError as error:
             raise StateError(f"blob {digest[:16]} is not in {self.folder}: {cause(error)}") from error
         if hashlib.sha256(data).hexdigest() != digest:
@@ -354,44 +316,34 @@ class BlobCache:
         return data
 
     def receive(self, ref: BlobRef) -> Incoming:
-        """Begin, or go on, putting a blob together."""
+        """Begin, or continue, to assemble a blob."""
         incoming = Incoming(ref, self._partial)
         self._under_way.append(incoming)
         self.make_room(0)  # it has its full length already
         return incoming
 
     def finish(self, incoming: Incoming) -> Path:
-        """Check a complete blob and keep it.
+        """Check a complete blob and add it; returns its path.
 
         Raises:
-            ChunkError: wrong content; everything that had arrived is forgotten.
+            ChunkError: wrong content; everything that had arrived is discarded.
         """
-        place = self.path(incoming.ref.digest)
-        incoming.finish(place, durable=self.durable)
-        return place
+        path = self.path(incoming.ref.digest)
+        incoming.finish(path, durable=False)
+        return path
 
     def make_room(self, size_bytes: int) -> None:
-        """Drop the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
+        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
         self._under_way = [incoming for incoming in self._under_way if incoming.is_open]
         held = {incoming.path for incoming in self._under_way}
-        idle = [path for path in self._files() if path not in held]
+        whole = (path for path in self.folder.glob("*") if _NAME.fullmatch(path.name))
+        idle = [path for path in (*whole, *self._partial.glob("*.part")) if path not in held]
         used = sum(path.stat().st_size for path in idle) + sum(one.ref.size_bytes for one in self._under_way)
         for path in sorted(idle, key=lambda path: path.stat().st_mtime):
             if used + size_bytes <= self.limit_bytes:
                 return
             used -= path.stat().st_size
             path.unlink()
-
-    def _files(self) -> list[Path]:
-        whole = [path for path in self.folder.glob("*") if _NAME.fullmatch(path.name)]
-        return [*whole, *self._partial.glob("*.part")]
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 WINDOW_BYTES = 1 << 20
@@ -414,13 +366,7 @@ class Sending:
     """Chunks on their way to one or more receivers."""
 
     def __init__(
-        self,
-        blob: Outgoing,
-        ranges: Iterable[tuple[int, int]],
-        receivers: Iterable[str],
-        *,
-        ahead_bytes: int,
-        now: float,
+        self, blob: Outgoing, ranges: Spans, receivers: Iterable[str], *, ahead_bytes: int, now: float
     ) -> None:
         self.blob = blob
         self.ahead = max(2, ahead_bytes // blob.ref.chunk_bytes)
@@ -432,17 +378,18 @@ class Sending:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Those that have not said that they are done."""
+        """Those that have not reported that they are done."""
         return tuple(self._seen)
 
     @property
     def done(self) -> bool:
-        """Everything is sent, or nobody is left."""
+        """Whether everything is sent, or no receiver is left."""
         return not self._queue or not self._seen
 
     def due(self, now: float) -> Iterator[bytes]:
         """Frames that may be published now."""
-        limit = self._floor(now) + self.ahead
+        moving = [seen for name, seen in self._seen.items() if now - self._moved[name] < STALL_S]
+        limit = min(moving or self._seen.values(), default=0) + self.ahead
         while self._queue and self._seen and self.sent < limit:
             self.sent += 1
             index = self._queue.popleft()
@@ -456,10 +403,10 @@ class Sending:
             self._moved[receiver] = now
 
     def leave(self, receiver: str) -> None:
-        """A receiver is done or gone."""
+        """A receiver is done or offline."""
         self._seen.pop(receiver, None)
 
-    def again(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def again(self, ranges: Spans) -> None:
         """The receivers lack these: those that were lost go to the front and no longer count as under way.
 
         Frames arrive in the order in which they were sent, so of the first ``seen`` that arrived, and of what went out
@@ -476,20 +423,13 @@ class Sending:
         self._queue.extendleft(reversed(lost))
         self.sent -= len(lost)
 
-    def _floor(self, now: float) -> int:
-        moving = [seen for name, seen in self._seen.items() if now - self._moved[name] < STALL_S]
-        return min(moving or self._seen.values(), default=0)
-
 
 class Receiving:
     """Chunks coming in for one blob, and when to report or to ask again."""
 
     def __init__(self, incoming: Incoming, now: float, report_every: int = REPORT_EVERY) -> None:
         self.incoming, self._every = incoming, report_every
-        self.seen = 0
-        self._reported, self._reported_at, self._heard_at = 0, now, now
-        self._last, self._highest = -1, 0
-        self._passed = False
+        self.restart(now)
 
     def restart(self, now: float) -> None:
         """What is missing has just been asked for."""
@@ -500,7 +440,7 @@ class Receiving:
         self._passed = False
 
     def add(self, frame: Frame, now: float) -> bool:
-        """Keep a chunk; True when the blob is complete.
+        """Store a chunk; True when the blob is complete.
 
         Raises:
             ChunkError: the frame is not of this blob.
@@ -513,11 +453,11 @@ class Receiving:
         return self.incoming.chunks.complete
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """What is missing below the highest chunk seen since the last question: those were lost on the way."""
+        """What is missing below the highest chunk seen since the last request: those were lost on the way."""
         return self.incoming.chunks.missing(below=self._highest)
 
     def report_due(self, now: float) -> bool:
-        """Whether to tell the sender how much has been seen; saying True counts as telling."""
+        """Whether to report to the sender how much has been seen; True counts as reported."""
         news = self.seen - self._reported
         if news >= self._every or (news and now - self._reported_at >= REPORT_AFTER_S):
             self._reported, self._reported_at = self.seen, now
@@ -527,8 +467,8 @@ class Receiving:
     def ask_due(self, now: float) -> bool:
         """Whether to ask (again) for what is missing: after silence, or when the last chunk asked for has passed.
 
-        Chunks are sent in ascending order, so once the last one is here, what is missing was lost. Saying True counts
-        as asking.
+        Chunks are sent in ascending order, so once the last one is here, what is missing was lost. True counts as
+        asked.
         """
         if self.incoming.chunks.complete:
             return False
@@ -539,6 +479,6 @@ class Receiving:
         return False
 
     def due_in(self, now: float) -> float:
-        """Seconds until a report or a question may be due."""
+        """Seconds until a report or a request may be due."""
         report = self._reported_at + REPORT_AFTER_S - now if self.seen > self._reported else IDLE_S
         return max(0.0, min(report, self._heard_at + IDLE_S - now))

@@ -1,11 +1,11 @@
 """Control messages: small JSON objects, checked before use, and the topics that they are published on.
 
 Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
-repeated message is recognised, and the id of the federation that its sender belongs to, so that nobody works for two.
-What a coordinator says carries its epoch as well. Errors cross the wire as `Fault`, never as a traceback.
+repeated message is recognised, and the id of its sender's federation, so that no agent works for two. Messages of a
+coordinator carry its epoch as well. Errors cross the wire as `Fault`, never as a traceback.
 
 A federation id is random and made with the coordinator's state folder. A run id is the run's name there, for people,
-and a random part: ``run-0001-`` and 32 hexadecimal digits. So two runs never have one id, whoever asked for them.
+and a random part: ``run-0001-`` and 32 hexadecimal digits. So no two runs have the same id.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import math
 import re
 import secrets
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError, ProtocolMismatch, UsageError, cause
-from ..task import Frozen, Task
+from ..task import Frozen, Task, parse_json
 
 
 def printable(text: str) -> str:
@@ -35,7 +34,7 @@ Text = Annotated[str, AfterValidator(printable)]
 """No control characters, no line breaks, nothing that changes the direction of writing."""
 
 Start = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,32}$")]
-"""What one start of a program is known by, or a question to it; logs, status and reports show it."""
+"""Id of one start of a program, or of a question to it; logs, status and reports show it."""
 
 METRIC_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_NAME)], float | None], Field(max_length=64)]
@@ -46,14 +45,14 @@ DISK_ERROR = "DiskError"
 """The error of a `Fault` that says that an agent's disk cannot be written."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
-"""How an agent is: able to work, failed at something last, or unable to keep anything on its disk now."""
+"""State of an agent: able to work, failed at its last task, or unable to write to its disk."""
 
 
 def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
-    """What a client has computed, as it travels: None for what is not finite.
+    """Metrics of a client as they are sent: None for what is not finite.
 
     Raises:
-        UsageError: a name that no other side would take.
+        UsageError: a name that no coordinator accepts.
     """
     if wrong := [name for name in log if not re.fullmatch(METRIC_NAME, name)]:
         raise UsageError(
@@ -72,7 +71,7 @@ _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
 
 
 SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
-"""What this side says of itself where the other side is not understood."""
+"""The protocol versions of this side, for messages about another version."""
 
 
 def sealed(payload: bytes) -> bytes:
@@ -81,22 +80,17 @@ def sealed(payload: bytes) -> bytes:
 
 
 def unsealed(payload: bytes) -> bytes:
-    """The message without its checksum, which must be right where there is one (whoever writes by hand may omit it).
+    """The message without its checksum, which must be right where there is one (a message may have none).
 
     TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
     """
-    result = _SEAL.search(payload)
-    if result is None:
+    seal = _SEAL.search(payload)
+    if seal is None:
         return payload
-    body = payload[: result.start()] + b"}"
-    if zlib.crc32(body) != int(result[1], 16):
+    body = payload[: seal.start()] + b"}"
+    if zlib.crc32(body) != int(seal[1], 16):
         raise MessageError("checksum is wrong, the message was changed on the way")
     return body
-
-
-def is_sealed(payload: bytes) -> bool:
-    """Whether a checksum ends the message; one flipped bit there leaves a message that seems to have none."""
-    return _SEAL.search(payload) is not None
 
 
 def check_version(version: object) -> None:
@@ -124,8 +118,7 @@ def json_object(payload: bytes) -> dict[str, Any]:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
-        # As text: from bytes, json would guess UTF-16 and UTF-32, and NaN is not valid JSON.
-        raw = json.loads(payload.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        raw = parse_json(payload)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {cause(error)[:120]}") from error
     if not isinstance(raw, dict):
@@ -133,44 +126,25 @@ def json_object(payload: bytes) -> dict[str, Any]:
     return raw
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return result
-
-
 GENERATION = 1
-"""Topic level that changes only when old and new peers must not even hear each other."""
+"""Topic level that changes only when old and new peers must not even receive each other's messages."""
 
 _AGENT = re.compile(NAME_PATTERN)
 
 
-@dataclass(frozen=True)
 class Topics:
     """All topics of one federation."""
 
-    federation: str
-    prefix: str = "fl"
-
-    @property
-    def root(self) -> str:
+    def __init__(self, federation: str) -> None:
+        self.federation = federation
+        self.root = f"fl/{GENERATION}/{federation}"
         """What every topic of this federation begins with."""
-        return f"{self.prefix}/{GENERATION}/{self.federation}"
 
-    @property
-    def announce(self) -> str:
-        """Topic of the coordinator's announcements."""
-        return f"{self.root}/ann"
+        self.announce = f"{self.root}/ann"
+        """Announcements of the coordinator."""
 
-    @property
-    def coordinators(self) -> str:
-        """Topic on which coordinators of the same federation find each other."""
-        return f"{self.root}/co"
+        self.coordinators = f"{self.root}/co"
+        """On which coordinators of the same federation detect each other."""
 
     def up(self, agent: str) -> str:
         """Control from an agent."""
@@ -197,7 +171,7 @@ class Topics:
         return f"{self.root}/s/{agent}"
 
     def heartbeat(self, agent: str) -> str:
-        """Signs of life."""
+        """Heartbeats."""
         return f"{self.root}/h/{agent}"
 
     def for_coordinator(self) -> tuple[str, ...]:
@@ -210,10 +184,10 @@ class Topics:
         return (self.down(agent), self.down_chunks(agent), self.announce)
 
     def sender(self, topic: str) -> tuple[str, str]:
-        """(agent, kind) of a topic that a coordinator hears; kind is ``up``, ``ub``, ``s`` or ``h``.
+        """(agent, kind) of a topic that agents publish on; kind is ``up``, ``ub``, ``s`` or ``h``.
 
         Raises:
-            MessageError: not such a topic, or an agent name that cannot be.
+            MessageError: not such a topic, or an invalid agent name.
         """
         inside = topic.startswith(f"{self.root}/")
         levels = topic[len(self.root) + 1 :].split("/") if inside else []
@@ -242,7 +216,7 @@ def matches(topic_filter: str, topic: str) -> bool:
 SHA256 = r"^[0-9a-f]{64}$"
 MAX_RANGES = 64
 MISTAKE_CHARS = 180
-"""How much of one mistake is told: a key of the peer's may be in it."""
+"""How much of one mistake is quoted: a key of the peer's may be in it."""
 MAX_CREDITS = 4096
 MAX_EPOCH = 1 << 53
 MAX_ROUND = 2_000_000
@@ -277,7 +251,7 @@ class Control(Frozen):
 
 
 class Command(Control):
-    """What every message of a coordinator carries beside that; an agent takes orders of one federation and epoch."""
+    """What messages of a coordinator carry as well; an agent obeys one federation and epoch."""
 
     epoch: Epoch = Field(0, description="counts the starts of this coordinator")
 
@@ -286,7 +260,7 @@ Kind = TypeVar("Kind", bound=Control)
 
 
 class BlobRef(Frozen):
-    """A blob by content: what it is, not where."""
+    """A blob, named by its content."""
 
     digest: Digest
     size_bytes: int = Field(ge=1, le=1 << 33)
@@ -297,7 +271,7 @@ class BlobRef(Frozen):
 
 
 class Hello(Control):
-    """An agent is here. Sent after each connect, and whenever the coordinator asks or announces itself."""
+    """An agent is online. Sent after each connect, and whenever the coordinator asks or announces itself."""
 
     type: Literal["hello"] = "hello"
     software: Text = Field(max_length=40)
@@ -347,7 +321,7 @@ class UpdateManifest(Control):
 
 
 class Report(Control):
-    """What a device got out of a run. All figures are of the run's encoder, also where it went back to another."""
+    """The result of a run on a device. All figures are of the run's encoder, also where it was rolled back."""
 
     type: Literal["report"] = "report"
     run: RunId
@@ -369,12 +343,12 @@ class Report(Control):
 
 
 class Fault(Control):
-    """An error of ours, told to the other side: class name and message."""
+    """An error of the sender: class name and message."""
 
     type: Literal["fault"] = "fault"
     error: Text = Field(max_length=64)
     message: Text = Field(max_length=2000)
-    remedy: Text = Field("", max_length=500, description="what somebody should do about it")
+    remedy: Text = Field("", max_length=500, description="what to do about it")
     run: AnyRun = ""
     round: RoundNumber = 0
     purpose: Purpose | None = Field(
@@ -383,7 +357,7 @@ class Fault(Control):
 
 
 class Heartbeat(Control):
-    """The agent lives, this is the round that it works for (empty: none), and how it is."""
+    """The agent is online; the job that it works for (empty: none), and its condition."""
 
     type: Literal["heartbeat"] = "heartbeat"
     run: AnyRun = ""
@@ -402,14 +376,14 @@ class Bye(Control):
 
 
 class Announce(Command):
-    """A coordinator is here; agents answer with `Hello`, also those that follow another federation or epoch."""
+    """A coordinator is online; agents answer with `Hello`, also those that follow another federation or epoch."""
 
     type: Literal["announce"] = "announce"
     software: Text = Field(max_length=40)
 
 
 class Who(Command):
-    """Say hello: a sign of life came from an agent that is not on the roster, or two seem to have one id."""
+    """Request for a `Hello`: an agent that is not on the roster has sent something, or two seem to have one id."""
 
     type: Literal["who"] = "who"
     question: Start = Field("", description="repeated in the answer, which is newer than the question")
@@ -457,18 +431,31 @@ class Job(Command):
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
-        """Everything that the agent has to have before it can begin."""
+        """Everything that the agent needs before it can begin."""
         return self.blobs if self.bundle is None else (*self.blobs, self.bundle)
 
 
 class Cancel(Command):
-    """The round is over for this agent; whatever it still does for it is in vain."""
+    """The round is over for this agent; what it still does for it is not used."""
 
     type: Literal["cancel"] = "cancel"
     run: RunId
     round: RoundNumber
     purpose: Purpose = "train"
     reason: Text = Field(max_length=500)
+
+
+class JobKey(NamedTuple):
+    """What identifies a job among those of one agent; without a purpose where that is unknown."""
+
+    run: str
+    round: int = 0
+    purpose: Purpose | None = "train"
+
+
+def job_key(message: Job | Cancel | UpdateManifest) -> JobKey:
+    """The job that a message is about."""
+    return JobKey(message.run, message.round, message.purpose)
 
 
 class Grant(Command):
@@ -492,7 +479,7 @@ class Ack(Command):
 
 
 class Receipt(Command):
-    """The update is on disk (or was refused): the agent may forget it."""
+    """The update is on disk, or was rejected: the agent may remove it."""
 
     type: Literal["receipt"] = "receipt"
     run: RunId
@@ -512,9 +499,9 @@ class Install(Command):
 
 
 class TaskNotice(Command):
-    """What the run under way, or else the next one, is about: the agent looks whether its data and head fit.
+    """The task of the run under way, or else of the next one: the agent checks whether its data and head fit.
 
-    It answers with a `Fault` where they do not. For agents that would find out only when a bundle comes.
+    It answers with a `Fault` where they do not. For agents that would notice only when a bundle arrives.
     """
 
     type: Literal["task"] = "task"
@@ -525,7 +512,7 @@ class TaskNotice(Command):
 
 
 class Present(Command):
-    """A coordinator of this federation's name says that it is there, so that no two of them serve at a time."""
+    """A coordinator of this federation's name is online; so no two of them serve at a time."""
 
     type: Literal["present"] = "present"
     host: Text = Field("", max_length=255)
@@ -538,35 +525,34 @@ FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | H
 FromCoordinator = Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | TaskNotice
 
 
-class _Parser(Generic[Kind]):
-    """Bytes to one of a set of messages."""
+def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
+    """A function that parses these messages.
 
-    def __init__(self, *kinds: type[Kind]) -> None:
-        self.kinds = {kind.model_fields["type"].default: kind for kind in kinds}
+    Raises (the function):
+        MessageError: not one of the expected messages, or a field out of bounds.
+        ProtocolMismatch: it speaks another protocol version.
+    """
+    by_type = {kind.model_fields["type"].default: kind for kind in kinds}
 
-    def __call__(self, payload: bytes) -> Kind:
-        """The message in ``payload``.
-
-        Raises:
-            MessageError: not one of the expected messages, or a field out of bounds.
-            ProtocolMismatch: it speaks another protocol version.
-        """
+    def parse(payload: bytes) -> Kind:
         payload = unsealed(payload)
         raw = json_object(payload)
         check_version(raw.get("v"))
-        kind = self.kinds.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
+        kind = by_type.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
         if kind is None:
-            raise MessageError(f"type {str(raw.get('type'))[:40]!r} is not one of {', '.join(self.kinds)}")
+            raise MessageError(f"type {str(raw.get('type'))[:40]!r} is not one of {', '.join(by_type)}")
         try:
             return kind.model_validate_json(payload)
         except ValidationError as error:
             mistakes = (printable(mistake)[:MISTAKE_CHARS] for mistake in mistakes_of(error, kind)[:5])
             raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}") from error
 
+    return parse
 
-parse_from_agent: _Parser[Control] = _Parser(*get_args(FromAgent))
-parse_from_coordinator: _Parser[Command] = _Parser(*get_args(FromCoordinator))
-parse_between_coordinators = _Parser(Present)
+
+parse_from_agent: Callable[[bytes], Control] = _parser(*get_args(FromAgent))
+parse_from_coordinator: Callable[[bytes], Command] = _parser(*get_args(FromCoordinator))
+parse_between_coordinators = _parser(Present)
 
 
 def encode(message: Control) -> bytes:
@@ -593,13 +579,13 @@ def new_id() -> str:
 
 
 def run_name(run_id: str) -> str:
-    """The name that people know a run by: its id without the random part."""
+    """The run's name: its id without the random part."""
     return _RANDOM_PART.sub("", run_id)
 
 
-def named_job(payload: bytes) -> tuple[str, int] | None:
-    """Run and round of a whole and undamaged `Job` that this side has no words for; None for anything else."""
-    if not is_sealed(payload):
+def named_job(payload: bytes) -> JobKey | None:
+    """The key of an undamaged `Job` with fields that this side does not know; None for anything else."""
+    if not _SEAL.search(payload):  # one flipped bit in the checksum leaves a message that seems to have none
         return None
     try:
         raw = json_object(unsealed(payload))
@@ -608,4 +594,4 @@ def named_job(payload: bytes) -> tuple[str, int] | None:
     run, number = raw.get("run"), raw.get("round")
     if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
         return None
-    return (run, number) if re.fullmatch(_RUN, run) and 0 <= number <= MAX_ROUND else None
+    return JobKey(run, number, None) if re.fullmatch(_RUN, run) and 0 <= number <= MAX_ROUND else None

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig, credential
@@ -37,7 +37,7 @@ INBOX_BYTES = 64 << 20
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
-"""How long a broker that has stopped reading may keep us from leaving politely."""
+"""How long a broker that has stopped reading may delay a disconnect."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class MqttTransport:
         self._pending_filters: dict[int, tuple[str, ...]] = {}
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
-        self._last_words: paho.MQTTMessageInfo | None = None
+        self._last_sent: paho.MQTTMessageInfo | None = None
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._first_failure = self._rejection = ""
         self._is_shut_out = False
@@ -98,7 +98,7 @@ class MqttTransport:
             UsageError: ``config.wait`` is false and the broker does not let this user in: waiting would not help.
             ConfigError: certificates or the password file cannot be read.
         """
-        self._new_client()  # reads certificates and password: a mistake in them is told here, not in a thread
+        self._new_client()  # reads certificates and password: a mistake in them is raised here, not in a thread
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._thread.start()
         if not self.config.wait:
@@ -111,12 +111,13 @@ class MqttTransport:
                 raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
 
     def close(self) -> None:
-        """Leave politely; what was published before goes out first."""
-        client, said = self._client, self._last_words
-        if client is not None and said is not None and self._up.is_set():
-            # With an acknowledgement still unread, closing the socket would reset it: words lost, and the will told.
-            with contextlib.suppress(ValueError, RuntimeError):  # it never went out
-                said.wait_for_publish(LEAVE_TIMEOUT_S)
+        """Disconnect; what was published before is sent first."""
+        client, last = self._client, self._last_sent
+        if client is not None and last is not None and self._up.is_set():
+            # With an acknowledgement still unread, closing the socket would reset it: messages are lost, and the broker
+            # publishes the will.
+            with contextlib.suppress(ValueError, RuntimeError):  # it was never sent
+                last.wait_for_publish(LEAVE_TIMEOUT_S)
         self._stopping.set()
         if client is not None:
             client.disconnect()
@@ -148,7 +149,7 @@ class MqttTransport:
         if client is None or not self._up.is_set():
             self.traffic.dropped += 1
             return
-        self._last_words = client.publish(topic, payload, qos=qos, retain=retain)
+        self._last_sent = client.publish(topic, payload, qos=qos, retain=retain)
         self.traffic.bytes_up += len(payload)
         self.traffic.messages_up += 1
 
@@ -178,51 +179,42 @@ class MqttTransport:
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
-        """One connection from start to end: why it ended, and whether it ever stood."""
+        """One connection from start to end: why it ended, and whether it was ever established."""
         try:
             self._client = client = self._new_client()
             client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-            reason = self._loop(client)
+            code, until = paho.MQTT_ERR_SUCCESS, float("inf")
+            while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
+                code = client.loop(timeout=1.0)
+                if self._stopping.is_set() and until == float("inf"):
+                    until = time.monotonic() + LEAVE_TIMEOUT_S
+                    client.disconnect()  # `close` may have come before there was a client
+            reason = paho.error_string(code)
         except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
         was_up = self._up.is_set()
         self._up.clear()
-        self._client = self._last_words = None  # its sockets close with it
+        self._client = self._last_sent = None  # its sockets close with it
         return self._rejection or reason, was_up
-
-    def _loop(self, client: paho.Client) -> str:
-        """Do this session's reading and writing until it ends; why it ended."""
-        code, until = paho.MQTT_ERR_SUCCESS, float("inf")
-        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
-            code = client.loop(timeout=1.0)
-            if self._stopping.is_set() and until == float("inf"):
-                until = time.monotonic() + LEAVE_TIMEOUT_S
-                client.disconnect()  # `close` may have come before there was a client
-        return paho.error_string(code)
 
     def _new_client(self) -> paho.Client:
         self._connection += 1
         self._rejection = ""
         self._pending_filters.clear()
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=f"{self.client_id}-{self._first + self._connection:x}",
-            clean_session=True,
-            reconnect_on_failure=False,
-        )
+        session = f"{self.client_id}-{self._first + self._connection:x}"
+        client = _client(self.config, self.client_id, session, paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
             will = self.will(self._connection)
             client.will_set(will.topic, will.payload, qos=1, retain=will.retain)
-        _prepare(client, self.config, self.client_id)
         client.on_connect = self._on_connect
         client.on_message = self._on_message
         client.on_subscribe = self._on_subscribe
         # With this callback set, publish() leaves the socket to the thread that loops. Without it, both threads write,
         # and a packet that went out in part is continued with the middle of another.
-        client.on_socket_register_write = _leave_to_loop
+        client.on_socket_register_write = lambda *_: None  # `loop` sees by itself that there is something to write
         return client
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
@@ -243,7 +235,7 @@ class MqttTransport:
         for begin in range(0, len(filters), 8):
             some = filters[begin : begin + 8]
             if client is not None:
-                with self._subscribing:  # the broker may confirm before this thread has noted what it asked for
+                with self._subscribing:  # the broker may confirm before this thread has noted the request
                     _, mid = client.subscribe([(f, 1) for f in some])
                     if mid is not None:
                         self._pending_filters[mid] = some
@@ -285,13 +277,8 @@ def refused_topics(
 
     Only MQTT 5 has a refusal for a message; brokers drop it without a word in 3.1.1, which agents speak.
     """
-    client = paho.Client(
-        CallbackAPIVersion.VERSION2,
-        client_id=f"{client_id}-doctor-{secrets.token_hex(4)}",  # a broker ends the session that had the same id
-        protocol=paho.MQTTv5,
-        reconnect_on_failure=False,
-    )
-    _prepare(client, config, client_id)
+    session = f"{client_id}-doctor-{secrets.token_hex(4)}"  # a broker ends the session that had the same id
+    client = _client(config, client_id, session, paho.MQTTv5)
     answers: dict[int, ReasonCode] = {}
     connected: list[bool] = []
     client.on_connect = lambda _client, _data, _flags, code, _props: connected.append(not code.is_failure)
@@ -315,13 +302,24 @@ def refused_topics(
     return {asked[mid]: str(code) for mid, code in answers.items() if mid in asked and code.is_failure}
 
 
-def _prepare(client: paho.Client, config: BrokerConfig, client_id: str) -> None:
-    """User, password and TLS of the configuration."""
+def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> paho.Client:
+    """A client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
+    client = paho.Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
     client.connect_timeout = CONNECT_TIMEOUT_S
     if (user := user_of(config, client_id)) is not None:
         client.username_pw_set(user, config.password())
-    if config.uses_tls:
-        client.tls_set_context(_tls_context(config))
+    if not config.uses_tls:
+        return client
+    tls = config.tls
+    try:
+        context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if tls and tls.cert:
+            context.load_cert_chain(credential(tls.cert), credential(tls.key) if tls.key else None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("broker.tls", [f"certificates cannot be loaded: {cause(error)}"]) from error
+    client.tls_set_context(context)
+    return client
 
 
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> str:
@@ -336,19 +334,3 @@ def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> st
         f"{config.password_file or 'the empty one'}; 'headwater enroll {user}' makes a new one, which a Mosquitto that "
         "runs has to be told of (reload)"
     )
-
-
-def _leave_to_loop(_client: paho.Client, _data: object, _socket: object) -> None:
-    """Nothing: `paho.Client.loop` sees by itself that there is something to write."""
-
-
-def _tls_context(config: BrokerConfig) -> ssl.SSLContext:
-    tls = config.tls
-    try:
-        context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if tls and tls.cert:
-            context.load_cert_chain(credential(tls.cert), credential(tls.key) if tls.key else None)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError("broker.tls", [f"certificates cannot be loaded: {cause(error)}"]) from error
-    return context

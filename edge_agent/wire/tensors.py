@@ -1,23 +1,23 @@
-"""Named arrays as bytes, in the safetensors layout, read behind limits of our own.
+"""Named arrays as bytes in the safetensors layout, with limits on what is read.
 
-Writing is ours because it must not copy: the library doubles a 45 MB model in memory before the first byte is on disk.
-Reading is ours for the same reason (files are mapped, not loaded) and must refuse what the library lets pass: duplicate
-names, huge headers, hundreds of thousands of empty tensors, and arrays that the receiver did not ask for. Nothing is
-allocated before every size has been checked. The bytes are those that the library writes.
+Writing is our own code because it must not copy: the library doubles a 45 MB model in memory before the first byte is
+on disk. Reading is our own for the same reason (files are mapped, not loaded) and must reject what the library accepts:
+duplicate names, huge headers, hundreds of thousands of empty tensors, and arrays that the receiver did not ask for.
+Nothing is allocated before every size has been checked. The bytes are those that the library writes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import TensorsError, cause
-from ..task import Tensors
+from ..task import Tensors, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -91,7 +91,14 @@ def pieces(
             raise TensorsError(f"tensor {name!r} is {array.dtype} in {array.ndim} dimensions; carried are {carried}")
     arrays = {name: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for name, array in tensors.items()}
     order = sorted(arrays, key=lambda name: (_FIRST.index(_CODES[arrays[name].dtype]), name))
-    header = _header_of({name: arrays[name] for name in order}, dict(metadata or {}))
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in order:
+        array, begin = arrays[name], end
+        end += array.nbytes
+        entries[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header = text + b" " * (-len(text) % 8)  # so that the arrays begin at a multiple of 8 bytes
     if len(tensors) > MAX_TENSORS or len(header) > MAX_HEADER_BYTES:
         raise TensorsError(
             f"{len(tensors)} tensors with a header of {len(header)} bytes; "
@@ -99,18 +106,6 @@ def pieces(
         )
     contents = [arrays[name].reshape(-1).view(np.uint8).data for name in order]
     return [len(header).to_bytes(8, "little"), header, *contents]
-
-
-def _header_of(ordered: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """JSON, filled up with spaces so that the arrays begin at a multiple of 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    end = 0
-    for name, array in ordered.items():
-        begin, end = end, end + array.nbytes
-        code = _CODES[array.dtype]
-        entries[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    return text + b" " * (-len(text) % 8)
 
 
 def decode(data: Buffer) -> Tensors:
@@ -121,7 +116,16 @@ def decode(data: Buffer) -> Tensors:
     """
     view = memoryview(data).cast("B")
     start, entries, _ = _header(view)
-    return {name: _view(name, view, start + offset, spec) for name, (spec, offset) in entries.items()}
+    arrays: Tensors = {}
+    for name, (spec, offset) in entries.items():
+        count, begin = math.prod(spec.shape), start + offset
+        # numpy would accept a true of 255, and count it as 255.
+        if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
+            raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")
+        array = np.frombuffer(view, spec.dtype, count, begin).reshape(spec.shape)
+        array.flags.writeable = False
+        arrays[name] = array
+    return arrays
 
 
 def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
@@ -134,20 +138,16 @@ def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
     return {name: spec for name, (spec, _) in entries.items()}, metadata
 
 
-def check_specs(found: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None:
+def check_specs(specs: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None:
     """Return quietly when names, dtypes and shapes are exactly those expected.
 
     Raises:
         TensorsError: lists every difference (the first five of each kind).
     """
-    mistakes = [
-        *(f"missing {name!r}" for name in _first(expected.keys() - found.keys())),
-        *(f"unexpected {name!r}" for name in _first(found.keys() - expected.keys())),
-        *(
-            f"{name!r} is {found[name]}, expected {expected[name]}"
-            for name in _first(n for n in expected.keys() & found.keys() if found[n] != expected[n])
-        ),
-    ]
+    wrong = {name for name in expected.keys() & specs.keys() if specs[name] != expected[name]}
+    mistakes = [f"missing {name!r}" for name in sorted(expected.keys() - specs.keys())[:5]]
+    mistakes += [f"unexpected {name!r}" for name in sorted(specs.keys() - expected.keys())[:5]]
+    mistakes += [f"{name!r} is {specs[name]}, expected {expected[name]}" for name in sorted(wrong)[:5]]
     if mistakes:
         raise TensorsError("; ".join(mistakes))
 
@@ -156,17 +156,15 @@ def first_non_finite(tensors: Mapping[str, np.ndarray]) -> str | None:
     """Name of the first floating array that holds NaN or infinity, or None."""
     for name in sorted(tensors):
         array = tensors[name]
-        # The sum of squares is one pass without a temporary; only when it is not finite is a closer look needed.
-        if array.dtype.kind == "f" and array.size and not _is_finite(array):
+        if array.dtype.kind != "f" or not array.size:
+            continue
+        flat = array.reshape(-1)
+        # The sum of squares is one pass without a temporary; each number is checked only when it is not finite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = float(np.dot(flat, flat)) if array.dtype != np.float16 else float("nan")
+        if not (np.isfinite(squares) or np.isfinite(flat).all()):
             return name
     return None
-
-
-def _is_finite(array: np.ndarray) -> bool:
-    flat = array.reshape(-1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        quick = float(np.dot(flat, flat)) if array.dtype != np.float16 else float("nan")
-    return bool(np.isfinite(quick)) or bool(np.isfinite(flat).all())
 
 
 def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[str, str]]:
@@ -177,8 +175,18 @@ def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[st
         raise TensorsError(f"header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
     if 8 + length > len(view):
         raise TensorsError(f"header of {length} bytes in a container of {len(view)} bytes")
-    raw = _json(bytes(view[8 : 8 + length]))
-    metadata = _metadata(raw.pop("__metadata__", {}))
+    text = bytes(view[8 : 8 + length])
+    if not text.startswith(b"{"):
+        raise TensorsError(f"header begins {text[:8]!r}, expected a JSON object")
+    try:
+        raw = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise TensorsError(f"header cannot be read: {cause(error)}") from error
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) and _is_text(v) for v in metadata.values()):
+        raise TensorsError("metadata must map names to strings")
+    if not all(map(_is_text, metadata)):
+        raise TensorsError("a name in the metadata is not text")
     if len(raw) > MAX_TENSORS:
         raise TensorsError(f"{len(raw)} tensors, at most {MAX_TENSORS} are read")
     entries = {name: _entry(name, fields) for name, fields in raw.items()}
@@ -186,30 +194,15 @@ def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[st
     return 8 + length, entries, metadata
 
 
-def _json(raw: bytes) -> dict[str, Any]:
-    if not raw.startswith(b"{"):
-        raise TensorsError(f"header begins {raw[:8]!r}, expected a JSON object")
-    try:
-        # As text: from bytes, json would guess UTF-16 and UTF-32, which no other reader of this format does.
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise TensorsError(f"header cannot be read: {cause(error)}") from error
-    return dict(parsed)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
-
-
-def _metadata(raw: object) -> dict[str, str]:
-    if not isinstance(raw, dict) or not all(isinstance(value, str) and _is_text(value) for value in raw.values()):
-        raise TensorsError("metadata must map names to strings")
-    if not all(map(_is_text, raw)):
-        raise TensorsError("a name in the metadata is not text")
-    return dict(raw)
+def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> None:
+    """No holes, no overlaps, nothing after the last tensor."""
+    position = 0
+    for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
+        if offset != position:
+            raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: hole or overlap")
+        position += spec.nbytes
+    if position != available:
+        raise TensorsError(f"tensors take {position} bytes, the container has {available}")
 
 
 def _entry(name: str, fields: object) -> tuple[Spec, int]:
@@ -246,33 +239,8 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> None:
-    """No holes, no overlaps, nothing after the last tensor."""
-    position = 0
-    for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
-        if offset != position:
-            raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: hole or overlap")
-        position += spec.nbytes
-    if position != available:
-        raise TensorsError(f"tensors take {position} bytes, the container has {available}")
-
-
-def _view(name: str, view: memoryview, begin: int, spec: Spec) -> np.ndarray:
-    count = math.prod(spec.shape)
-    # numpy would let a true of 255 through, and count it as 255.
-    if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
-        raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")
-    array = np.frombuffer(view, spec.dtype, count, begin).reshape(spec.shape)
-    array.flags.writeable = False
-    return array
-
-
 def _naturals(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
-
-
-def _first(names: Iterable[str], count: int = 5) -> list[str]:
-    return sorted(names)[:count]
 
 
 def _short(value: object, limit: int = 80) -> str:

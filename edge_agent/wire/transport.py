@@ -11,18 +11,15 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ..errors import MessageError
 from .messages import matches
 
-if TYPE_CHECKING:
-    import numpy as np
-
 
 @dataclass(frozen=True)
 class Message:
-    """Something arrived."""
+    """A message has arrived."""
 
     topic: str
     payload: bytes
@@ -38,7 +35,7 @@ class Connected:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The session is gone; the transport tries again by itself after ``retry_in_s`` seconds."""
+    """The session has ended; the transport connects again by itself after ``retry_in_s`` seconds."""
 
     reason: str
     retry_in_s: float
@@ -53,7 +50,7 @@ class Subscribed:
 
 @dataclass(frozen=True)
 class Woken:
-    """Somebody called `Transport.wake`."""
+    """`Transport.wake` was called."""
 
 
 Event = Message | Connected | Disconnected | Subscribed | Woken
@@ -61,7 +58,7 @@ Event = Message | Connected | Disconnected | Subscribed | Woken
 
 @dataclass(frozen=True)
 class Will:
-    """What the broker says on our behalf when we vanish."""
+    """What the broker publishes for a client whose connection breaks."""
 
     topic: str
     payload: bytes
@@ -93,17 +90,17 @@ class Transport(Protocol):
         """Begin connecting; `Connected` follows as an event.
 
         Raises:
-            BrokerAway: the transport was told not to wait and the broker does not answer.
+            BrokerAway: the broker does not answer, and the transport is configured not to wait.
         """
 
     def close(self) -> None:
-        """Leave politely (no will is published)."""
+        """Disconnect (no will is published)."""
 
     def subscribe(self, *filters: str) -> None:
-        """Ask for messages under ``filters``; kept across reconnects. `Subscribed` follows as an event."""
+        """Receive messages under ``filters``, also after reconnects. `Subscribed` follows as an event."""
 
     def unsubscribe(self, *filters: str) -> None:
-        """Ask for no more of them."""
+        """Receive no more of them."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
         """Hand over one message; never waits.
@@ -122,44 +119,14 @@ class Transport(Protocol):
 DEFAULT_MAX_PAYLOAD_BYTES = 122_880
 
 
-@dataclass
-class Faults:
-    """What goes wrong, as probabilities for each delivery, drawn from ``rng``.
+class MemoryBroker:
+    """Connects `MemoryTransport`s: for tests, for simulations, and for programs that embed both sides in one process.
 
-    ``only`` limits the faults to topics for which it is true. A reordered message is delivered after the next one for
-    the same client.
+    It behaves like the plainest real broker: QoS 1 within one session, retained messages, wills, and nothing is queued
+    for a client that is offline.
     """
 
-    rng: np.random.Generator
-    lose: float = 0.0
-    duplicate: float = 0.0
-    reorder: float = 0.0
-    flip: float = 0.0
-    only: Callable[[str], bool] = lambda _topic: True
-
-    def deliveries(self, message: Message) -> tuple[list[Message], bool]:
-        """What arrives in place of ``message``, and whether it is delayed behind the next one."""
-        if not self.only(message.topic):
-            return [message], False
-        lose, twice, late, flip = self.rng.random(4) < (self.lose, self.duplicate, self.reorder, self.flip)
-        if lose:
-            return [], False
-        if flip and message.payload:
-            message = Message(message.topic, self._flipped(message.payload), message.retained)
-        return [message] * (2 if twice else 1), bool(late)
-
-    def _flipped(self, payload: bytes) -> bytes:
-        damaged = bytearray(payload)
-        damaged[int(self.rng.integers(len(damaged)))] ^= 1 << int(self.rng.integers(8))
-        return bytes(damaged)
-
-
-class MemoryBroker:
-    """Connects `MemoryTransport`s. ``captured`` holds every (topic, payload) published while ``capture`` is on."""
-
-    def __init__(self, faults: Faults | None = None, *, capture: bool = False) -> None:
-        self.faults, self.capture = faults, capture
-        self.captured: list[tuple[str, bytes]] = []
+    def __init__(self) -> None:
         self._clients: list[MemoryTransport] = []
         self._retained: dict[str, bytes] = {}
         self._lock = threading.RLock()
@@ -185,15 +152,13 @@ class MemoryBroker:
                     self.route(will.topic, will.payload, retain=will.retain)
 
     def route(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Deliver to every client that asked for it."""
+        """Deliver to every client that has subscribed to the topic."""
         with self._lock:
-            if self.capture:
-                self.captured.append((topic, payload))
             if retain:
                 self._retained[topic] = payload
             for client in self._clients:
                 if client.wants(topic):
-                    self._deliver(client, Message(topic, payload))
+                    client.accept(Message(topic, payload))
 
     def retained_for(self, filters: tuple[str, ...]) -> list[Message]:
         """Retained messages under ``filters``; empty ones were cleared."""
@@ -203,10 +168,6 @@ class MemoryBroker:
                 for topic, payload in self._retained.items()
                 if payload and any(matches(f, topic) for f in filters)
             ]
-
-    def _deliver(self, client: MemoryTransport, message: Message) -> None:
-        messages, late = self.faults.deliveries(message) if self.faults else ([message], False)
-        client.accept(messages, late=late)
 
 
 @dataclass
@@ -219,7 +180,6 @@ class MemoryTransport:
     traffic: Traffic = field(default_factory=Traffic)
     _filters: list[str] = field(default_factory=list)
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    _held_back: list[Message] = field(default_factory=list)
     _connected: bool = False
     connection: int = 0
 
@@ -233,7 +193,7 @@ class MemoryTransport:
             self._confirm(tuple(self._filters))
 
     def close(self) -> None:
-        """Leave without a will."""
+        """Disconnect without a will."""
         self._connected = False
         self.broker.detach(self, politely=True)
 
@@ -283,16 +243,11 @@ class MemoryTransport:
         """Whether any filter of this client covers ``topic``."""
         return any(matches(f, topic) for f in self._filters)
 
-    def accept(self, messages: list[Message], *, late: bool) -> None:
+    def accept(self, message: Message) -> None:
         """Called by the broker to deliver."""
-        if late:
-            self._held_back += messages
-            return
-        for message in messages + self._held_back:
-            self.traffic.bytes_down += len(message.payload)
-            self.traffic.messages_down += 1
-            self._events.put(message)
-        self._held_back = []
+        self.traffic.bytes_down += len(message.payload)
+        self.traffic.messages_down += 1
+        self._events.put(message)
 
     def _confirm(self, filters: tuple[str, ...]) -> None:
         self._events.put(Subscribed(filters))

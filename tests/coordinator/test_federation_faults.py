@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from faulty_broker import Faults
 from federation_disturbances import restart_broker
 from federation_duties import TASK, WIDE_TASK
 from federation_harness import Federation
 
 from edge_agent.methods import fedavg
-from edge_agent.wire.transport import Faults
 
 ROUNDS = 3
 PATIENT = {"deadline_s": 3600}

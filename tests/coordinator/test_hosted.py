@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from faulty_broker import FaultyBroker
 from federation_disturbances import Stranger, killed_at_append
 from federation_duties import quick_params
 from federation_harness import Federation
@@ -19,7 +20,7 @@ from edge_agent.config import DataConfig
 from edge_agent.errors import DuplicateId
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics
-from edge_agent.wire.transport import MemoryBroker, Message
+from edge_agent.wire.transport import Message
 from edge_agent.worker import InlineWorker
 
 CLIENTS = ("c0", "c1", "c2", "c3")
@@ -207,7 +208,7 @@ def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
 
 
 def test_both_sides_are_heard_in_turn_and_hear_what_is_for_all():
-    main, side = MemoryBroker(capture=True), MemoryBroker(capture=True)
+    main, side = FaultyBroker(capture=True), FaultyBroker(capture=True)
     topics = Topics("home")
     joined = CombinedTransport(main.transport(), side.transport(), topics, ["h"])
     joined.subscribe("x/+")

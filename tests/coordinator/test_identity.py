@@ -151,7 +151,7 @@ def test_an_update_of_another_state_folder_is_rejected_with_the_reason(tmp_path)
         fed.settle()
         blob, foreign = Outgoing.of(b"x" * 500), f"run-0001-{'a' * 32}"
         fed.request(rounds=1)
-        fed.agents["a0"]._send(wire.UpdateManifest(run=foreign, round=1, blob=blob.ref, samples=3))
+        fed.agents["a0"].link.send(wire.UpdateManifest(run=foreign, round=1, blob=blob.ref, samples=3))
         fed.settle()
         receipts = fed.messages(fed.topics.down("a0"), wire.Receipt)
         (rejected,) = [receipt for receipt in receipts if not receipt.accepted]

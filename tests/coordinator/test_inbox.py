@@ -49,7 +49,7 @@ def test_heartbeats_of_another_start_leave_an_agent_in_its_round(fed):
 def test_words_of_another_start_leave_the_condition_of_an_agent(fed, stray):
     agent = fed.add("a0")
     fed.settle()
-    agent._send(agent.condition.note("work", ValueError("of this one")).to_coordinator())
+    agent.link.send(agent.condition.note("work", ValueError("of this one")).to_coordinator())
     fed.settle()
     member = fed.coordinator.roster.get("a0")
     before = member.fault
@@ -82,7 +82,7 @@ def test_a_fault_about_other_work_of_the_run_leaves_the_agent_in_round_and_resul
     fed.request(rounds=3)
     fed.until(lambda: len(fed.entries("round_opened")) == 2)
     fed.wait(1)
-    late._send(wire.Fault(**FAILED, run=fed.run_id, round=number))
+    late.link.send(wire.Fault(**FAILED, run=fed.run_id, round=number))
     fed.settle()
     assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is the last fault of its own"
     fed.finish()
@@ -101,7 +101,7 @@ def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(
     fed.until(lambda: fed.entries("round_opened"))
     who, run = ("h0", fed.run_id) if case == "other agent's order" else ("a0", f"run-0001-{new_id()}")
     run = f"run-0007-{new_id()}" if case == "other run" else run
-    fed.agents[who]._send(wire.Fault(**FAILED, run=run, round=1))
+    fed.agents[who].link.send(wire.Fault(**FAILED, run=run, round=1))
     fed.settle()
     assert fed.coordinator.roster.get(who).fault["error"] == "TrainingFailed"
     fed.finish()

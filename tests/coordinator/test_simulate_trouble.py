@@ -13,8 +13,7 @@ from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
-from coordinator.fleet import commands
-from coordinator.fleet.transfers import Collector
+from coordinator.fleet import commands, transfers
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results
@@ -72,7 +71,7 @@ def full_disk(patch, owner, name, after):
 @pytest.mark.parametrize(
     "owner, name, after",
     [
-        (Collector, "_accept", 1),
+        (transfers, "sync_folder", 1),
         (chunks.os, "pwrite", 1),
         (ClientStateFiles, "write", 4),
         (BlobStore, "put", 1),

@@ -84,14 +84,7 @@ class FakeDuties:
             return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
         move = np.float32(step_of(self.config.id) * job.round)
         tensors = {name: array + move for name, array in received.items()}
-        manifest = self.outbox.put(
-            tensors,
-            run=job.run,
-            round_number=job.round,
-            samples=self.samples,
-            metrics={"loss": 1.0},
-            purpose=job.purpose,
-        )
+        manifest = self.outbox.put(tensors, wire.job_key(job), self.samples, {"loss": 1.0})
         self.after(job)
         return manifest
 

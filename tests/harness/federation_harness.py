@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from faulty_broker import Faults, FaultyBroker
 from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
@@ -24,7 +25,7 @@ from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.tensors import decode
-from edge_agent.wire.transport import Faults, MemoryBroker, MemoryTransport
+from edge_agent.wire.transport import MemoryTransport
 from edge_agent.worker import InlineWorker
 
 LONGEST_PAUSE_S = 0.5
@@ -84,7 +85,7 @@ class Federation:
     ) -> None:
         self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
         self.clock, self.probe_s = Clock(), probe_s
-        self.broker = MemoryBroker(faults, capture=capture)
+        self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
         self.config = CoordinatorConfig.model_validate(

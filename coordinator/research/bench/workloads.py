@@ -28,7 +28,7 @@ from edge_agent.config import AgentConfig, load
 from edge_agent.methods import Client, Method, MethodParams
 from edge_agent.models import NoParams
 from edge_agent.task import ImageInput, Task, Tensors
-from edge_agent.wire.messages import Job, Report, UpdateManifest
+from edge_agent.wire.messages import Job, Report, UpdateManifest, job_key
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.worker import ThreadWorker
 
@@ -88,7 +88,7 @@ class NoopTasks(TaskRunner):
         update = add(received, number)
         if upload_bytes:
             update = {"array": np.full(upload_bytes // 4, number + job.round, np.float32)}
-        return self.outbox.put(update, run=job.run, round_number=job.round, samples=1, metrics={})
+        return self.outbox.put(update, job_key(job), 1, {})
 
 
 def w1_encoder(task: Task, _: NoParams | None = None) -> nn.Module:
@@ -156,8 +156,10 @@ def main() -> None:
 def _serve(config: Path) -> None:
     import torch  # now, so that "idle" is what a coordinator with torch takes
 
+    from edge_agent.worker import stop_on_signals
+
     from ...config import load_config
-    from ...service.app import coordinator, stop_on_signals
+    from ...service.app import coordinator
     from .measuring import say
 
     torch.set_num_threads(1)

@@ -79,7 +79,7 @@ def test_an_agent_whose_disk_cannot_be_written_stalls_and_resumes(fed, monkeypat
         try:
             agent.write_status()
         except OSError as error:
-            agent.on_os_error(error, "status_not_written")
+            agent.disk.failed(error, "status_not_written")
         fed.wait(30)
         assert (member(fed)["condition"], member(fed)["fault"]["error"]) == ("stalled", "DiskError")
         fed.request(rounds=1)
@@ -265,7 +265,7 @@ def test_an_idle_agent_survives_a_disk_that_fills_up_and_says_so(small_disk, tmp
 )
 def test_the_coordinator_gets_class_and_remedy_and_no_local_name(error, expected, remedy):
     problem = problem_of("work", error, NOW)
-    told = problem.to_coordinator("run-0001", 3)
+    told = problem.to_coordinator(wire.JobKey("run-0001", 3))
     assert (told.error, told.run, told.round) == (expected, "run-0001", 3)
     assert remedy in told.remedy
     assert "hiv" not in told.message + told.remedy

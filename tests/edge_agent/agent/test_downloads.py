@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,8 @@ class Bench:
     def __init__(self, folder):
         self.now, self.said, self.listening = 0.0, [], []
         self.cache = BlobCache(folder, 1 << 20)
-        self.downloads = Downloads(
-            self.cache, self.said.append, self.listening.append, self.listening.remove, lambda: self.now
-        )
+        link = SimpleNamespace(send=self.said.append, listen=self.listening.append, unlisten=self.listening.remove)
+        self.downloads = Downloads(self.cache, link, lambda: self.now)
 
     def heard(self):
         found, self.said[:] = list(self.said), []
@@ -67,7 +67,8 @@ def test_all_chunks_make_the_blob_and_it_is_said_to_be_here(bench, blob):
 
 def test_what_is_in_the_cache_is_not_asked_for(bench):
     blob = Outgoing.of(b"already here")
-    bench.cache.put(b"already here")
+    bench.cache.folder.mkdir()
+    bench.cache.path(blob.ref.digest).write_bytes(b"already here")
     bench.downloads.fetch((blob.ref,))
     assert bench.heard() == [Have(digest=blob.ref.digest)]
     assert bench.listening == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from edge_agent.agent.transfers import OFFER_AGAIN_S, Outbox, Uploads
 from edge_agent.errors import ChunkError, UsageError
 from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
-from edge_agent.wire.messages import Ack, Grant, Receipt, UpdateManifest
+from edge_agent.wire.messages import Ack, Grant, JobKey, Receipt, UpdateManifest
 from edge_agent.wire.tensors import decode
 
 
@@ -19,7 +20,7 @@ def tensors(value=1.0, size=4):
 
 
 def put(outbox, value=1.0, *, number=1, size=4):
-    return outbox.put(tensors(value, size), run="run-0001", round_number=number, samples=9, metrics={"loss": 0.5})
+    return outbox.put(tensors(value, size), JobKey("run-0001", number), 9, {"loss": 0.5})
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_an_update_is_on_disk_before_the_note_that_names_it(outbox, monkeypatch)
 
 def test_a_metric_that_is_no_number_is_told_as_unknown(outbox):
     metrics = {"loss": float("nan"), "norm": float("inf"), "acc.personal": 0.5}
-    manifest = outbox.put(tensors(), run="run-0001", round_number=1, samples=9, metrics=metrics)
+    manifest = outbox.put(tensors(), JobKey("run-0001", 1), 9, metrics)
     assert manifest.metrics == {"loss": None, "norm": None, "acc.personal": 0.5}
     assert outbox.get() == manifest
 
@@ -106,7 +107,8 @@ class Bench:
     def __init__(self, outbox):
         self.now, self.said, self.frames = 0.0, [], []
         self.outbox = outbox
-        self.uploads = Uploads(outbox, self.said.append, self.frames.append, lambda: self.now)
+        link = SimpleNamespace(send=self.said.append, send_chunk=self.frames.append)
+        self.uploads = Uploads(outbox, link, lambda: self.now)
 
     def sent(self):
         found = [decode_frame(frame).index for frame in self.frames]
@@ -130,8 +132,8 @@ def grant(manifest, *ranges, at_most=16):
 def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
     manifest = put(outbox)
     bench = Bench(outbox)
-    assert bench.uploads.holds("run-0001", 1)
-    assert not bench.uploads.holds("run-0001", 2)
+    assert bench.uploads.holds(JobKey("run-0001", 1))
+    assert not bench.uploads.holds(JobKey("run-0001", 2))
     bench.uploads.offer_again()
     assert bench.said == [manifest]
 
@@ -172,7 +174,7 @@ def test_words_about_another_blob_change_nothing(bench):
     bench.uploads.ack(Ack(run="run-0001", digest=other, received=3))
     assert bench.uploads.receipt(Receipt(run="run-0001", digest=other, accepted=True)) is None
     assert bench.sent() == []
-    assert bench.uploads.holds("run-0001", 1)
+    assert bench.uploads.holds(JobKey("run-0001", 1))
 
 
 @pytest.mark.parametrize("ranges", [((0, 7),), ((6, 7),), ((-1, 2),), ((3, 3),), ((4, 2),)])
@@ -190,7 +192,7 @@ def test_a_receipt_of_either_kind_ends_it(bench, accepted):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)
     assert bench.uploads.receipt(Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted)) == manifest
-    assert not bench.uploads.holds("run-0001", 1)
+    assert not bench.uploads.holds(JobKey("run-0001", 1))
     assert bench.outbox.get() is None
 
 
@@ -223,21 +225,21 @@ def test_a_file_that_is_gone_is_dropped_so_that_it_can_be_computed_again(bench):
     bench.uploads.offer(manifest)
     bench.outbox.path_of(manifest.blob.digest).unlink()
     bench.uploads.grant(grant(manifest, (0, 1)))
-    assert not bench.uploads.holds("run-0001", 1)
+    assert not bench.uploads.holds(JobKey("run-0001", 1))
     assert bench.sent() == []
 
 
 def test_a_round_that_is_over_drops_its_update_and_no_other(bench):
     bench.uploads.offer(put(bench.outbox))
-    bench.uploads.drop("run-0001", 2)
-    bench.uploads.drop("run-0002", 1)
-    assert bench.uploads.holds("run-0001", 1)
-    bench.uploads.drop("run-0001", 1)
-    assert not bench.uploads.holds("run-0001", 1)
+    bench.uploads.drop(JobKey("run-0001", 2))
+    bench.uploads.drop(JobKey("run-0002", 1))
+    assert bench.uploads.holds(JobKey("run-0001", 1))
+    bench.uploads.drop(JobKey("run-0001", 1))
+    assert not bench.uploads.holds(JobKey("run-0001", 1))
 
 
 @pytest.mark.parametrize("name", ["", "loss/total", "a b", "a\nb", "x" * 65])
 def test_a_metric_that_no_coordinator_would_take_is_named_where_it_is_made(tmp_path, name):
     with pytest.raises(UsageError, match="rename it in the method's client"):
-        Outbox(tmp_path).put(tensors(), run="run-0001", round_number=1, samples=9, metrics={"loss": 0.5, name: 1.0})
+        Outbox(tmp_path).put(tensors(), JobKey("run-0001", 1), 9, {"loss": 0.5, name: 1.0})
     assert Outbox(tmp_path).get() is None

@@ -105,7 +105,7 @@ def upload(folder, *, chunks: int, loss: float, seed: int, resume=()) -> tuple[b
 @given(chunks=st.integers(1, 120), loss=st.sampled_from([0.0, 0.02, 0.1, 0.4]), seed=st.integers(0, 2**32))
 def test_an_upload_always_completes(tmp_path_factory, chunks, loss, seed):
     arrived, frames, _ = upload(tmp_path_factory.mktemp("up"), chunks=chunks, loss=loss, seed=seed)
-    assert arrived == bytes(blob_of(chunks)._data)
+    assert arrived == bytes(blob_of(chunks).data)
     assert frames >= chunks
 
 
@@ -192,7 +192,7 @@ def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tupl
     for name in names:
         ask(name)
     world.run(tick, lambda: len(done) == count, limit_s=3000.0)
-    data = bytes(outgoing._data)
+    data = bytes(outgoing.data)
     assert all((folder / name / "whole").read_bytes() == data for name in names)
     return tally["frames"], tally["questions"], world.now
 

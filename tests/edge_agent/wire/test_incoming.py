@@ -29,7 +29,6 @@ def test_any_order_with_duplicates_gives_the_blob(tmp_path_factory, size, dice, 
     for frame in frames:
         assert incoming.add(frame) is (frame.index not in seen)
         seen.add(frame.index)
-    assert incoming.received_bytes == size
     incoming.finish(folder / "whole", durable=False)
     assert (folder / "whole").read_bytes() == data
     assert [path.name for path in folder.iterdir()] == ["whole"]
@@ -52,7 +51,6 @@ def test_a_crash_after_any_chunk_costs_at_most_what_was_not_noted(tmp_path, monk
     assert {i for i in range(9) if i in resumed.chunks} == set(order[:noted])
     for index in expand(resumed.chunks.missing(), 9):
         resumed.add(frames[index])
-    assert resumed.received_bytes == (9 - noted) * CHUNK
     resumed.finish(tmp_path / "whole", durable=durable)
     assert (tmp_path / "whole").read_bytes() == data
 

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from faulty_broker import Faults, FaultyBroker
 
-from edge_agent.wire.transport import Faults, MemoryBroker, Message
+from edge_agent.wire.transport import Message
 
 COUNT = 2000
 
 
 def heard(**probabilities) -> list[bytes]:
     faults = Faults(np.random.default_rng(5), **probabilities)
-    broker = MemoryBroker(faults)
+    broker = FaultyBroker(faults)
     ears, mouth = broker.transport(), broker.transport()
     for transport in (ears, mouth):
         transport.subscribe("a") if transport is ears else None
@@ -65,7 +66,7 @@ def test_the_same_seed_gives_the_same_faults():
 
 @pytest.mark.parametrize("topic, arrives", [("a", False), ("b", True)])
 def test_faults_can_be_kept_to_some_topics(topic, arrives):
-    broker = MemoryBroker(Faults(np.random.default_rng(1), lose=1.0, only=lambda name: name == "a"))
+    broker = FaultyBroker(Faults(np.random.default_rng(1), lose=1.0, only=lambda name: name == "a"))
     ears = broker.transport()
     ears.subscribe("#")
     ears.start()
@@ -75,7 +76,7 @@ def test_faults_can_be_kept_to_some_topics(topic, arrives):
 
 
 def test_what_was_published_is_captured_when_asked_for():
-    broker = MemoryBroker(capture=True)
+    broker = FaultyBroker(capture=True)
     mouth = broker.transport()
     mouth.start()
     mouth.publish("a", b"1")

@@ -367,7 +367,7 @@ def test_a_job_of_no_possible_run_is_not_named(run):
 def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on_the_way():
     """Whoever names a damaged job as one that failed is left out of the round, which may wait for it for ever."""
     sent = messages.sealed(b'{"v":2,"type":"job","run":"run-0001","round":1,"new":true}')
-    assert wire.named_job(sent) == ("run-0001", 1)
+    assert wire.named_job(sent) == ("run-0001", 1, None)
     for place, bit in itertools.product(range(len(sent)), range(8)):
         damaged = sent[:place] + bytes([sent[place] ^ 1 << bit]) + sent[place + 1 :]
         assert wire.named_job(damaged) is None, damaged
