@@ -37,7 +37,7 @@ def test_what_is_remembered_is_bounded(clock):
     for number in range(3 * MAX_COUNTED + 5):
         refusals.note(f"n{number}")
     assert len(refusals.counts) <= MAX_COUNTED
-    assert len(refusals._told) <= MAX_COUNTED
+    assert len(refusals._logged_at) <= MAX_COUNTED
     assert refusals.total == 3 * MAX_COUNTED + 5
 
 
