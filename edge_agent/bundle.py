@@ -34,7 +34,7 @@ from .config import mistakes_of
 from .errors import BundleDamaged, BundleError, StateError, cause
 from .methods.values import Grade
 from .storage import read_json, read_tensors, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
-from .task import Frozen, InputSpec, Task, Tensors
+from .task import Frozen, InputSpec, Task, Tensors, parse_json
 from .wire.tensors import first_non_finite
 
 SCHEMA: Literal[2] = 2
@@ -145,7 +145,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     if len(raw) > MAX_MANIFEST_BYTES:
         raise BundleDamaged(f"{where}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise BundleDamaged(f"{where}: manifest cannot be read: {cause(error)}; fetch the bundle again") from error
     if not isinstance(content, dict):
@@ -160,7 +160,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
     if mistakes := _contradictions(manifest):
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
-    if dump_manifest(manifest) != raw:  # a name that occurs twice, for example
+    if dump_manifest(manifest) != raw:
         raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
     return manifest
 

@@ -35,6 +35,13 @@ _CPU_KEYS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flag
 }  # fmt: skip
 """Lines of /proc/cpuinfo that tell processors apart, on x86 and on ARM."""
 
+_ACCELERATORS = {
+    "/dev/nvidia0": "nvidia gpu",
+    "/dev/nvhost-gpu": "jetson gpu",
+    "/dev/hailo0": "hailo",
+    "/dev/apex_0": "coral",
+}
+
 _TRAIN_BYTES = 1 << 30
 """Least memory for training with torch: an agent with torch takes 375 MB before the first batch."""
 
@@ -89,16 +96,22 @@ class Capabilities(Frozen):
 
 def find() -> Capabilities:
     """The capabilities of this device now."""
+    lines = (_text(Path("/proc/meminfo")) or "").splitlines()  # sizes in kB by name; no such file outside of Linux
+    fields = [line.replace(":", " ").split() for line in lines]
+    memory = {field[0]: int(field[1]) * 1024 for field in fields if len(field) > 1 and field[1].isdigit()}
+    limit = _text(Path("/sys/fs/cgroup/memory.max")) or ""
+    limits = [memory["MemTotal"]] if "MemTotal" in memory else []
+    limits += [int(limit)] if limit.isdigit() else []
     return Capabilities(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),
         board=_text(Path("/proc/device-tree/model")),
         is_64bit=struct.calcsize("P") == 8,
-        cores=_cores(),
-        memory_bytes=_memory_bytes(),
-        available_bytes=_meminfo().get("MemAvailable"),
-        accelerators=_accelerators(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=min(limits, default=None),
+        available_bytes=memory.get("MemAvailable"),
+        accelerators=tuple(name for path, name in _ACCELERATORS.items() if Path(path).exists()),
         packages=packages(),
     )
 
@@ -118,45 +131,14 @@ def processor() -> str:
 
 def packages() -> dict[str, str]:
     """Versions of the optional and required packages that are installed; nothing is imported."""
-    return {name: _version(name) for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is not None}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    total = _meminfo().get("MemTotal")
-    limit = _text(Path("/sys/fs/cgroup/memory.max"))
-    if limit is not None and limit.isdigit():
-        return min(total, int(limit)) if total is not None else int(limit)
-    return total
-
-
-def _meminfo() -> dict[str, int]:
-    """Sizes in bytes by name; empty where the system has no /proc."""
-    lines = (_text(Path("/proc/meminfo")) or "").splitlines()
-    fields = [line.replace(":", " ").split() for line in lines]
-    return {field[0]: int(field[1]) * 1024 for field in fields if len(field) > 1 and field[1].isdigit()}
-
-
-def _accelerators() -> tuple[str, ...]:
-    known = {
-        "/dev/nvidia0": "nvidia gpu",
-        "/dev/nvhost-gpu": "jetson gpu",
-        "/dev/hailo0": "hailo",
-        "/dev/apex_0": "coral",
-    }
-    return tuple(name for path, name in known.items() if Path(path).exists())
+    result = {}
+    for name, module in _PACKAGES.items():
+        if importlib.util.find_spec(module) is not None:
+            try:
+                result[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                result[name] = "unknown"
+    return result
 
 
 def _text(path: Path) -> str | None:

@@ -93,14 +93,14 @@ class BrokerConfig(Frozen):
         """
         if self.password_file is None:
             return None
-        place = credential(self.password_file)
+        path = credential(self.password_file)
         try:
-            line = place.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
+            line = path.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
             why = "" if line else "its first line is empty; 'headwater enroll' writes such a file"
         except (OSError, UnicodeDecodeError) as error:
             line, why = "", cause(error)
         if why:
-            raise ConfigError("broker.password_file", [f"cannot read a line from {place}: {why}"])
+            raise ConfigError("broker.password_file", [f"cannot read a line from {path}: {why}"])
         return line
 
 
@@ -230,27 +230,29 @@ def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path 
 
 def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line for each mistake that pydantic found, with the nearest known key for each unknown one."""
-    return [_mistake(detail, model) for detail in error.errors(include_url=False, include_context=False)]
+    mistakes = []
+    for detail in error.errors(include_url=False, include_context=False):
+        path = tuple(str(step) for step in detail["loc"])
+        key, message = ".".join(path), detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            known = _fields_at(model, path[:-1])
+            close = nearest(path[-1], known)
+            hint = f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
+            mistakes.append(f"{key}: unknown key; {hint}")
+        elif detail["type"] == "missing":
+            mistakes.append(f"{key}: is missing")
+        elif key:
+            value = re.sub(r"//[^/@\s]*@", "//…@", repr(detail.get("input")))  # no password out of a URL into a log
+            mistakes.append(f"{key} = {value if len(value) <= 60 else value[:59] + '…'}: {message}")
+        else:
+            mistakes.append(message)
+    return mistakes
 
 
-def _mistake(detail: Any, model: type[BaseModel]) -> str:
-    place = tuple(str(step) for step in detail["loc"])
-    key = ".".join(place)
-    if detail["type"] == "extra_forbidden":
-        known = _fields_at(model, place[:-1])
-        close = nearest(place[-1], known)
-        hint = f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
-        return f"{key}: unknown key; {hint}"
-    if detail["type"] == "missing":
-        return f"{key}: is missing"
-    words = str(detail["msg"]).removeprefix("Value error, ")
-    return f"{key} = {_short(detail.get('input'))}: {words}" if key else words
-
-
-def _fields_at(model: type[BaseModel], place: Iterable[str]) -> list[str]:
-    """Field names of the nested model that ``place`` leads to; empty where that cannot be told."""
+def _fields_at(model: type[BaseModel], path: Iterable[str]) -> list[str]:
+    """Field names of the nested model at ``path``; empty where that is not certain."""
     result = [model]
-    for step in place:
+    for step in path:
         if step.isdigit():  # one of a list, which has all models of one kind
             continue
         if len(result) > 1:  # one of several, chosen by its kind, which is a step of its own
@@ -265,11 +267,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [result for part in getattr(annotation, "__args__", ()) for result in _models_in(part)]
-
-
-def _short(value: object, limit: int = 60) -> str:
-    text = re.sub(r"//[^/@\s]*@", "//…@", repr(value))  # no password out of a URL into a log
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class Encoder:
         return result
 
     def _run(self, batch: np.ndarray) -> np.ndarray:
+        """Features of one batch; what ONNX Runtime allocates for it is free when this returns."""
         try:
             features = self.session.run(None, {self.input_name: batch})[0]
         # ONNX Runtime's exceptions have no common base besides this one.
@@ -179,7 +180,18 @@ def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
         return target
     temporary = onnx.with_name(f".{stem}.{os.getpid()}.tmp")
     try:
-        _write_ort_in_child(onnx.resolve(), temporary.resolve())
+        root = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        code = f"from {__name__} import write_ort; write_ort({str(onnx.resolve())!r}, {str(temporary.resolve())!r})"
+        # The working folder comes first on a child's import path: the root, where only the system's owner may write.
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            timeout=600,
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=os.sep,
+        )
         write_json(note, {"sha256": sha256_file(temporary)})
         temporary.replace(target)
     except (OSError, subprocess.SubprocessError) as error:
@@ -189,16 +201,6 @@ def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
     for old in {*onnx.parent.glob(f"{onnx.name}.*.ort"), *onnx.parent.glob(f"{onnx.name}.*.json")} - {target, note}:
         old.unlink(missing_ok=True)
     return target
-
-
-def _write_ort_in_child(onnx: Path, target: Path) -> None:
-    root = str(Path(__file__).resolve().parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    code = f"from {__name__} import write_ort; write_ort({str(onnx)!r}, {str(target)!r})"
-    # The working folder comes first on a child's import path: the root, where only the system's owner may write.
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, timeout=600, env=environment, cwd=os.sep
-    )
 
 
 def _options(runtime: ModuleType, threads: int) -> Any:

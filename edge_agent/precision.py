@@ -6,15 +6,14 @@ order show that it saves time. The result is saved beside the bundle, for this p
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -22,10 +21,10 @@ from . import heads
 from .bundle import Bundle, EncoderPrecision
 from .data import Samples, split
 from .encoder import Encoder, Progress, arithmetic
-from .errors import BundleDamaged, StateError
+from .errors import BundleDamaged
 from .heads import FitData
 from .personalize import features_of
-from .storage import read_json, write_json
+from .storage import read_record, write_record
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +41,6 @@ LEAST_ANSWERS = 200
 
 _BLOCKS, _BUDGET_S = (8, 40), 2.0
 """Least and most blocks of timings, and the seconds after which no further one is begun."""
-
-_RECORD = "precision.json"
 
 
 @dataclass(frozen=True)
@@ -116,27 +113,30 @@ def choose(
         encoders["int8"] = Encoder.open(bundle, "int8", threads)
     except BundleDamaged as error:
         return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
-    conditions = _conditions(bundle, encoders, threads)
-    known = _known(bundle, conditions)
-    timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock or _clock(encoders, threads))
+    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
+    conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": bundle.fingerprints}
+    path = bundle.folder / "precision.json"
+    known = read_record(path, conditions)
+    if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
+        on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
+        clock = time.thread_time if threads == 1 and on_cpu else time.perf_counter
+    timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock)
+    measured = {"timing": asdict(timing), "accuracy": known.get("accuracy", {})}
     shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
     if not timing.is_faster:
-        _keep(bundle, conditions, timing, known.get("accuracy", {}))
+        write_record(path, conditions, measured)
         return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
-    digest = _digest(samples)
-    answers = known.get("accuracy", {}).get(digest) or compared(encoders, samples, seed, features, progress)
-    _keep(bundle, conditions, timing, {digest: answers})
+    digest = hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
+    answers = measured["accuracy"].get(digest) or compared(encoders, samples, seed, features, progress)
+    write_record(path, conditions, {**measured, "accuracy": {digest: answers}})
     right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
     if answers["of"] < LEAST_ANSWERS:
         why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
         return PrecisionChoice("fp32", f"{shown}; {why}")
     result = f"{shown}; a head on local data is right on {right['fp32']:.1%} and {right['int8']:.1%}"
     is_as_good = answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]
-    return (
-        PrecisionChoice("int8", result)
-        if is_as_good
-        else PrecisionChoice("fp32", f"{result}: int8 may lose {MOST_LOSS:.1%}")
-    )
+    limit = "" if is_as_good else f": int8 may lose {MOST_LOSS:.1%}"
+    return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
 
 
 def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing:
@@ -190,52 +190,11 @@ def compared(
     for name, encoder in encoders.items():
         features = features_of(samples, encoder, cache, progress)
         for train, test in divisions:
-            right[name] += _right_answers(features, train, test, len(samples.class_names), seed)
+            if not len(train) or not len(test):
+                continue
+            train_rows, test_rows = (part.inputs[:, 0].astype(np.int64) for part in (train, test))
+            head = heads.create("lr")
+            given = FitData(features[train_rows], train.labels, len(samples.class_names))
+            head.fit(given, np.random.default_rng(seed))
+            right[name] += int((head.predict_proba(features[test_rows]).argmax(axis=1) == test.labels).sum())
     return {**right, "of": sum(len(test) for train, test in divisions if len(train))}
-
-
-def _right_answers(features: np.ndarray, train: Samples, test: Samples, num_classes: int, seed: int) -> int:
-    if not len(train) or not len(test):
-        return 0
-    head = heads.create("lr")
-    data = FitData(features[train.inputs[:, 0].astype(np.int64)], train.labels, num_classes)
-    head.fit(data, np.random.default_rng(seed))
-    answers = head.predict_proba(features[test.inputs[:, 0].astype(np.int64)]).argmax(axis=1)
-    return int((answers == test.labels).sum())
-
-
-def _clock(encoders: Mapping[str, Encoder], threads: int) -> Callable[[], float]:
-    """CPU time of this thread where it does all the work; a GPU's work is no CPU time."""
-    on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
-    return time.thread_time if threads == 1 and on_cpu else time.perf_counter
-
-
-def _digest(samples: Samples) -> str:
-    return hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
-
-
-def _conditions(bundle: Bundle, encoders: Mapping[str, Encoder], threads: int) -> dict[str, Any]:
-    """The conditions under which a measurement is valid."""
-    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
-    return {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": bundle.fingerprints}
-
-
-def _known(bundle: Bundle, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved result for the same conditions; empty without one, or where the file is damaged."""
-    try:
-        record = read_json(bundle.folder / _RECORD) or {}
-    except StateError:
-        return {}
-    return record if record.get("on") == conditions else {}
-
-
-def _keep(
-    bundle: Bundle, conditions: Mapping[str, Any], timing: Timing, accuracy: Mapping[str, Mapping[str, int]]
-) -> None:
-    content = {
-        "on": conditions,
-        "timing": {"fp32_ms": timing.fp32_ms, "int8_ms": timing.int8_ms, "is_faster": timing.is_faster},
-        "accuracy": {digest: dict(answers) for digest, answers in accuracy.items()},
-    }
-    with contextlib.suppress(OSError):  # a read-only folder only means measuring again
-        write_json(bundle.folder / _RECORD, content, durable=False)

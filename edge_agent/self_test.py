@@ -9,7 +9,6 @@ this version of ONNX Runtime, so that it runs once.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,8 @@ import numpy as np
 
 from .bundle import Bundle, EncoderPrecision
 from .data import preprocess
-from .errors import BundleDamaged, StateError
-from .storage import read_json, write_json
+from .errors import BundleDamaged
+from .storage import read_record, write_record
 from .task import ImageInput, InputSpec, Tensors
 
 FP32_TOLERANCE = 1e-4
@@ -37,7 +36,6 @@ move it to 0.028 (in the largest encoders) to 0.19, 500 to 0.051 to 0.38.
 RESIZE_TOLERANCE = 1
 """Grey levels between resizing with Pillow and without it."""
 
-_RECORD = "self_test.json"
 _COUNT = 8
 """Golden inputs."""
 
@@ -101,16 +99,13 @@ def run(
     Raises:
         BundleDamaged: a result differs by more than its tolerance.
     """
-    place = bundle.folder / _RECORD
-    key = {"bundle_id": bundle.id, **device}
-    known = _known(bundle) if record else {}
-    passed = known.get("passed", []) if known.get("on") == key else []
+    path, conditions = bundle.folder / "self_test.json", {"bundle_id": bundle.id, **device}
+    passed = read_record(path, conditions).get("passed", []) if record else []
     if precision in passed:
         return
     check(bundle, precision, features)
     if record:
-        with contextlib.suppress(OSError):  # a read-only folder only means testing again
-            write_json(place, {"on": key, "passed": sorted({*passed, precision})}, durable=False)
+        write_record(path, conditions, {"passed": sorted({*passed, precision})})
 
 
 def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -119,13 +114,28 @@ def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.nd
     Raises:
         BundleDamaged: as `run`.
     """
-    result, spec = bundle.golden(), bundle.manifest.task.input
+    result, spec, class_names = bundle.golden(), bundle.manifest.task.input, bundle.manifest.task.class_names
     _check_form(bundle, precision, result)
-    _check_classes(result["class_names"], bundle.manifest.task.class_names)
+    if not np.array_equal(result["class_names"], _digest(class_names)):
+        raise BundleDamaged(
+            f"self-test: the class names {', '.join(class_names[:10])} are not those, or not in the order, that the "
+            "bundle was exported with; export it again"
+        )
     if isinstance(spec, ImageInput):
-        _check_resizing(result["photo"], result["resized"], spec)
-    if bundle.manifest.global_head is not None:
-        _check_head(bundle.global_head() or {}, result)
+        resized = preprocess.image_pixels(result["photo"], spec).astype(np.int16)
+        pixels = int(np.abs(resized - result["resized"].astype(np.int16)).max(initial=0))
+        if pixels > RESIZE_TOLERANCE:
+            raise BundleDamaged(
+                f"self-test: resized pixels differ by up to {pixels} grey levels, {RESIZE_TOLERANCE} is accepted; "
+                f"this device resizes differently from the bundle's exporter; {_ADVICE}"
+            )
+    if (head := bundle.global_head()) is not None:
+        difference, scale = _difference(_logits(head, result["features_fp32"]), result["logits"])
+        if not difference <= FP32_TOLERANCE:
+            raise BundleDamaged(
+                f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, "
+                f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}"
+            )
     return _check_features(features(prepared(result["raw"], spec)), result[f"features_{precision}"], precision)
 
 
@@ -155,40 +165,16 @@ def _photo_shape(spec: ImageInput) -> tuple[int, int, int]:
     return spec.height * 3 // 2, spec.width * 4 // 3, spec.channels
 
 
-def _check_classes(expected: np.ndarray, class_names: Sequence[str]) -> None:
-    if not np.array_equal(expected, _digest(class_names)):
-        raise BundleDamaged(
-            f"self-test: the class names {', '.join(class_names[:10])} are not those, or not in the order, that the "
-            "bundle was exported with; export it again"
-        )
-
-
-def _check_resizing(photo: np.ndarray, expected: np.ndarray, spec: ImageInput) -> None:
-    result = preprocess.image_pixels(photo, spec)
-    difference = int(np.abs(result.astype(np.int16) - expected.astype(np.int16)).max(initial=0))
-    if difference > RESIZE_TOLERANCE:
-        raise BundleDamaged(
-            f"self-test: resized pixels differ by up to {difference} grey levels, {RESIZE_TOLERANCE} is accepted; "
-            f"this device resizes differently from the bundle's exporter; {_ADVICE}"
-        )
-
-
-def _check_head(head: Tensors, found: Tensors) -> None:
-    logits, expected = _logits(head, found["features_fp32"]), found["logits"]
-    difference, scale = _difference(logits, expected)
-    if not difference <= FP32_TOLERANCE:
-        raise BundleDamaged(
-            f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, at "
-            f"most {FP32_TOLERANCE:g} is accepted; {_ADVICE}"
-        )
-
-
 def _check_features(found: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
     if precision == "fp32":
         tolerance, (difference, scale) = FP32_TOLERANCE, _difference(found, expected)
         shown = f"by {difference:.3g} of their scale {scale:.3g}"
     else:
-        tolerance, difference = INT8_TOLERANCE, _median_distance(found, expected)
+        lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
+        distances = np.linalg.norm(found.astype(np.float64) - expected, axis=1)
+        # A row of almost nothing counts by the length of the others.
+        relative = distances / np.maximum(lengths, 1e-3 * lengths.max(initial=0) or 1.0)
+        tolerance, difference = INT8_TOLERANCE, float(np.median(relative) if np.isfinite(found).all() else np.nan)
         shown = f"by a relative distance of {difference:.3g} in the median"
     if not difference <= tolerance:  # also where it is NaN
         raise BundleDamaged(
@@ -207,16 +193,6 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     return float(np.abs(found.astype(np.float64) - expected).max(initial=0)) / scale, scale
 
 
-def _median_distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Median over rows of the distance as a share of the expected row's length; NaN where a value is not finite."""
-    if not np.isfinite(found).all():
-        return float("nan")
-    lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
-    distances = np.linalg.norm(found.astype(np.float64) - expected, axis=1)
-    # A row of almost nothing counts by the length of the others.
-    return float(np.median(distances / np.maximum(lengths, 1e-3 * lengths.max(initial=0) or 1.0)))
-
-
 def _logits(head: Tensors, features: np.ndarray) -> np.ndarray:
     weight, bias = (head[name].astype(np.float64) for name in ("weight", "bias"))
     return np.asarray(features.astype(np.float64) @ weight.T + bias)
@@ -225,11 +201,3 @@ def _logits(head: Tensors, features: np.ndarray) -> np.ndarray:
 def _digest(class_names: Sequence[str]) -> np.ndarray:
     """SHA-256 of the class names in their order, as 32 bytes."""
     return np.frombuffer(hashlib.sha256(json.dumps(list(class_names)).encode()).digest(), np.uint8)
-
-
-def _known(bundle: Bundle) -> dict[str, Any]:
-    """The record; empty without one or where it is damaged, as the test can always run again."""
-    try:
-        return read_json(bundle.folder / _RECORD) or {}
-    except StateError:
-        return {}

@@ -44,20 +44,19 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
     finally:
         _syncs.reset(token)
         if folder is not None and _syncs.get():
-            _sync_all(folder)
+            for path in [folder, *folder.rglob("*")]:
+                if path.is_dir() or (path.is_file() and not path.is_symlink()):
+                    with contextlib.suppress(FileNotFoundError):
+                        _sync_path(path)
 
 
-def _sync_all(folder: Path) -> None:
-    for path in [folder, *folder.rglob("*")]:
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            if path.is_dir():
-                sync_folder(path)
-            elif path.is_file() and not path.is_symlink():
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+def _sync_path(path: Path) -> None:
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def is_synced() -> bool:
@@ -165,14 +164,8 @@ def sweep(folder: Path) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
-    if not _syncs.get():
-        return
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    if _syncs.get():
+        _sync_path(folder)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
@@ -210,6 +203,21 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), [f"is not TOML: {error}"]) from error
     return content
+
+
+def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """What was recorded at ``path`` under the same conditions; empty where there is nothing, or it is damaged."""
+    try:
+        record = read_json(path) or {}
+    except StateError:
+        return {}
+    return record if record.get("on") == conditions else {}
+
+
+def write_record(path: Path, conditions: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Record what can be measured again; in a folder that cannot be written nothing is recorded."""
+    with contextlib.suppress(OSError):
+        write_json(path, {"on": conditions, **content}, durable=False)
 
 
 def write_tensors(
@@ -275,13 +283,18 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         file = (folder / "lock").open("a+")
     except OSError as error:
         raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
-    try:
-        _lock_soon(file.fileno())
-    except OSError as error:
-        file.seek(0)
-        holder = file.read(200).strip() or "another process"
-        file.close()
-        raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
+    for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
+        try:
+            _lock(file.fileno())
+            break
+        except OSError as error:
+            if pause_s is not None:
+                time.sleep(pause_s)
+                continue
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            file.close()
+            raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
     try:
         with contextlib.suppress(OSError):  # of a full disk: the lock holds without the holder's name
             file.truncate(0)
@@ -306,18 +319,6 @@ def waited_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock_soon(descriptor: int) -> None:
-    """Lock, trying again a little: a command that asks whether somebody works here holds the lock for an instant."""
-    for pause_s in LOCK_PAUSES_S:
-        try:
-            _lock(descriptor)
-        except OSError:
-            time.sleep(pause_s)
-        else:
-            return
-    _lock(descriptor)
 
 
 if os.name == "nt":  # pragma: no cover - exercised on Windows only

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +23,9 @@ Tensors: TypeAlias = "dict[str, np.ndarray]"
 
 State: TypeAlias = Tensors
 """What a method keeps at the coordinator between rounds; also `Tensors`, so that it can be checkpointed."""
+
+
+Spec = TypeVar("Spec", "ImageInput", "WindowInput")
 
 
 class Frozen(BaseModel):
@@ -59,6 +62,15 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
+def _check_normalization(spec: Spec) -> Spec:
+    for name, values in (("mean", spec.mean), ("std", spec.std)):
+        if len(values) not in {1, spec.channels}:
+            raise ValueError(f"{name} of {len(values)} values, expected 1 or {spec.channels}, one for each channel")
+    if min(spec.std) <= 0:
+        raise ValueError(f"std holds {min(spec.std)}; inputs are divided by it, so every value must be above 0")
+    return spec
+
+
 class ImageInput(Frozen):
     """Images become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
 
@@ -71,10 +83,7 @@ class ImageInput(Frozen):
     mean: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
     std: tuple[float, ...] = Field((0.5,), description="one value, or one for each channel, in units of 0..1")
 
-    @model_validator(mode="after")
-    def _can_be_normalized(self) -> ImageInput:
-        _check_normalization(self.mean, self.std, self.channels)
-        return self
+    _can_be_normalized = model_validator(mode="after")(_check_normalization)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,23 +101,12 @@ class WindowInput(Frozen):
     mean: tuple[float, ...] = Field((0.0,), description="one value, or one for each channel, in sensor units")
     std: tuple[float, ...] = Field((1.0,), description="one value, or one for each channel, in sensor units")
 
-    @model_validator(mode="after")
-    def _can_be_normalized(self) -> WindowInput:
-        _check_normalization(self.mean, self.std, self.channels)
-        return self
+    _can_be_normalized = model_validator(mode="after")(_check_normalization)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis."""
         return (self.channels, self.length)
-
-
-def _check_normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) not in {1, channels}:
-            raise ValueError(f"{name} of {len(values)} values, expected 1 or {channels}, one for each channel")
-    if min(std) <= 0:
-        raise ValueError(f"std holds {min(std)}; inputs are divided by it, so every value must be above 0")
 
 
 InputSpec = Annotated[ImageInput | WindowInput, Field(discriminator="kind")]

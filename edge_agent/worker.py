@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
@@ -49,20 +49,13 @@ class InlineWorker:
         """Nothing to stop."""
 
 
-@dataclass
-class _Finished:
-    done: Done
-    result: Any
-    error: BaseException | None
-
-
 class ThreadWorker:
     """One thread; ``wake`` is called from it when something has finished, so that the loop looks."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[], Any], Done] | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="work", daemon=True)
         self._thread.start()
 
@@ -74,10 +67,10 @@ class ThreadWorker:
         """Deliver what has finished."""
         while True:
             try:
-                finished = self._finished.get_nowait()
+                deliver = self._finished.get_nowait()
             except queue.Empty:
                 return
-            finished.done(finished.result, finished.error)
+            deliver()
 
     def close(self) -> None:
         """Let the thread end after what it is doing."""
@@ -88,10 +81,10 @@ class ThreadWorker:
             name, job, done = item
             log.debug("work_started name=%s", name)
             try:
-                finished = _Finished(done, job(), None)
+                deliver = functools.partial(done, job(), None)
             except BaseException as error:  # noqa: BLE001 - delivered to whoever asked; a job that exits ends itself only
-                finished = _Finished(done, None, error)
-            self._finished.put(finished)
+                deliver = functools.partial(done, None, error)
+            self._finished.put(deliver)
             self._wake()
 
 

@@ -173,7 +173,7 @@ def test_without_a_writable_folder_it_runs_each_time(make_bundle, tmp_path, monk
     def refuse(*_, **__):
         raise OSError("read-only")
 
-    monkeypatch.setattr(self_test, "write_json", refuse)
+    monkeypatch.setattr("edge_agent.storage.write_json", refuse)
     for expected in (1, 2):
         Encoder.open(bundle)
         assert tests.count == expected

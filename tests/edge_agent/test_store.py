@@ -233,8 +233,8 @@ def test_what_a_killed_write_leaves_is_what_sweeping_removes(tmp_path, monkeypat
 
 def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_of_its_file(tmp_path, monkeypatch):
     """Between fork and exec every child has all open files; on a busy machine that moment is long."""
-    copies, lock = [], storage._lock_soon
-    monkeypatch.setattr(storage, "_lock_soon", lambda number: lock(number) or copies.append(os.dup(number)))
+    copies, lock = [], storage._lock
+    monkeypatch.setattr(storage, "_lock", lambda number: lock(number) or copies.append(os.dup(number)))
     with storage.folder_lock(tmp_path, "first"):
         monkeypatch.undo()
         with pytest.raises(StateError, match="in use by first"), storage.folder_lock(tmp_path, "too early"):
