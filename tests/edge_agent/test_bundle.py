@@ -141,6 +141,8 @@ HOSTILE = {
     "deep JSON": lambda ms: with_manifest(ms, lambda _: b"[" * 100_000),
     "duplicate key": lambda ms: with_manifest(ms, lambda raw: raw.replace(b"{", b'{"name": "x", ', 1)),
     "NaN": lambda ms: with_manifest(ms, lambda raw: raw.replace(b'"max_abs": 0.0', b'"max_abs": NaN')),
+    "NaN in parameters": lambda ms: with_manifest(ms, edit_json(method_params={"lr": float("nan")})),
+    "infinity in parameters": lambda ms: with_manifest(ms, edit_json(method_params={"lr": float("inf")})),
     "unknown key": lambda ms: with_manifest(ms, edit_json(surprise=1)),
     "wrong fingerprint": lambda ms: with_manifest(ms, edit_json(variants={"fp32": variant("encoder.onnx")})),
     "variant that is no file": lambda ms: with_manifest(ms, edit_json(variants={"fp32": variant("other.onnx")})),
