@@ -179,14 +179,14 @@ def _plan(
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
     in_process = []
-    for name, part, refer in (
-        ("method", method, own_parts.method_reference),
-        ("encoder", encoder, own_parts.encoder_reference),
+    for name, part, add in (
+        ("method", method, own_parts.add_method),
+        ("encoder", encoder, own_parts.add_encoder),
     ):
         if part is None or isinstance(part, str):
             fields |= {} if part is None else {name: absolute(part)}
             continue
-        fields[name], is_loadable = refer(part)
+        fields[name], is_loadable = own_parts.reference(part, add)
         in_process += [] if is_loadable else [f"{name} {fields[name]}"]
     if in_process:
         _keep_in_process(fields, in_process)

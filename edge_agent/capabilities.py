@@ -108,7 +108,7 @@ def find() -> Capabilities:
         machine=platform.machine(),
         board=_text(Path("/proc/device-tree/model")),
         is_64bit=struct.calcsize("P") == 8,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         memory_bytes=min(limits, default=None),
         available_bytes=memory.get("MemAvailable"),
         accelerators=tuple(name for path, name in _ACCELERATORS.items() if Path(path).exists()),
@@ -127,6 +127,11 @@ def processor() -> str:
     described = {f"{name.strip()}:{value}" for name, _, value in lines if name.strip() in _CPU_KEYS}
     content = "\n".join(sorted(described)) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def packages() -> dict[str, str]:

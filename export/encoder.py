@@ -65,9 +65,30 @@ def to_onnx(encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"]
     frozen = copy.deepcopy(encoder).cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     # Not 1: the dynamo exporter would take a batch of one for a constant.
     example = torch.zeros(2, *task.input_shape)
+    settings: dict[str, Any] = {
+        "input_names": [task.input.kind],
+        "output_names": ["features"],
+        "opset_version": _OPSET[chosen],
+    }
     try:
         with _quiet("torch.onnx"), torch.no_grad():
-            raw = _dynamo(frozen, example, task) if chosen == "dynamo" else _legacy(frozen, example, task)
+            if chosen == "dynamo":
+                shapes = ({0: torch.export.Dim("batch")},)
+                program: Any = torch.onnx.export(
+                    frozen,
+                    (example,),
+                    dynamo=True,
+                    dynamic_shapes=shapes,
+                    external_data=False,
+                    verbose=False,
+                    **settings,
+                )
+                raw = program.model_proto.SerializeToString()
+            else:
+                buffer, axes = io.BytesIO(), {name: {0: "batch"} for name in (task.input.kind, "features")}
+                # The annotation of the file knows paths only; both work.
+                torch.onnx.export(frozen, (example,), buffer, dynamo=False, dynamic_axes=axes, **settings)  # type: ignore[arg-type]
+                raw = buffer.getvalue()
     except (RuntimeError, ValueError, TypeError) as error:
         advice = "write it with operators that ONNX has" if exporter != "auto" else "try exporter 'legacy'"
         raise ExportRejected(f"encoder '{task.encoder}': the {chosen} exporter failed: {error}; {advice}") from error
@@ -90,36 +111,6 @@ def strip_opsets(model: bytes) -> bytes:
     for value in (*graph.graph.value_info, *graph.graph.input, *graph.graph.output):
         del value.metadata_props[:]
     return bytes(graph.SerializeToString(deterministic=True))
-
-
-def _dynamo(encoder: nn.Module, example: torch.Tensor, task: Task) -> bytes:
-    program: Any = torch.onnx.export(
-        encoder,
-        (example,),
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-        opset_version=_OPSET["dynamo"],
-        external_data=False,
-        input_names=[task.input.kind],
-        output_names=["features"],
-        verbose=False,
-    )
-    return bytes(program.model_proto.SerializeToString())
-
-
-def _legacy(encoder: nn.Module, example: torch.Tensor, task: Task) -> bytes:
-    buffer = io.BytesIO()
-    torch.onnx.export(
-        encoder,
-        (example,),
-        buffer,  # type: ignore[arg-type]  # the annotation knows paths only; both work
-        dynamo=False,
-        opset_version=_OPSET["legacy"],
-        input_names=[task.input.kind],
-        output_names=["features"],
-        dynamic_axes={task.input.kind: {0: "batch"}, "features": {0: "batch"}},
-    )
-    return buffer.getvalue()
 
 
 def to_int8(model: bytes, inputs: np.ndarray) -> bytes:

@@ -46,7 +46,7 @@ OPERATORS = frozenset(_PORTABLE.split())
 
 @dataclass(frozen=True)
 class Gate:
-    """One check of an export: its name, whether it passed, and what was found."""
+    """One check of an export: its name, whether it passed, and the measured values."""
 
     name: str
     passed: bool

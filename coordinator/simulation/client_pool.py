@@ -32,55 +32,54 @@ log = logging.getLogger(__name__)
 
 BOOT = "simulated"
 
-GO_ON = "; --resume tries that again"
+RESUMABLE = "; --resume tries that again"
 """The end of error messages after which the run can be resumed."""
 
 
 class SimulatedClients:
-    """All clients of one federation. Call `hear` until it returns False, then `work`, and so on."""
+    """All clients of one federation. Call `receive` until it returns False, then `work`, and so on."""
 
     def __init__(
         self,
         broker: MemoryBroker,
         topics: Topics,
         distributor: Distributor,
+        roster: Roster,
         engine: Engine,
         samples: Mapping[str, int],
         *,
-        new_clients: Collection[str] = (),
-        dropouts: Dropouts | None = None,
-        attempt: Callable[[int], int] = lambda _: 1,
-        beside: Callable[[wire.Job], tuple[Outgoing, ...]] = lambda _: (),
+        new_clients: Collection[str],
+        dropouts: Dropouts | None,
+        attempt: Callable[[int], int],
+        beside: Callable[[wire.Job], tuple[Outgoing, ...]],
     ) -> None:
         """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
 
         ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics, self._distributor, self._engine = topics, distributor, engine
+        self._topics, self._distributor, self._roster, self._engine = topics, distributor, roster, engine
         self._transport = broker.transport()
         self._samples, self._new_clients = samples, frozenset(new_clients)
         self._absent = tuple(self._new_clients)
         self._dropouts, self._attempt, self._beside = dropouts, attempt, beside
         self._jobs: list[tuple[float, int, str, wire.Job]] = []
-        self._gone = deque[wire.Job]()
+        self._vanished = deque[wire.Job]()
         self._durations = Durations(samples)
-        self._roster: Roster | None = None
         self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
-        self._seq = self._heard = 0
+        self._seq = self._received = 0
 
-    def start(self, roster: Roster, *, is_late: bool = False) -> None:
+    def start(self, *, is_late: bool) -> None:
         """Subscribe, and register the clients before the first round selects a cohort.
 
         New clients wait for the last round; ``is_late`` says that it has begun.
         """
-        self._roster = roster
         self._transport.subscribe(self._topics.down("+"))
         self._transport.start()
         self._absent = () if is_late else tuple(self._new_clients)
-        self._greet(client for client in self._samples if client not in self._absent)
+        self._register(client for client in self._samples if client not in self._absent)
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Handle one message; False when there is none."""
         event = self._transport.receive(0)
         if isinstance(event, Message):
@@ -94,58 +93,74 @@ class SimulatedClients:
         Raises:
             TrainingFailed: a client's training has failed, and will again.
             RunFailed: a client cannot do its job; the run does not record that, so that it can be resumed.
-            StateError: what a client keeps could not be written.
+            StateError: the state of a client could not be written.
         """
         self._hand_out()
-        if self._gone:
-            return self._gone.popleft()
+        if self._vanished:
+            return self._vanished.popleft()
         if not self._engine.is_busy:
             return None
         done = self._engine.take()
-        if isinstance(done.said, wire.Fault) and not _costs_only_itself(done.work, done.said):
-            raise _trouble(done.work, done.said)
-        self._durations.note(done.work.client, done.work.job.purpose, done.seconds)
-        self._hand_out()  # before anything is said: while this update is looked at, nobody is idle
-        self._say_done(done)
-        return done.work.job
+        _check(done)
+        client, job = done.work.client, done.work.job
+        self._durations.note(client, job.purpose, done.seconds)
+        self._hand_out()  # before the reply is sent: no worker is idle while the coordinator handles it
+        if self._fate(client, job) != "trains_in_vain":
+            if done.blob is not None:
+                self._held[client] = done.blob
+            self._reply(client, done.reply)
+        return job
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _greet(self, clients: Iterable[str]) -> None:
+    def _register(self, clients: Iterable[str]) -> None:
         for client in clients:
             hello = wire.Hello(boot=BOOT, software=__version__, tier="train", samples=self._samples[client])
-            if self._roster is not None:
-                self._roster.hello(client, hello)
+            self._roster.hello(client, hello)
 
     def _on_control(self, client: str, message: wire.Control) -> None:
         if isinstance(message, wire.Job):
             self._on_job(client, message)
         elif isinstance(message, wire.Grant):
-            self._grant(client, message)
+            blob = self._held.get(client)
+            if blob is not None and blob.ref.digest == message.digest:
+                ahead = message.credits * blob.ref.chunk_bytes
+                self._sendings[client] = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=0.0)
+                self._send_chunks(client)
         elif isinstance(message, wire.Ack):
-            self._on_ack(client, message)
-        elif isinstance(message, wire.Receipt):
-            self._forget(client)
-        elif isinstance(message, wire.Cancel):
-            self._cancel(client, message)
+            if client in self._sendings:
+                self._sendings[client].saw("coordinator", message.received, 0.0)
+                self._send_chunks(client)
+        elif isinstance(message, wire.Receipt | wire.Cancel):
+            self._sendings.pop(client, None)
+            self._held.pop(client, None)
+            if isinstance(message, wire.Cancel):
+                over = (client, message.run, message.round, message.purpose)
+                self._jobs = [
+                    item for item in self._jobs if (item[2], item[3].run, item[3].round, item[3].purpose) != over
+                ]
+                heapq.heapify(self._jobs)
         elif not isinstance(message, wire.Welcome):
             log.warning("not_expected client=%s message=%s", client, message)
 
     def _on_job(self, client: str, job: wire.Job) -> None:
         """Queue a job: the longest first, so that no worker runs it alone at the end."""
         if job.purpose == "train" and job.round == job.rounds and self._absent:
-            self._greet(self._absent)  # the last cohort has been chosen, so nobody asks them to train
+            self._register(self._absent)  # the last cohort has been selected, so they do not train
             self._absent = ()
-        self._heard += 1
-        expected = self._durations.expected(client, job.purpose)
-        heapq.heappush(self._jobs, (-expected, self._heard, client, job))
+        self._received += 1
+        expected_s = self._durations.expected(client, job.purpose)
+        heapq.heappush(self._jobs, (-expected_s, self._received, client, job))
 
     def _hand_out(self) -> None:
         while self._jobs and self._engine.room > 0:
             _, _, client, job = heapq.heappop(self._jobs)
             if self._fate(client, job) == "vanishes":
-                self._gone.append(job)
-            elif (blobs := self._received(client, job)) is not None:
+                self._vanished.append(job)
+                continue
+            taken = [self._distributor.take(client, ref.digest) for ref in job.blobs]
+            blobs = tuple(blob for blob in taken if blob is not None)
+            if len(blobs) == len(taken):  # otherwise one of them is not on offer any more
                 self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._new_clients else ())))
 
     def _fate(self, client: str, job: wire.Job) -> Fate:
@@ -155,69 +170,32 @@ class SimulatedClients:
             return "delivers"
         return self._dropouts.fate(client, job.round, self._attempt(job.round))
 
-    def _received(self, client: str, job: wire.Job) -> tuple[Outgoing, ...] | None:
-        """All blobs of a job; None when it is not on offer any more."""
-        blobs = [self._distributor.take(client, ref.digest) for ref in job.blobs]
-        result = tuple(blob for blob in blobs if blob is not None)
-        return result if len(result) == len(blobs) else None
-
-    def _say_done(self, done: Done) -> None:
-        client, job = done.work.client, done.work.job
-        if self._fate(client, job) == "trains_in_vain":
-            return
-        if done.blob is not None:
-            self._held[client] = done.blob
-        self._say(client, done.said)
-
-    def _grant(self, client: str, message: wire.Grant) -> None:
-        blob = self._held.get(client)
-        if blob is None or blob.ref.digest != message.digest:
-            return
-        ahead = message.credits * blob.ref.chunk_bytes
-        self._sendings[client] = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=0.0)
-        self._pump(client)
-
-    def _on_ack(self, client: str, message: wire.Ack) -> None:
-        if client in self._sendings:
-            self._sendings[client].saw("coordinator", message.received, 0.0)
-            self._pump(client)
-
-    def _pump(self, client: str) -> None:
-        for frame in self._sendings[client].due(0.0):
-            self._transport.publish(self._topics.up_chunks(client), frame)
-
-    def _forget(self, client: str) -> None:
-        self._sendings.pop(client, None)
-        self._held.pop(client, None)
-
-    def _cancel(self, client: str, message: wire.Cancel) -> None:
-        over = (message.run, message.round, message.purpose)
-        self._jobs = [
-            item for item in self._jobs if item[2] != client or (item[3].run, item[3].round, item[3].purpose) != over
-        ]
-        heapq.heapify(self._jobs)
-        self._forget(client)
-
-    def _say(self, client: str, message: wire.Control) -> None:
+    def _reply(self, client: str, message: wire.Control) -> None:
         self._seq += 1
         stamped = message.model_copy(update={"boot": BOOT, "seq": self._seq})
         self._transport.publish(self._topics.up(client), wire.encode(stamped))
 
+    def _send_chunks(self, client: str) -> None:
+        for frame in self._sendings[client].due(0.0):
+            self._transport.publish(self._topics.up_chunks(client), frame)
 
-def _costs_only_itself(work: Work, said: wire.Fault) -> bool:
-    """Whether the run ends without this reply, as it would with devices: it is the last one, and will not change."""
-    return work.job.purpose == "personalize" and said.error == TrainingFailed.__name__
 
+def _check(done: Done) -> None:
+    """Raise a client's fault as an error: a simulated round does not continue without one of its clients.
 
-def _trouble(work: Work, said: wire.Fault) -> TrainingFailed | RunFailed | StateError:
-    """A client's fault as an error: a simulated round does not continue without one of its clients."""
-    where = f"round {work.job.round}" if work.job.purpose == "train" else "the end of the run"
-    if said.error == NOT_KEPT:
-        return StateError(f"{where}, client {work.client}: {said.message}")
-    words = f"{where} has failed at {work.client}: {said.error}: {said.message}"
-    if said.error == TrainingFailed.__name__:
-        return TrainingFailed(f"{words}; retrying will fail again; start a new run with different settings")
-    return RunFailed(f"{words}{GO_ON}")
+    After the last round the run ends without the reply of a client whose training failed, as with devices.
+    """
+    client, job, reply = done.work.client, done.work.job, done.reply
+    is_training_failure = isinstance(reply, wire.Fault) and reply.error == TrainingFailed.__name__
+    if not isinstance(reply, wire.Fault) or (is_training_failure and job.purpose == "personalize"):
+        return
+    where = f"round {job.round}" if job.purpose == "train" else "the end of the run"
+    if reply.error == NOT_KEPT:
+        raise StateError(f"{where}, client {client}: {reply.message}")
+    message = f"{where} has failed at {client}: {reply.error}: {reply.message}"
+    if is_training_failure:
+        raise TrainingFailed(f"{message}; retrying will fail again; start a new run with different settings")
+    raise RunFailed(f"{message}{RESUMABLE}")
 
 
 class Durations:

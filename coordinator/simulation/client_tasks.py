@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
 from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
@@ -41,10 +42,33 @@ NOT_KEPT = OSError.__name__
 NO_MEMORY = MemoryError.__name__
 """The `Fault` of a client for which there was not enough memory: with more memory the job may succeed."""
 
-Said = TypeVar("Said")
+Reply: TypeAlias = Annotated[wire.UpdateManifest | wire.Report | wire.Fault, Field(discriminator="type")]
+"""What a client replies to a job."""
+
+_REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+T = TypeVar("T")
 
 _ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memory")
 """Messages of torch's allocators; only the one of GPUs has its own error class."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's reply to a job, the bytes of its update in pieces, and how long it took."""
+
+    reply: Reply
+    content: Sequence[bytes | memoryview]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The reply without its update, for another process; `from_json` reads it."""
+        return {"reply": self.reply.model_dump_json(), "seconds": self.seconds}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], content: memoryview) -> Answer:
+        """The reply of another process, with its update as one piece."""
+        return cls(_REPLY.validate_json(fields["reply"]), [content], float(fields["seconds"]))
 
 
 class MemoryOutbox(Outbox):
@@ -92,24 +116,13 @@ class Shared:
     carried: ClientStateFiles | None = None
     """The state of the client whose turn it is, where the files are on another machine."""
 
-    sessions: Sessions | None = None
-    """Sessions that stay for the next round; None: samples are in memory only until a job is done."""
+    sessions: Sessions = field(default_factory=lambda: Sessions(0))
+    """Sessions that stay for the next round; without room for any, samples are in memory only until a job is done."""
 
     @property
     def new_clients(self) -> tuple[str, ...]:
         """Clients that never train; after the last round they fit a head on the frozen encoder."""
         return self.plan.new_clients_of(tuple(self.division.clients))
-
-    def resources(self, client: str) -> SimulatedResources:
-        """What the tasks of one client work with."""
-        plan = self.plan
-        config = AgentConfig(
-            id=client,
-            state=self.folder / client,
-            data=DataConfig(source="simulation:"),
-            training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads),
-        )
-        return SimulatedResources(config, self)
 
 
 def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
@@ -122,10 +135,16 @@ class SimulatedResources(Resources):
 
     outbox: MemoryOutbox
 
-    def __init__(self, config: AgentConfig, shared: Shared) -> None:
+    def __init__(self, shared: Shared, client: str) -> None:
+        plan = shared.plan
+        config = AgentConfig(
+            id=client,
+            state=shared.folder / client,
+            data=DataConfig(source="simulation:"),
+            training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads),
+        )
         super().__init__(config)
-        self._shared, self.outbox = shared, MemoryOutbox()
-        self.evaluate_after = shared.plan.evaluate_after
+        self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
         """The client's rows of the pools, copied."""
@@ -141,8 +160,7 @@ class SimulatedResources(Resources):
 
     def session(self, job: wire.Job, make: Callable[[], Session]) -> Session:  # noqa: ARG002 - there is one run
         """A new session, or one that stayed."""
-        sessions = self._shared.sessions
-        return make() if sessions is None else sessions.of(self.config.id, make)
+        return self._shared.sessions.of(self.config.id, make)
 
     def tasks(self) -> TaskRunner:
         """The client's task runner."""
@@ -172,7 +190,7 @@ class HalfRound:
             TensorsError: what was received does not fit the model.
             StateError: its state is damaged.
         """
-        resources = shared.resources(client)
+        resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
         session = tasks.session(job)
         state = ClientState(*resources.state_files(job.run).before(kept_before(job)))
@@ -186,33 +204,23 @@ class HalfRound:
         return self.tasks.deliver(job, outcome)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A client's reply to a job, the bytes of its update in pieces, and how long it took."""
-
-    said: wire.UpdateManifest | wire.Report | wire.Fault
-    content: list[bytes | memoryview]
-    seconds: float
-
-
 def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Answer:
     """Run a client's job; any error becomes its `Fault`, as on a device."""
     begin, content = time.perf_counter(), list[bytes | memoryview]()
 
     def work() -> wire.UpdateManifest | wire.Report:
-        resources = shared.resources(client)
+        resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
         if job.purpose == "personalize" and client in shared.new_clients:
             return tasks.report(job, *fit_head(tasks.session(job), received, rounds=job.rounds))
-        said = tasks.do(job, received)
+        reply = tasks.do(job, received)
         content.extend(resources.outbox.content)
-        return said
+        return reply
 
-    said = attempt(client, job, work)
-    return Answer(said, content, time.perf_counter() - begin)
+    return Answer(attempt(client, job, work), content, time.perf_counter() - begin)
 
 
-def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire.Fault:
+def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> T | wire.Fault:
     """The result of a client's work, or its `Fault`; unexpected errors are logged."""
     try:
         return work()
@@ -228,7 +236,7 @@ def attempt(client: str, job: wire.Job, work: Callable[[], Said]) -> Said | wire
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or on a GPU."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _ALLOCATION_FAILED)
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _ALLOCATION_FAILED)
 
 
 def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
@@ -236,19 +244,19 @@ def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
     first = " ".join(reason.split())[:200] or "the system gave no reason"
-    words = (
+    message = (
         f"client '{client}' ran out of memory in round {job.round} ({first}); "
         f"try {batch}, fewer --workers, or a smaller encoder"
     )
-    return wire.Fault(error=NO_MEMORY, message=words, run=job.run, round=job.round)
+    return wire.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
 
 
 def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, float | None]:
     """(head, accuracy of the shared model, accuracy of the head), the latter on the client's own test samples.
 
     ``received`` holds the pooled batch norm as well where that stays with clients. The head is the first of those that
-    the method's bundle offers, with the parameters that the bundle suggests. Where
-    a method shares no encoder, there is nothing to take: the model is the one that everybody starts from.
+    the method's bundle offers, with the parameters that the bundle suggests. Where a method shares no encoder, the
+    model is the one that all clients start from.
     """
     method = session.method
     if "encoder" not in method.shared or not method.heads:

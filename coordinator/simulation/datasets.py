@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,9 +60,7 @@ class Pools(partition.Pools):
             for name in ("train", "test")
         )
         if train is None:
-            raise DataError(
-                "the shared memory holds no training samples; nobody but this program writes it, report this"
-            )
+            raise DataError("internal error: the shared memory holds no training samples; please report this")
         weights = {name.removeprefix(_WEIGHTS): arrays[name] for name in arrays if name.startswith(_WEIGHTS)}
         return cls(train, test, weights=weights)
 
@@ -103,11 +101,16 @@ def divide(plan: Plan, pools: Pools) -> Division:
 
     Raises:
         DataError: the samples do not suffice.
-        UsageError: another number of clients than the data name.
+        UsageError: another number of clients than the data name, or options without effect.
     """
+    if pools.test is not None and "test_fraction" in plan.model_fields_set:
+        raise UsageError(
+            f"test_fraction = {plan.test_fraction}: these data have a test part of their own; leave it out"
+        )
+    if pools.test is None and plan.test_size is not None:
+        raise UsageError(f"test_size = {plan.test_size}: these data have no test part; --test-fraction holds one out")
     rng = np.random.default_rng(plan.seed)
-    _check_options(plan, pools)
-    train = _named(plan, pools, rng)
+    train = _train_rows(plan, pools, rng)
     if pools.test is None:
         shares = {name: held_out(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
@@ -118,16 +121,6 @@ def divide(plan: Plan, pools: Pools) -> Division:
     if pools.test is None:
         _warn_of_shared_rows(shares)
     return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
-
-
-def _check_options(plan: Plan, pools: Pools) -> None:
-    """Options without effect are an error, because nobody would notice the misunderstanding."""
-    if pools.test is not None and "test_fraction" in plan.model_fields_set:
-        raise UsageError(
-            f"test_fraction = {plan.test_fraction}: these data have a test part of their own; leave it out"
-        )
-    if pools.test is None and plan.test_size is not None:
-        raise UsageError(f"test_size = {plan.test_size}: these data have no test part; --test-fraction holds one back")
 
 
 def _warn_of_shared_rows(shares: Shares) -> None:
@@ -142,29 +135,26 @@ def _warn_of_shared_rows(shares: Shares) -> None:
         )
 
 
-def _named(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _train_rows(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Client -> rows, which the data name, or which the rule gives."""
     if pools.owners:
         if plan.clients not in {None, len(pools.owners)}:
-            result = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
-            raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {result}; leave --clients out")
+            owners = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
+            raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {owners}; leave --clients out")
         return dict(pools.owners)
-    clients = plan.clients or CLIENTS
+    labels, clients = pools.train.labels, plan.clients or CLIENTS
+    alpha, min_size = plan.alpha or 1.0, plan.min_size or MIN_SIZE
+    rules: dict[str, Callable[[], partition.Rows]] = {
+        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=(plan.starts or (0, 0))[0]),
+        "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
+        "quantity": lambda: partition.quantity(labels, clients, alpha, rng, min_size=min_size),
+        "pathological": lambda: partition.pathological(
+            labels, clients, rng, classes_each=plan.classes_each or 2, min_size=min_size
+        ),
+        "iid": lambda: partition.iid(labels, clients, rng, size=plan.size),
+    }
     digits = len(str(clients - 1))
-    rows = _by_rule(plan, pools.train.labels, clients, rng)
-    return {f"c{number:0{digits}d}": mine for number, mine in enumerate(rows)}
-
-
-def _by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.Generator) -> partition.Rows:
-    least = plan.min_size or MIN_SIZE
-    if plan.partition == "fedpac":
-        return partition.fedpac(labels, clients, size=plan.size or SIZE, first=(plan.starts or (0, 0))[0])
-    if plan.partition == "dirichlet":
-        return partition.dirichlet(labels, clients, plan.alpha or 1.0, rng, min_size=least)
-    if plan.partition == "quantity":
-        return partition.quantity(labels, clients, plan.alpha or 1.0, rng, min_size=least)
-    if plan.partition == "pathological":
-        return partition.pathological(labels, clients, rng, classes_each=plan.classes_each or 2, min_size=least)
-    return partition.iid(labels, clients, rng, size=plan.size)
+    return {f"c{number:0{digits}d}": rows for number, rows in enumerate(rules[plan.partition]())}
 
 
 def _test_rows(
@@ -205,37 +195,28 @@ def held_out(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tup
 
 def _sources(plan: Plan, rule: str, seed: int) -> dict[str, str]:
     """Owner -> source; a single '' where the samples have no owners. ``seed``: that of the partition."""
+    if rule == "domains" and len(plan.data) > 1:
+        return _distinct({source: source.partition(":")[2] or source for source in plan.data})
     if rule == "domains":
-        return _domains(plan, seed)
+        domains = data.domains(plan.data[0], seed=seed, folder=plan.folder)
+        if not domains:
+            raise UsageError(
+                f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its "
+                "six styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or "
+                "'images:DIR' where DIR has a folder for each domain"
+            )
+        return _distinct({source: name for name, source in domains.items()})
     if rule == "subjects":
-        return _subjects(plan)
+        subjects = data.subjects(plan.data[0], folder=plan.folder)
+        if not subjects:
+            raise UsageError(
+                f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
+                "subject and with at least one subject left"
+            )
+        return {f"subject-{number}": source for number, source in subjects.items()}
     if len(plan.data) > 1:
         raise UsageError(f"{len(plan.data)} data sources for partition {rule}; expected one")
     return {"": plan.data[0]}
-
-
-def _domains(plan: Plan, seed: int) -> dict[str, str]:
-    """One source for each domain: those that were given, or those of a set that has several."""
-    if len(plan.data) > 1:
-        return _distinct({source: source.partition(":")[2] or source for source in plan.data})
-    result = data.domains(plan.data[0], seed=seed, folder=plan.folder)
-    if not result:
-        raise UsageError(
-            f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its six "
-            "styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or 'images:DIR' where "
-            "DIR has a folder for each domain"
-        )
-    return _distinct({source: name for name, source in result.items()})
-
-
-def _subjects(plan: Plan) -> dict[str, str]:
-    result = data.subjects(plan.data[0], folder=plan.folder)
-    if not result:
-        raise UsageError(
-            f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
-            "subject and with somebody left"
-        )
-    return {f"subject-{number}": source for number, source in result.items()}
 
 
 def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
@@ -251,11 +232,10 @@ def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
 
 
 def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
-    if list(sources) == [""]:
-        result = partition.read_pools(sources[""], spec, folder=plan.folder)
-        return Pools(result.train, result.test)
-    if all(map(partition.parts_of, sources.values())):
+    if all(map(partition.parts_of, sources.values())) or list(sources) == [""]:
         parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
+        if list(sources) == [""]:
+            return Pools(parts[0].train, parts[0].test)
         train, test = [own.train for own in parts], [own.test for own in parts if own.test is not None]
         return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
     each = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
@@ -268,20 +248,20 @@ def _rows_of(owners: Iterable[str], each: Sequence[Samples]) -> dict[str, np.nda
     return {name: np.arange(end - len(own), end) for name, own, end in zip(owners, each, ends, strict=True)}
 
 
-def _joined(found: Sequence[Samples]) -> Samples:
-    """One after another, labelled by the classes of all of them; recordings of two sources stay apart."""
-    names = tuple(sorted({name for samples in found for name in samples.class_names}, key=_natural_order))
+def _joined(parts: Sequence[Samples]) -> Samples:
+    """One after another, labelled by the classes of all of them; groups of two sources stay distinct."""
+    names = tuple(sorted({name for samples in parts for name in samples.class_names}, key=_natural_order))
     labels, groups, last = [], [], 0
-    for samples in found:
+    for samples in parts:
         table = np.array([names.index(name) for name in samples.class_names], np.int64)
         labels.append(table[samples.labels])
         if samples.groups is not None:
             groups.append(samples.groups + last)
             last = int(groups[-1].max(initial=last)) + 1
-    is_compact = all(samples.inputs.dtype == np.uint8 for samples in found)
-    inputs = np.concatenate([(samples if is_compact else samples.ready()).inputs for samples in found])
-    joined = np.concatenate(groups) if len(groups) == len(found) else None
-    return Samples(inputs, np.concatenate(labels), names, found[0].input, joined)
+    is_compact = all(samples.inputs.dtype == np.uint8 for samples in parts)
+    inputs = np.concatenate([(samples if is_compact else samples.ready()).inputs for samples in parts])
+    joined = np.concatenate(groups) if len(groups) == len(parts) else None
+    return Samples(inputs, np.concatenate(labels), names, parts[0].input, joined)
 
 
 def _natural_order(name: str) -> tuple[int, str]:

@@ -76,26 +76,18 @@ def _shown(part: Any) -> str:
     return f"'{part.__name__}'" if hasattr(part, "__name__") else f"of type {type(part).__name__}"
 
 
-def method_reference(method: Any) -> tuple[str, bool]:
-    """How a plan names a class, and whether other processes can load it: they can where it is in a file of its own."""
-    return _reference(method, add_method)
+def reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
+    """How a plan names a class or factory, and whether other processes can load it: from a file of its own they can.
 
-
-def encoder_reference(factory: Any) -> tuple[str, bool]:
-    """As `method_reference`, for an encoder."""
-    return _reference(factory, add_encoder)
-
-
-def _reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
+    ``add``: `add_method` or `add_encoder`.
+    """
     module = sys.modules.get(getattr(part, "__module__", ""))
     file, name = getattr(module, "__file__", None), getattr(part, "__qualname__", "")
     is_loadable = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is part
     known_as = add(part)
-    return (
-        (f"{Path(str(file)).resolve()}:{name}", True)
-        if is_loadable and is_reference(f"{file}:{name}")
-        else (known_as, False)
-    )
+    if is_loadable and is_reference(f"{file}:{name}"):
+        return f"{Path(str(file)).resolve()}:{name}", True
+    return known_as, False
 
 
 # --- data of the calling program -------------------------------------------------------------------------------------
@@ -112,7 +104,7 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
     """
     if not samples:
         raise DataError("data: the mapping has no client")
-    arrays = {_client(name): _arrays(name, given) for name, given in samples.items()}
+    arrays = {_checked(name): _arrays(name, given) for name, given in samples.items()}
     first, (inputs, _) = next(iter(arrays.items()))
     for name, (own, _) in arrays.items():
         if own.shape[1:] != inputs.shape[1:] or own.dtype.kind != inputs.dtype.kind:
@@ -135,7 +127,7 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
     return source, str(folder / _PARTITION)
 
 
-def _client(name: Any) -> str:
+def _checked(name: Any) -> str:
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
         raise DataError(
             f"data of client {name!r}: expected a name of lower-case letters, digits, '-' and '_', such as 'porch-2'"
@@ -145,11 +137,10 @@ def _client(name: Any) -> str:
 
 def _arrays(client: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
     where = f"data of client '{client}'"
+    is_sized = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if isinstance(given, tuple | list) and len(given) == 2:
         inputs, labels = _array(f"{where}, X", given[0]), _array(f"{where}, y", given[1])
-    elif (
-        hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, str | tuple | list | dict)
-    ):
+    elif is_sized and not isinstance(given, str | tuple | list | dict):
         inputs, labels = _stacked(where, given)
     else:
         raise DataError(f"{where}: {type(given).__name__}, expected a pair (X, y) of arrays or a torch Dataset")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -155,7 +155,6 @@ class Plan(Frozen):
             yield f"test_fraction = {self.test_fraction} has no effect on a saved partition"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
-        yield from self._mistakes_of_engine()
         if self.fraction_max is not None and self.fraction_max < self.fraction:
             yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
         for option, rules in _OPTIONS_OF.items():
@@ -163,6 +162,7 @@ class Plan(Frozen):
             if value is not None and rule not in rules:
                 where = "a saved partition" if rule is None else f"partition {rule}"
                 yield f"{option} = {value} has no effect on {where} (only on {', '.join(rules)})"
+        yield from self._mistakes_of_engine()
 
     def _mistakes_of_engine(self) -> Iterator[str]:
         if self.engine in {"serial", "stacked"} and self.workers is not None:
@@ -183,14 +183,12 @@ class Plan(Frozen):
     @property
     def method_name(self) -> str:
         """The method's name: where it comes from a file, that of its class in lower case."""
-        return own_name(self.method.rpartition(":")[2]) if is_reference(self.method) else self.method
+        return _name_of(self.method)
 
     @property
     def encoder_name(self) -> str | None:
         """The name of the encoder that was given."""
-        if self.encoder is None or not is_reference(self.encoder):
-            return self.encoder
-        return own_name(self.encoder.rpartition(":")[2])
+        return None if self.encoder is None else _name_of(self.encoder)
 
     @property
     def saved_partition(self) -> Path | None:
@@ -200,7 +198,7 @@ class Plan(Frozen):
         return None
 
     @property
-    def weights_place(self) -> Path | None:
+    def weights_path(self) -> Path | None:
         """The file of the weights."""
         return None if self.weights is None else self.folder / self.weights.expanduser()
 
@@ -218,13 +216,19 @@ class Plan(Frozen):
         partition.check_rule(self.partition)
         return self.partition
 
+    def differences(self, now: Plan, but: Collection[str]) -> list[str]:
+        """``name value, now value`` for each field that changes results and differs in plan ``now``, except ``but``."""
+        fields = [name for name in Plan.model_fields if name not in {*HOW_NOT_WHAT, "folder", *but}]
+        values = [(name, getattr(self, name), getattr(now, name)) for name in fields]
+        return [f"{name} {before}, now {after}" for name, before, after in values if before != after]
+
     def settings(self) -> dict[str, Any]:
         """What the partition depends on beside the data; saved in its file."""
         given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "validation", "seed")}
         return {name: value for name, value in given.items() if value is not None}
 
     def encoder_for(self, spec: InputSpec, rule: str) -> str:
-        """The encoder that was asked for, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
+        """The requested encoder, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
         if self.encoder_name is not None:
             return self.encoder_name
         if not isinstance(spec, ImageInput):
@@ -232,18 +236,20 @@ class Plan(Frozen):
         return "fedpac_cnn" if rule == "fedpac" else "small_cnn"
 
     def input_for(self, natural: InputSpec, rule: str) -> InputSpec:
-        """The data's own input spec with what was asked for on top; FedPAC's normalisation for FedPAC's partition.
+        """The data's own input spec with the requested fields; FedPAC's normalisation for FedPAC's partition.
 
         Raises:
             ConfigError: unknown or impossible fields, all of them listed.
         """
         own = FEDPAC_NORMALISATION if rule == "fedpac" and natural.channels == 1 else {}
-        lists = {name: _several(value) if name in {"mean", "std"} else value for name, value in self.input.items()}
+        given = dict(self.input)
+        for name in {"mean", "std"} & given.keys():
+            given[name] = (given[name],) if isinstance(given[name], int | float) else given[name]
         try:
-            return type(natural).model_validate({**natural.model_dump(), **own, **lists})
+            return type(natural).model_validate({**natural.model_dump(), **own, **given})
         except ValidationError as error:
             raise ConfigError("--input", mistakes_of(error, type(natural))) from error
 
 
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, int | float) else value
+def _name_of(part: str) -> str:
+    return own_name(part.rpartition(":")[2]) if is_reference(part) else part

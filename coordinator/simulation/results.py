@@ -6,7 +6,7 @@ Only seconds and bytes of the round that it was stopped in count what was done s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,17 +17,21 @@ from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names, pooled_norm
 
 from ..report.charts import Series, accuracy_floor, line_chart, standalone
-from ..state.journal import Entry
 from ..state.store import StateFolder
 from .client_tasks import kept_in
-from .plan import Plan
 from .setup import CLIENTS, PARTITION, Prepared, planned
 
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
 
-TRAINED = ("global", "personal")
-"""Scopes of clients that train; the others are of new_clients."""
+LAST_SCOPES = {
+    "global": ("trained", "global"),
+    "personal": ("trained", "personal"),
+    "local": ("trained", "local"),
+    "new": ("new", "personal"),
+    "new_global": ("new", "global"),
+}
+"""Scope after the last round -> whether of clients that trained or of new ones, and the accuracy of each of them."""
 
 WORST_SHARE = 0.1
 
@@ -44,23 +48,32 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     """
     plan, division = prepared.plan, prepared.division
     record, summary = state.journal.replay(run), state.run(run).summary() or {}
+    weights = record.request.get("weights")
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
-    last = _last(summary, division, prepared.new_clients)
-    scored = sum(bool(own.test) for client, own in division.clients.items() if client not in prepared.new_clients)
-    return {
+    agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
+    for agent in summary.get("agents", []):
+        agents["new" if agent["id"] in prepared.new_clients else "trained"].append(agent)
+    last = {}
+    for name, (group, scope) in LAST_SCOPES.items():
+        scores = {agent["id"]: agent["acc"][scope] for agent in agents[group] if agent["acc"].get(scope) is not None}
+        if scores:
+            last[name] = spread(scores, division)
+    result = {
         "run_id": run,
         "method": plan.method_name,
         "params": summary.get("params", {}),
         "data": list(plan.data),
         "task": record.request.get("task", {}),
-        "weights": _weights(plan, record.request.get("weights")),
+        "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights["sha256"]},
         "partition": division.rule,
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
         "scored_on": "validation" if "validation" in division.settings else "test",
         "clients": len(division.clients),
         "new_clients": plan.new_clients,
-        "scored_clients": scored,
+        "scored_clients": sum(
+            bool(share.test) for client, share in division.clients.items() if client not in prepared.new_clients
+        ),
         "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],
         "dropout": plan.dropout,
         "seed": plan.seed,
@@ -70,31 +83,32 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "precision": plan.precision,
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
-        "best": best_of(rounds, record.round, last, scored),
         "last": {"rounds_done": record.round, "acc": last},
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
-
-
-def _weights(plan: Plan, recorded: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """The file that the encoder began with; None: it was fresh."""
-    return None if recorded is None else {"path": str(plan.weights_place), "sha256": recorded["sha256"]}
+    return {**result, "best": best_of(result)}
 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """One closed round."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
     figures = next((entry.body for entry in entries if entry.kind == "round_closed"), {})
-    told = _told(entries)
-    losses = [metrics["loss"] for metrics in told.values() if "loss" in metrics]
-    scores = {scope: _scores(told, metric) for scope, metric in SCOPES.items()}
+    metrics: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        if entry.kind == "update_accepted" and entry.agent is not None:  # the first update of a client counts
+            metrics.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
+    losses = [own["loss"] for own in metrics.values() if "loss" in own]
+    accuracies = {}
+    for scope, name in SCOPES.items():
+        if scores := {client: own[name] for client, own in metrics.items() if name in own}:
+            accuracies[scope] = spread(scores, division)
     return {
         "round": number,
         "seconds": figures.get("seconds"),
-        "clients": len(told),
-        "acc": {scope: spread(result, division) for scope, result in scores.items() if result},
+        "clients": len(metrics),
+        "acc": accuracies,
         "loss": fmean(losses) if losses else None,
         "bytes_up": figures.get("bytes_up"),
         "bytes_down": figures.get("bytes_down"),
@@ -116,37 +130,31 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
     return {name: round(value, 6) for name, value in result.items()}
 
 
-def best_of(
-    rounds: Sequence[Mapping[str, Any]],
-    done: int,
-    last: Mapping[str, dict[str, float]],
-    everybody: int,
-    by: str = "clients_mean",
-) -> dict[str, dict[str, float]]:
-    """Scope -> the highest mean, and after how many rounds it was there; the earliest of equals.
+def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, dict[str, float]]:
+    """Scope -> the highest mean, and after how many rounds it was reached; the earliest of equals.
 
-    Only means over all clients that train and have test samples (``everybody`` is their number) count, of rounds as of
-    the end: the mean of a few that were drawn is now high, now low, and the highest of many such means says nothing.
+    Only means over all clients that train and have test samples count, of rounds as of the end: the mean of a few that
+    were selected varies from round to round, and the highest of many such means says nothing.
     """
+    last, all_clients = result["last"], scored_clients(result)
+    candidates = [
+        (scope, rounds_done(scope, one["round"]), scores)
+        for one in result["rounds"]
+        for scope, scores in one["acc"].items()
+    ]
+    candidates += [(scope, last["rounds_done"], scores) for scope, scores in last["acc"].items() if scope != "local"]
     best: dict[str, dict[str, float]] = {}
-    for scope, number, result in _every(rounds, done, last, everybody):
-        if scope not in best or result[by] > best[scope][by]:
-            best[scope] = {"rounds_done": number, **result}
+    for scope, done, scores in candidates:
+        if scope not in {"new", "new_global"} and scores.get("clients", all_clients) < all_clients:
+            continue
+        if scope not in best or scores[by] > best[scope][by]:
+            best[scope] = {"rounds_done": done, **scores}
     return best
 
 
-def _every(
-    rounds: Sequence[Mapping[str, Any]], done: int, last: Mapping[str, dict[str, float]], everybody: int
-) -> Iterator[tuple[str, int, dict[str, float]]]:
-    for one in rounds:
-        for scope, result in one["acc"].items():
-            if result.get("clients", everybody) >= everybody:
-                yield scope, rounds_done(scope, one["round"]), result
-    for scope, result in last.items():
-        if scope == "local":  # the same whatever is trained
-            continue
-        if scope not in TRAINED or result.get("clients", everybody) >= everybody:
-            yield scope, done, result
+def scored_clients(result: Mapping[str, Any]) -> int:
+    """How many clients a whole round scores; results of earlier versions count all clients."""
+    return int(result.get("scored_clients", int(result["clients"]) - int(result["new_clients"])))
 
 
 def rounds_done(scope: str, number: int) -> int:
@@ -154,44 +162,22 @@ def rounds_done(scope: str, number: int) -> int:
     return number if scope == "after" else number - 1
 
 
-def _told(entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
-    """Metrics of each client in a round; the first update of a client is the one that counted."""
-    told: dict[str, dict[str, float]] = {}
-    for entry in entries:
-        if entry.kind == "update_accepted" and entry.agent is not None:
-            told.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
-    return told
-
-
-def _scores(told: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, float]:
-    return {client: metrics[metric] for client, metrics in told.items() if metric in metrics}
-
-
-def _last(summary: Mapping[str, Any], division: Division, new_clients: Collection[str]) -> dict[str, dict[str, float]]:
-    told = {agent["id"]: agent["acc"] for agent in summary.get("agents", [])}
-    trained = {client: acc for client, acc in told.items() if client not in new_clients}
-    new = {client: acc for client, acc in told.items() if client in new_clients}
-    result = {
-        "global": _given(trained, "global"),
-        "personal": _given(trained, "personal"),
-        "local": _given(trained, "local"),
-        "new": _given(new, "personal"),
-        "new_global": _given(new, "global"),
-    }
-    return {scope: spread(scores, division) for scope, scores in result.items() if scores}
-
-
-def _given(told: Mapping[str, Mapping[str, float | None]], scope: str) -> dict[str, float]:
-    return {client: value for client, acc in told.items() if (value := acc.get(scope)) is not None}
-
-
-_STYLES = {"global": "global", "personal": "personal", "after": "local"}
-_NAMES = {"global": "acc.global", "personal": "acc.personal", "after": "after training"}
+_LINES = {
+    "global": ("acc.global", "global"),
+    "personal": ("acc.personal", "personal"),
+    "after": ("after training", "local"),
+}
+"""Scope -> name and style of its lines."""
 
 
 def curves(result: Mapping[str, Any]) -> str:
     """The SVG; accuracies of the model that existed after so many rounds."""
-    series = list(_series(result))
+    series = [
+        Series(f"{name}, {text}", tuple(points), style, is_dashed=is_dashed)
+        for scope, (name, style) in _LINES.items()
+        for average, text, is_dashed in (("clients_mean", "mean", False), ("worst10", "worst tenth", True))
+        if (points := curve(result, scope, average))
+    ]
     if not series:  # no client has test samples: an empty frame is clearer than a missing file
         series = [Series("no client has test samples", ((0.0, 0.0), (1.0, 0.0)), "plain")]
     low = accuracy_floor(y for line in series for _, y in line.points)
@@ -201,19 +187,11 @@ def curves(result: Mapping[str, Any]) -> str:
     return standalone(title, chart, [line.key for line in series])
 
 
-def _series(result: Mapping[str, Any]) -> Iterator[Series]:
-    rounds, last = result["rounds"], result["last"]
-    for scope, style in _STYLES.items():
-        for key, name, dashed in (("clients_mean", "mean", False), ("worst10", "worst tenth", True)):
-            points = [
-                (float(rounds_done(scope, one["round"])), one["acc"][scope][key])
-                for one in rounds
-                if scope in one["acc"]
-            ]
-            if scope in last["acc"]:
-                points.append((float(last["rounds_done"]), last["acc"][scope][key]))
-            if points:
-                yield Series(f"{_NAMES[scope]}, {name}", tuple(points), style, is_dashed=dashed)
+def curve(result: Mapping[str, Any], scope: str, average: str) -> list[tuple[float, float]]:
+    """(rounds done, accuracy) of the models of a scope; ``average``: a name of `spread`."""
+    scores = [(rounds_done(scope, one["round"]), one["acc"]) for one in result["rounds"]]
+    scores.append((result["last"]["rounds_done"], result["last"]["acc"]))
+    return [(float(done), acc[scope][average]) for done, acc in scores if scope in acc]
 
 
 def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task: Task) -> Tensors:
@@ -222,18 +200,15 @@ def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task:
     Empty where ``folder`` holds no simulation, or none of it stays with them.
 
     Raises:
-        StateError: what a client has kept is damaged.
+        StateError: the state of a client is damaged.
     """
     if planned(folder) is None or "encoder" not in method.shared:
         return {}
     model = method.build(task)
     names = norm_names(model, method.shared_names(model))
-    kept = list(_kept(folder, run, number, names)) if names else []
-    return pooled_norm(kept) if kept else {}
-
-
-def _kept(folder: Path, run: str, number: int, names: tuple[str, ...]) -> Iterator[tuple[float, Tensors]]:
-    for client, share in Division.read(folder / PARTITION).clients.items():
+    statistics = []
+    for client, share in Division.read(folder / PARTITION).clients.items() if names else ():
         personal, _ = kept_in(folder / CLIENTS, client, run).before(number + 1)
         if all(name in personal for name in names):
-            yield float(len(share.train)), {name: personal[name] for name in names}
+            statistics.append((float(len(share.train)), {name: personal[name] for name in names}))
+    return pooled_norm(statistics) if statistics else {}

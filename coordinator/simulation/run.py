@@ -32,39 +32,18 @@ from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
 from ..state.store import StateFolder
 from ..text import listed
-from .client_pool import GO_ON, Dropouts, SimulatedClients
+from .client_pool import RESUMABLE, Dropouts, SimulatedClients
 from .client_tasks import Sessions, Shared
-from .engines.base import Engine
+from .engines.base import Engine, Serial
 from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
-from .engines.serial import Serial
 from .engines.stacked import Stacked
-from .setup import (
-    CLIENTS,
-    LONGEST_SILENCE_S,
-    Prepared,
-    begin,
-    check_is_free,
-    computing_as_begun,
-    planned,
-    run_in,
-)
-
-__all__ = ["Simulation", "open_simulation"]
+from .results import pooled_batch_norm, result_of
+from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, planned, run_in
 
 SHORTEST_PAUSE_S = 0.01
 STALLED_S = 5 * LONGEST_SILENCE_S
 """Of the simulated clock: when it has advanced so far without a message, nothing will happen any more."""
-
-
-class StandingClock:
-    """Seconds that stand still until they are advanced."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Simulation:
@@ -72,12 +51,12 @@ class Simulation:
 
     def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
         self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
-        self.clock, broker = StandingClock(), MemoryBroker()
+        self.clock_s, broker = 0.0, MemoryBroker()  # a clock that stands still until it is advanced
         self.coordinator = StrictCoordinator(
             prepared.config(state.path),
             state,
             broker.transport(),
-            clock=self.clock,
+            clock=lambda: self.clock_s,
             stopwatch=time.perf_counter,
             probe_s=0.0,
             run_ids=RunNames(state.journal),
@@ -87,6 +66,7 @@ class Simulation:
             broker,
             self.coordinator.topics,
             self.coordinator.distributor,
+            self.coordinator.roster,
             engine,
             {client: len(share.train) for client, share in prepared.division.clients.items()},
             new_clients=prepared.new_clients,
@@ -95,8 +75,9 @@ class Simulation:
             beside=self._pooled_norm,
         )
         self._pooled: tuple[Outgoing, ...] | None = None
-        self._is_over = False
         self._silent_s = 0.0
+        self.is_over = False
+        """Whether the run has finished or failed."""
 
     def start(self) -> None:
         """Start the engine and the coordinator, and connect all clients."""
@@ -104,17 +85,12 @@ class Simulation:
         self.coordinator.start()
         record = self.state.journal.replay(self.run)
         begun = record.round + (record.open_round is not None)
-        self.clients.start(self.coordinator.roster, is_late=begun >= self.prepared.plan.rounds)
+        self.clients.start(is_late=begun >= self.prepared.plan.rounds)
 
     def close(self) -> None:
         """Stop; everything that is needed to resume is on disk."""
         self.engine.close()
         self.coordinator.close()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has finished or failed."""
-        return self._is_over
 
     def step(self) -> Job | None:
         """Exchange all messages, then let clients work; returns the job that one has done.
@@ -129,7 +105,7 @@ class Simulation:
     def talk(self) -> None:
         """Exchange all messages between the coordinator and its clients."""
         with files_kept(self.state.path):
-            while self.coordinator.step(0) or self.clients.hear():
+            while self.coordinator.step(0) or self.clients.receive():
                 self._silent_s = 0.0
         self.coordinator.catch_up(STATUS_EVERY_S)
 
@@ -137,10 +113,20 @@ class Simulation:
         """Let clients work until one has done a job, which is returned; without jobs the clock advances."""
         with files_kept(self.state.path):
             job = self.clients.work()
-        if job is None:
-            self._is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
-            self._pass(max(SHORTEST_PAUSE_S, self.coordinator.idle_s()))
-        return job
+        if job is not None:
+            return job
+        self.is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
+        seconds = max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
+        self.clock_s += seconds
+        self._silent_s += seconds
+        if self._silent_s > STALLED_S and not self.is_over:
+            waits = self.coordinator.waits
+            raise RunFailed(
+                f"{self.state.path}: the run waits, but no client has a job left: {waits.what}, "
+                f"for {listed(waits.whom, 'nobody')}; a message was lost; please report this if it happens "
+                f"again{RESUMABLE}"
+            )
+        return None
 
     @property
     def open_round(self) -> int:
@@ -153,15 +139,13 @@ class Simulation:
         return len(self.state.journal.entries(self.run, ("round_closed",)))
 
     def finish(self, watch: Callable[[Job], None] = lambda _: None) -> dict[str, Any]:
-        """`step` to the end; ``watch`` hears of each job that was done. Returns the result as JSON.
+        """`step` to the end, and call ``watch`` with each job that was done. Returns the result as JSON.
 
         Raises:
             TrainingFailed: a client's training has failed, and will again.
             RunFailed: it failed otherwise; the message says why.
             StateError: a file could not be read or written.
         """
-        from .results import result_of
-
         while not self.is_over:
             job = self.step()
             if job is not None:
@@ -171,22 +155,8 @@ class Simulation:
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
         return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
 
-    def _pass(self, seconds: float) -> None:
-        """Advance the clock."""
-        self.clock.now += seconds
-        self._silent_s += seconds
-        if self._silent_s > STALLED_S and not self._is_over:
-            waits = self.coordinator.waits
-            raise RunFailed(
-                f"{self.state.path}: the run waits, but no client has a job left: {waits.what}, "
-                f"for {listed(waits.whom, 'nobody')}; a message was lost; please report this if it happens "
-                f"again{GO_ON}"
-            )
-
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
         """Batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""
-        from .results import pooled_batch_norm
-
         if self._pooled is None:
             pooled = pooled_batch_norm(self.state.path, job.run, job.rounds, self.prepared.method, self.prepared.task)
             self._pooled = (Outgoing.of(encode(pooled)),) if pooled else ()
@@ -208,7 +178,7 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
 
     Raises:
         UsageError: the folder holds something else, or a run with other settings.
-        StateError: another process works there, or what lies there is damaged, lost or does not belong together.
+        StateError: another process uses it, or files are damaged, missing or of another run.
     """
     is_new = planned(folder) is None
     if is_new:
@@ -238,11 +208,11 @@ class StrictRuns(Runs):
         """Nothing is noted in the journal.
 
         Raises:
-            RunFailed: the run cannot go on.
+            RunFailed: the run cannot continue.
         """
         if isinstance(error, RunFailed):
             raise error
-        raise RunFailed(f"{run} cannot go on: {reason_of(error)}") from error
+        raise RunFailed(f"{run} cannot continue: {reason_of(error)}") from error
 
     def stall(self, run: str, error: BaseException) -> None:  # noqa: ARG002 - one run is all there is
         """Raise the error: files cannot be read or written."""
@@ -282,7 +252,7 @@ def files_kept(folder: Path) -> Iterator[None]:
     except (OSError, ChunkError, StateError) as error:  # a chunk that the disk does not take is a ChunkError
         reason = reason_of(error) if isinstance(error, OSError) else str(error).rstrip(".")
         what = "make room" if getattr(error, "errno", None) in _NO_ROOM else "mend that (make room on a full disk)"
-        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}{GO_ON}") from error
+        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}{RESUMABLE}") from error
 
 
 SPARE_BYTES = 1 << 30

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
 from edge_agent.agent.tasks import LAST_ROUND
-from edge_agent.client import Built, choose_device, supported
+from edge_agent.client import Built, supported
 from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
-from edge_agent.errors import MissingCapability, StateError, UsageError
+from edge_agent.errors import StateError, UsageError
 from edge_agent.methods import Method
 from edge_agent.storage import read_json, write_atomic, write_json
 from edge_agent.task import Task
@@ -28,9 +25,9 @@ from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .client_tasks import kept_in
 from .datasets import Pools, prepare
-from .engines.ray_connection import imported
+from .engines.base import EngineChoice
 from .own_parts import register
-from .plan import HOW_NOT_WHAT, EngineName, Plan
+from .plan import Plan
 
 PLAN, PARTITION, CLIENTS = "simulation.json", "partition.json", "clients"
 """Files and the folder of client states in the folder of a simulation."""
@@ -42,62 +39,10 @@ LEASE_S = 3600.0
 GRACE_S, LONGEST_SILENCE_S = 0.01, 1.0
 """Of the simulated clock, which advances only when nothing is left to do: clients that have not delivered will not."""
 
-ANYBODY = 1e-6
+LOWEST_QUORUM = 1e-6
 """Quorum where clients drop out: one update is enough."""
 
 MANY_ATTEMPTS = 100
-
-
-def weights_for(plan: Plan, saved: Path | None) -> Path | None:
-    """The initial weights of encoders: in a resumed simulation its own copy, beside the partition in ``saved``."""
-    kept = None if saved is None else saved.parent / WEIGHTS
-    return kept if kept is not None and plan.weights is not None and kept.exists() else plan.weights_place
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """An engine and its number of workers; 0: as many as a cluster has room for."""
-
-    engine: EngineName = "serial"
-    workers: int = 1
-
-    @classmethod
-    def of(cls, plan: Plan, clients: int) -> EngineChoice:
-        """What the plan says; by default several workers where several cores can serve several clients.
-
-        Raises:
-            MissingCapability: this system cannot share memory between processes in our way, or Ray is not installed.
-        """
-        workers = min(plan.workers or cores(), clients)
-        engine = plan.engine or ("pool" if plan.workers else _suitable(plan, workers))
-        if engine in {"serial", "stacked"}:
-            return cls(engine)
-        if engine == "ray":
-            imported()
-            return cls("ray", workers if plan.address is None else min(plan.workers or 0, clients))
-        if not can_share():
-            raise MissingCapability(
-                "engine pool needs sockets that pass file descriptors (Linux, macOS); use --engine serial"
-            )
-        return cls(engine, workers)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def can_share() -> bool:
-    """Whether this system can pass file descriptors between processes."""
-    return hasattr(socket, "send_fds")
-
-
-def _suitable(plan: Plan, workers: int) -> EngineName:
-    """One process for a GPU: several would only share it, and each would need its own context."""
-    is_cpu = choose_device(plan.device).type == "cpu"
-    return "pool" if is_cpu and workers > 1 and can_share() else "serial"
 
 
 @dataclass(frozen=True)
@@ -132,8 +77,10 @@ class Prepared:
             raise UsageError(
                 f"new_clients = {plan.new_clients} of {len(division.clients)} clients; at least one client must train"
             )
-        if (place := weights_for(plan, saved)) is not None:
-            pools = replace(pools, weights=read_weights(models.create(task), place)[0])
+        if plan.weights_path is not None:
+            copied = None if saved is None else saved.parent / WEIGHTS  # of a simulation that is resumed
+            weights = copied if copied is not None and copied.exists() else plan.weights_path
+            pools = replace(pools, weights=read_weights(models.create(task), weights)[0])
         model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
         return cls(plan, method, pools, division, task, model, EngineChoice.of(plan, len(division.clients)))
 
@@ -153,9 +100,9 @@ class Prepared:
         """A copy with its pools in shared memory, where worker processes share them; drop the original."""
         if self.choice.engine != "pool":
             return self
-        area = SharedBuffer.of(*self.pools.content())
-        pools = replace(Pools.from_memory(area.map(), self.task), owners=self.pools.owners)
-        return replace(self, memory=area, pools=pools)
+        buffer = SharedBuffer.of(*self.pools.content())
+        pools = replace(Pools.from_memory(buffer.map(), self.task), owners=self.pools.owners)
+        return replace(self, memory=buffer, pools=pools)
 
     @property
     def new_clients(self) -> tuple[str, ...]:
@@ -192,14 +139,14 @@ class Prepared:
     def config(self, folder: Path) -> CoordinatorConfig:
         """The configuration of a coordinator that waits for every client that can still deliver."""
         plan = self.plan
-        patient = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
-        lenient = {
-            "quorum": ANYBODY,
-            "max_attempts": MANY_ATTEMPTS,
-            "grace_s": GRACE_S,
-            "deadline_s": LONGEST_SILENCE_S,
-        }
-        closing = lenient if plan.dropout else patient
+        closing = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
+        if plan.dropout:
+            closing = {
+                "quorum": LOWEST_QUORUM,
+                "max_attempts": MANY_ATTEMPTS,
+                "grace_s": GRACE_S,
+                "deadline_s": LONGEST_SILENCE_S,
+            }
         raw = {
             "federation": FEDERATION,
             "state": folder,
@@ -220,92 +167,46 @@ _LOCK = "lock"
 _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wal")
 _LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
-_MAY_DIFFER = (*HOW_NOT_WHAT, "folder", "data", "weights")
-"""Data may be moved: the partition has their hash, and the request that of the weights."""
 
 
 def planned(folder: Path) -> Plan | None:
     """The plan of the simulation in ``folder``; None where there is none, or one that was torn before it ever began.
 
     Raises:
-        UsageError: there is a file in place of the folder.
+        UsageError: there is a file instead of the folder.
         ConfigError: the plan has mistakes.
         StateError: the plan of a run is damaged.
     """
-    content = _plan_in(folder)
-    return None if content is None else parse(Plan, content, where=str(folder / PLAN))
-
-
-def check_is_free(folder: Path) -> None:
-    """Return where a simulation can begin, or begin again after it was killed before its run began.
-
-    Raises:
-        UsageError: the folder holds something else.
-    """
-    if folder.exists() and any(folder.iterdir()) and not _is_beginning(folder):
-        raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
-
-
-def begin(prepared: Prepared, folder: Path) -> None:
-    """Write what is needed to resume the run: partition, weights, and the plan last."""
-    plan = prepared.plan
-    prepared.division.write(folder / PARTITION)
-    if plan.weights_place is not None:
-        write_atomic(folder / WEIGHTS, plan.weights_place.read_bytes())
-    write_json(folder / PLAN, _as_json(plan))
-
-
-def run_in(state: StateFolder, prepared: Prepared) -> str:
-    """The run of the folder: that of its journal, or a new one.
-
-    Raises:
-        UsageError: plan or partition differ from those that the run began with.
-        StateError: the journal was lost, or an older one was put in its place.
-    """
-    if runs := state.journal.runs():
-        record = state.journal.replay(runs[0])
-        _check_is_asked_for(state.path, record, prepared)
-        _check_is_newest(state.path, record, prepared)
-        return runs[0]
-    if left := [name for name in _LEFT_BY_ROUNDS if any((state.path / name).glob("*"))]:
-        raise StateError(
-            f"{state.path}: its journal knows of no run, but there are {', '.join(left)}: it was lost, in a power cut "
-            f"perhaps; remove {state.path} to start again, or choose another folder with --out"
-        )
-    weights = Weights.of(state.path / WEIGHTS) if prepared.plan.weights is not None else None
-    asked = {
-        "plan": _as_json(prepared.plan),
-        "partition_sha256": prepared.division.sha256,
-        "precision": prepared.settled_precision(),
-    }
-    return state.journal.request_run(replace(prepared.request(), weights=weights).body() | {"simulation": asked})
-
-
-def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
-    """A copy with the precision and parameters that the run began with, whatever the machine or version.
-
-    The plan has only parameters that were given; the journal has all of them, as the jobs of clients do.
-
-    Raises:
-        ConfigError: the method has no such parameters any more.
-    """
-    request = state.journal.replay(run).request
-    asked = request.get("simulation") or {}
-    plan = prepared.plan.model_copy(update={"precision": asked.get("precision", prepared.plan.precision)})
-    return replace(prepared, plan=plan).with_params(request["params"])
-
-
-def _plan_in(folder: Path) -> dict[str, Any] | None:
-    if (file := next((place for place in (folder, *folder.parents) if place.is_file()), None)) is not None:
+    if (file := next((path for path in (folder, *folder.parents) if path.is_file()), None)) is not None:
         raise UsageError(f"{file} is a file; choose another --out")
     try:
-        return read_json(folder / PLAN)
+        content = read_json(folder / PLAN)
     except StateError as error:
         if _is_beginning(folder):
             return None
         raise StateError(
             f"{folder / PLAN}: damaged; put it back from a backup, or remove {folder} to start again"
         ) from error
+    return None if content is None else parse(Plan, content, where=str(folder / PLAN))
+
+
+def begin(prepared: Prepared, folder: Path) -> None:
+    """Write what is needed to resume the run: partition, weights, and the plan last."""
+    plan = prepared.plan
+    prepared.division.write(folder / PARTITION)
+    if plan.weights_path is not None:
+        write_atomic(folder / WEIGHTS, plan.weights_path.read_bytes())
+    write_json(folder / PLAN, _as_json(plan))
+
+
+def check_is_free(folder: Path) -> None:
+    """Check that a simulation can begin, or begin again after it was killed before its run began.
+
+    Raises:
+        UsageError: the folder holds something else.
+    """
+    if folder.exists() and any(folder.iterdir()) and not _is_beginning(folder):
+        raise UsageError(f"{folder} is not empty and holds no simulation; choose another with --out")
 
 
 def _is_beginning(folder: Path) -> bool:
@@ -320,44 +221,78 @@ def _is_beginning(folder: Path) -> bool:
         return state.journal.last_id() == 0
 
 
+def run_in(state: StateFolder, prepared: Prepared) -> str:
+    """The run of the folder: that of its journal, or a new one.
+
+    Raises:
+        UsageError: plan or partition differ from those that the run began with.
+        StateError: the journal was lost, or replaced by an older one.
+    """
+    if runs := state.journal.runs():
+        record = state.journal.replay(runs[0])
+        _check_is_requested(state.path, record, prepared)
+        _check_is_newest(state.path, record, prepared)
+        return runs[0]
+    if left := [name for name in _LEFT_BY_ROUNDS if any((state.path / name).glob("*"))]:
+        raise StateError(
+            f"{state.path}: its journal knows of no run, but there are {', '.join(left)}: it was lost, in a power cut "
+            f"perhaps; remove {state.path} to start again, or choose another folder with --out"
+        )
+    weights = Weights.of(state.path / WEIGHTS) if prepared.plan.weights is not None else None
+    requested = {
+        "plan": _as_json(prepared.plan),
+        "partition_sha256": prepared.division.sha256,
+        "precision": prepared.settled_precision(),
+    }
+    return state.journal.request_run(replace(prepared.request(), weights=weights).body() | {"simulation": requested})
+
+
+def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
+    """A copy with the precision and parameters that the run began with, whatever the machine or version.
+
+    The plan has only parameters that were given; the journal has all of them, as the jobs of clients do.
+
+    Raises:
+        ConfigError: the method has no such parameters any more.
+    """
+    request = state.journal.replay(run).request
+    requested = request.get("simulation") or {}
+    plan = prepared.plan.model_copy(update={"precision": requested.get("precision", prepared.plan.precision)})
+    return replace(prepared, plan=plan).with_params(request["params"])
+
+
 def _as_json(plan: Plan) -> dict[str, Any]:
     return plan.model_dump(mode="json", exclude_defaults=True)
 
 
-def _check_is_asked_for(folder: Path, record: RunRecord, prepared: Prepared) -> None:
+def _check_is_requested(folder: Path, record: RunRecord, prepared: Prepared) -> None:
     """Runs of earlier versions do not record their settings."""
-    asked = record.request.get("simulation")
-    if asked is None:
+    requested = record.request.get("simulation")
+    if requested is None:
         return
-    begun = parse(Plan, asked["plan"], where=f"the plan in {folder}'s journal")
-    if other := list(_differences(begun, prepared.plan)):
+    begun = parse(Plan, requested["plan"], where=f"the plan in {folder}'s journal")
+    # Data may be moved: the partition has their hash, and the request that of the weights.
+    if other := begun.differences(prepared.plan, but=("data", "weights")):
         raise UsageError(
             f"{folder}: its settings differ from those in {PLAN} ({'; '.join(other[:5])}); "
             "restore it, or choose another folder with --out"
         )
-    if asked["partition_sha256"] != (now := prepared.division.sha256):
+    if requested["partition_sha256"] != (now := prepared.division.sha256):
         raise UsageError(
             f"{folder}: {PARTITION} gives clients other samples (hash {now[:16]}) than the run began with "
-            f"({asked['partition_sha256'][:16]}); restore it, or choose another folder with --out"
+            f"({requested['partition_sha256'][:16]}); restore it, or choose another folder with --out"
         )
-
-
-def _differences(begun: Plan, now: Plan) -> Iterator[str]:
-    for name in Plan.model_fields:
-        before, after = getattr(begun, name), getattr(now, name)
-        if name not in _MAY_DIFFER and before != after:
-            yield f"{name} {before}, now {after}"
 
 
 def _check_is_newest(folder: Path, record: RunRecord, prepared: Prepared) -> None:
     """No client can have state of a round that has not been opened."""
-    newest = LAST_ROUND if record.round >= int(record.request["rounds"]) else record.round + 1
     if record.is_over:
         return
+    newest = LAST_ROUND if record.round >= int(record.request["rounds"]) else record.round + 1
     for client in prepared.division.clients:
-        kept = kept_in(folder / CLIENTS, client, record.run).rounds()
-        if kept and kept[-1] > newest:
-            when = "the end" if kept[-1] == LAST_ROUND else f"round {kept[-1]}"
+        rounds = kept_in(folder / CLIENTS, client, record.run).rounds()
+        if rounds and rounds[-1] > newest:
+            when = "the end" if rounds[-1] == LAST_ROUND else f"round {rounds[-1]}"
             raise StateError(
                 f"{folder}: its journal is in round {newest}, but client '{client}' has state of {when}: "
                 f"the journal is an older one; put back the newer one, or remove {folder} to start again, or choose "

@@ -67,7 +67,7 @@ def test_what_a_package_offers_is_what_is_documented(package):
 
 
 def test_the_front_door_loads_nothing_before_it_is_used():
-    code = "import sys, coordinator, edge_agent; print(len({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, coordinator, edge_agent, export; print(len({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "0"
 

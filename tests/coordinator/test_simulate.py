@@ -12,7 +12,7 @@ from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.simulation import results
 from coordinator.simulation import setup as simulation_folder
-from coordinator.simulation.client_tasks import Shared
+from coordinator.simulation.client_tasks import Shared, SimulatedResources
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from coordinator.state.store import StateFolder
@@ -87,7 +87,7 @@ def test_one_model_object_serves_all_clients(images):
         run="run-0001", round=1, rounds=2, seed=0, method="local", params=request.params, task=request.task,
         blobs=(), deadline_s=1.0,
     )  # fmt: skip
-    sessions = [shared.resources(client).tasks().session(job) for client in prepared.division.clients]
+    sessions = [SimulatedResources(shared, client).tasks().session(job) for client in prepared.division.clients]
     assert len({id(session._model) for session in sessions}) == 1
     assert len({id(session._fresh) for session in sessions}) == 1
 
@@ -174,7 +174,7 @@ def test_evaluation_changes_nothing(tmp_path, images):
 def test_seconds_are_real_while_the_clock_of_deadlines_stands_still(tmp_path, images):
     with open_simulation(Prepared.of(small_plan(images)), tmp_path / "sim") as simulation:
         result = simulation.finish()
-        assert simulation.clock.now < 2.0
+        assert simulation.clock_s < 2.0
     assert all(one["seconds"] > 0 for one in result["rounds"])
 
 
@@ -191,6 +191,11 @@ def test_the_spread_of_a_round_worked_out_by_hand():
     assert results.spread({"c8": 0.8, "c9": 0.9}, division)["worst10"] == 0.8
 
 
+def result_of(rounds, last):
+    """As much of a result of three rounds and three clients as the best rounds are found by."""
+    return {"rounds": rounds, "last": {"rounds_done": 3, "acc": last}, "clients": 3, "new_clients": 0}
+
+
 def test_best_is_the_earliest_of_the_highest_means():
     def acc(value):
         return {"clients_mean": value, "samples_mean": value, "worst10": value}
@@ -200,16 +205,16 @@ def test_best_is_the_earliest_of_the_highest_means():
         {"round": 2, "acc": {"personal": acc(0.7), "after": acc(0.5)}},
         {"round": 3, "acc": {}},
     ]
-    best = results.best_of(rounds, 3, {"personal": acc(0.7)}, 3)
+    best = results.best_of(result_of(rounds, {"personal": acc(0.7)}))
     assert best["personal"]["rounds_done"] == 1  # what round 2 received is what one round has made
     assert best["after"]["rounds_done"] == 1
-    assert results.best_of([], 3, {"global": acc(0.2)}, 3)["global"]["rounds_done"] == 3
+    assert results.best_of(result_of([], {"global": acc(0.2)}))["global"]["rounds_done"] == 3
 
 
 def test_a_round_that_scored_a_few_is_never_the_best():
     rounds = [{"round": n, "acc": {"global": {"clients": n, "clients_mean": 1 / n}}} for n in (1, 2, 3)]
     last = {"global": {"clients": 3, "clients_mean": 0.2}}
-    assert results.best_of(rounds, 3, last, 3)["global"] == {"rounds_done": 2, "clients": 3, "clients_mean": 1 / 3}
+    assert results.best_of(result_of(rounds, last))["global"] == {"rounds_done": 2, "clients": 3, "clients_mean": 1 / 3}
 
 
 def test_the_result_has_what_papers_compare(tmp_path, images):

@@ -20,10 +20,10 @@ from coordinator.simulation.client_pool import Dropouts, Durations
 from coordinator.simulation.client_tasks import answer
 from coordinator.simulation.datasets import Pools
 from coordinator.simulation.engines import pool as local_pool
-from coordinator.simulation.engines.base import Work
+from coordinator.simulation.engines.base import EngineChoice, Work
 from coordinator.simulation.engines.pool import LocalWorkers, WorkerPool
 from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import PARTITION, EngineChoice, Prepared, planned
+from coordinator.simulation.setup import PARTITION, Prepared, planned
 from edge_agent.client import supported
 from edge_agent.errors import DataError, RunFailed, UsageError
 from edge_agent.task import Task
@@ -61,7 +61,7 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         simulation.talk()
         simulation.clients._hand_out()
         while not pool._busy:
-            pool._wait()
+            pool._advance()
         victim = next(iter(pool._busy))
         os.kill(victim.pid, signal.SIGKILL)
         result = simulation.finish()
@@ -69,9 +69,9 @@ def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_th
         assert victim.pid not in pool.pids
         found = updates_of(simulation)
         orphan = pool._all[0]
-        pool._hosts._selector.unregister(orphan.pipe)
-        orphan.pipe.close()  # what its owner's death does
-        assert orphan._process.wait(10) == 0
+        pool._hosts._selector.unregister(orphan.handle.pipe)
+        orphan.handle.pipe.close()  # what its owner's death does
+        assert orphan.handle._process.wait(10) == 0
     assert learned_anywhere(result) == learned_anywhere(whole)
     assert found == updates
     assert (result["engine"], result["workers"], result["threads"]) == ("pool", 2, 1)
@@ -100,8 +100,8 @@ while True:
     first, blobs, *_ = socket.recv_fds(end, 6, 8)
     end.recv(sum(struct.unpack("<HI", first)), socket.MSG_WAITALL)
     told = " ".join(str(os.fstat(blob).st_ino) + ":" + os.pread(blob, 9, 0).decode() for blob in blobs)
-    said = {"error": "E", "message": told}
-    say({"type": "fault", "said": json.dumps(said), "seconds": 1.5})
+    reply = {"type": "fault", "error": "E", "message": told}
+    say({"reply": json.dumps(reply), "seconds": 1.5})
 """
 
 
@@ -136,11 +136,11 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
     pool = pool_of(DIES)
     pool.give(work_for("c7"))
     done = pool.take()
-    assert isinstance(done.said, Fault)
-    assert done.said.error == "MemoryError"
+    assert isinstance(done.reply, Fault)
+    assert done.reply.error == "MemoryError"
     reason = "3 workers crashed at it, the last with signal 9 (SIGKILL)"
-    assert f"client 'c7' ran out of memory in round 4 ({reason}" in done.said.message
-    assert "a smaller batch_size than 50, fewer --workers" in done.said.message
+    assert f"client 'c7' ran out of memory in round 4 ({reason}" in done.reply.message
+    assert "a smaller batch_size than 50, fewer --workers" in done.reply.message
     assert (pool.is_busy, pool.room) == (False, 2)
 
 
@@ -155,12 +155,12 @@ def test_workers_that_die_while_they_have_nothing_to_do_can_start_all_the_same(p
     pool = pool_of(WAITS, workers=3)
     for _ in range(2):
         while pool._starting:
-            pool._wait()
+            pool._advance()
         gone = set(pool.pids)
         for pid in gone:
             os.kill(pid, signal.SIGKILL)
         while gone & set(pool.pids):
-            pool._wait()
+            pool._advance()
     assert len(pool.pids) == 3
 
 
@@ -221,8 +221,8 @@ def test_what_is_common_lies_in_memory_once_and_what_is_not_goes_when_it_is_not_
     told = []
     for client in ("a", "b", "c"):
         pool.give(work_for(client, b"to all   ", f"to {client}     ".encode()))
-        told.append(pool.take().said.message)
-        assert len(pool._placement.places) <= 3
+        told.append(pool.take().reply.message)
+        assert len(pool._placed) <= 3
     common, own = zip(*(message.split(" ", 1) for message in told), strict=True)
     assert [blob.split(":")[1].strip() for blob in own] == ["to a", "to b", "to c"]
     assert len({message.split(":")[0] for message in told}) == 1
@@ -238,7 +238,7 @@ def test_memory_that_is_not_there_is_told_as_such(images, tmp_path, monkeypatch)
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr(Pools, "rows_of", full)
-    said = answer(shared, "c2", work_for().job, {}).said
+    said = answer(shared, "c2", work_for().job, {}).reply
     assert said.error == "MemoryError"
     assert "client 'c2' ran out of memory in round 4 ([enforce fail" in said.message
     assert "a smaller batch_size than 50" in said.message
@@ -269,7 +269,7 @@ def test_an_engine_is_the_one_that_was_asked_for_with_no_more_workers_than_clien
 
 @pytest.mark.parametrize("cores, clients, engine", [(1, 9, "serial"), (4, 1, "serial"), (4, 9, "pool")])
 def test_by_default_there_is_a_pool_where_it_has_something_to_share_out(images, monkeypatch, cores, clients, engine):
-    monkeypatch.setattr("coordinator.simulation.setup.cores", lambda: cores)
+    monkeypatch.setattr("coordinator.simulation.engines.base.cores", lambda: cores)
     chosen = EngineChoice.of(plan_for(images, engine=None), clients)
     assert (chosen.engine, chosen.workers) == (engine, min(cores, clients) if engine == "pool" else 1)
 
@@ -383,8 +383,8 @@ def test_an_update_from_a_worker_is_the_one_that_its_manifest_names(images, tmp_
         simulation.talk()
         simulation.clients._hand_out()
         done = simulation.engine.take()
-    assert isinstance(done.said, UpdateManifest)
-    assert done.blob.ref == Outgoing.of(bytes(done.blob.data)).ref == done.said.blob
+    assert isinstance(done.reply, UpdateManifest)
+    assert done.blob.ref == Outgoing.of(bytes(done.blob.data)).ref == done.reply.blob
 
 
 def test_a_gpu_without_bfloat16_is_told(monkeypatch):

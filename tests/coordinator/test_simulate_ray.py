@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
 
 from coordinator.simulation.engines import ray_cluster
-from coordinator.simulation.engines.ray_connection import connected
+from coordinator.simulation.engines.base import EngineChoice
+from coordinator.simulation.engines.ray_cluster import connected
 from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import PARTITION, EngineChoice, Prepared
+from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.errors import MissingCapability, RunFailed, UsageError
 
 STATEFUL = "fedper"
@@ -293,7 +294,7 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
         simulation.talk()
         simulation.clients._hand_out()
         while not engine._busy:
-            engine._wait()
+            engine._advance()
         victim = next(iter(engine._busy))
         os.kill(victim.pid, signal.SIGKILL)
         while simulation.closed() < 2:

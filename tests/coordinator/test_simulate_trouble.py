@@ -88,7 +88,7 @@ def test_a_full_disk_stops_a_simulation_at_once_and_it_goes_on_when_there_is_roo
         with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
             with pytest.raises(StateError, match=r"[Nn]o space left.*make room.*--resume") as told:
                 simulation.finish()
-            assert simulation.clock.now < 2.0
+            assert simulation.clock_s < 2.0
     assert str(tmp_path / "sim") in str(told.value)
     assert not [record for record in caplog.records if record.exc_info]
     assert not record_in(tmp_path / "sim").is_over
@@ -115,7 +115,7 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [UpdateManifest, Report])
 def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path, images, monkeypatch, kind):
     """One word of one client is lost: nobody repeats it, so nothing would happen for a week of simulated time."""
-    plan, say, lost = small_plan(images), SimulatedClients._say, []
+    plan, say, lost = small_plan(images), SimulatedClients._reply, []
 
     def forgetful(self, client, message):
         if isinstance(message, kind) and client == "c1" and not lost:
@@ -123,10 +123,10 @@ def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path,
         else:
             say(self, client, message)
 
-    monkeypatch.setattr(SimulatedClients, "_say", forgetful)
+    monkeypatch.setattr(SimulatedClients, "_reply", forgetful)
     with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
         with pytest.raises(RunFailed, match=r"no client has a job left.* c1.*--resume"):
-            while simulation.clock.now < 30.0:
+            while simulation.clock_s < 30.0:
                 simulation.step()
     assert not record_in(tmp_path / "sim").is_over
     assert learned(run(plan, tmp_path / "sim")) == learned(run(plan, tmp_path / "whole"))
@@ -389,4 +389,4 @@ def test_best_is_chosen_among_rounds_in_which_all_who_can_be_were_scored(tmp_pat
     assert [one["acc"]["after"]["clients"] for one in result["rounds"]] == [2, 2, 2]
     assert "after" in result["best"]
     assert outcome._after(result, "clients_mean") == 100 * result["rounds"][-1]["acc"]["after"]["clients_mean"]
-    assert results.best_of(result["rounds"], 3, {}, 2)["after"] == result["best"]["after"]
+    assert results.best_of({**result, "last": {"rounds_done": 3, "acc": {}}})["after"] == result["best"]["after"]

@@ -145,7 +145,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("paho", {"edge_agent.wire.mqtt"}),
         ("onnxruntime", {"edge_agent.encoder", "export.encoder", "export.parity"}),
         ("amqtt", {"coordinator.broker.serve"}),
-        ("ray", {"coordinator.simulation.engines.ray_connection"}),
+        ("ray", {"coordinator.simulation.engines.base"}),
     ],
 )
 def test_package_has_few_doors(sources, package, only):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from edge_agent.capabilities import cores
 from edge_agent.errors import MeasuringFailed, MissingCapability, UsageError
 from edge_agent.task import Frozen
 
@@ -134,7 +135,7 @@ def machine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
     return {
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "load": rounded(os.getloadavg()[0], 3) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
 from edge_agent.errors import MeasuringFailed
 
 from ...simulation.engines.stacked import device_name
 from ...simulation.plan import Plan
 from ...simulation.run import Simulation, open_simulation
-from ...simulation.setup import Prepared, cores
+from ...simulation.setup import Prepared
 from .measuring import Row, SimulationSize, usage
 from .workloads import FASHION, W1_ENCODER, W1_PARAMS, has_fashion, register
 

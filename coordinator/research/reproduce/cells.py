@@ -1,27 +1,152 @@
-"""The simulations of a table: settings, folders, and which of them are not done yet."""
+"""A published table, one TOML file for each, and the simulations that reproduce it, one for each cell."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
 
 from edge_agent import data, methods, models
-from edge_agent.config import parse
+from edge_agent.config import mistakes_of, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
-from edge_agent.storage import read_json, write_json
+from edge_agent.storage import read_json, read_toml, write_json
+from edge_agent.task import Frozen
 
 from ...runs.request import Weights
-from ...simulation.plan import HOW_NOT_WHAT, Plan
+from ...simulation.plan import Plan
 from ...simulation.setup import WEIGHTS, planned
 from ...state.store import StateFolder
-from .definition import Column, Row, Table, data_of, slug
+
+FOLDER = Path("reproduce")
+
+
+class Column(Frozen):
+    """One setting of the table, such as a number of clients."""
+
+    name: str = Field(min_length=1, max_length=80)
+    plan: dict[str, Any] = Field(default_factory=dict, description="fields of a simulation that make this setting")
+    doubt: str = Field("", description="why its published values may be wrong")
+
+
+class Row(Frozen):
+    """One method of the table."""
+
+    name: str = Field(min_length=1, max_length=80)
+    method: str = Field(max_length=64)
+    params: dict[str, Any] = Field(default_factory=dict, description="on top of those that all rows share")
+    plan: dict[str, Any] = Field(default_factory=dict, description="fields of a simulation, of this row alone")
+    paper: dict[str, float] = Field(default_factory=dict, description="column -> published value, in percent")
+    tolerance: float | None = Field(None, gt=0, description="points; default: that of the table")
+    scope: Literal["personal", "global", "after"] = Field("personal", description="which accuracy is compared")
+    note: str = Field("", description="what differs from the paper's row, or is not known")
+
+
+class Promise(Frozen):
+    """An order that the table claims: ``row`` above each of ``above``, which are names of rows or ``all``."""
+
+    row: str
+    above: tuple[str, ...] = Field(("all",), min_length=1)
+
+
+class Table(Frozen):
+    """A published table. A cell is a simulation: ``plan``, then the column's, then the row's fields."""
+
+    title: str
+    source: str = Field(description="paper, table, year")
+    measure: str = Field(description="what the published numbers are, as far as one knows")
+    average: Literal["clients_mean", "samples_mean"] = Field("clients_mean", description="over clients or over samples")
+    when: Literal["last", "best"] = Field(
+        "last", description="after the last round, or the best one, which is flattering"
+    )
+    tolerance: float = Field(1.5, gt=0, description="points of accuracy within which a value counts as met")
+    seeds: tuple[int, ...] = Field((0,), min_length=1)
+    get_data: str = Field("", description="where to get the data")
+    plan: dict[str, Any] = Field(default_factory=dict)
+    columns: tuple[Column, ...] = Field(min_length=1)
+    rows: tuple[Row, ...] = Field(min_length=1)
+    promises: tuple[Promise, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def mistakes(self) -> Iterator[str]:
+        """Inconsistent names and seeds, and fields that no simulation has."""
+        if len(set(self.seeds)) < len(self.seeds):
+            yield "a seed is given twice: that is not another run"
+        rows, columns = [row.name for row in self.rows], [column.name for column in self.columns]
+        for kind, named in (("row", rows), ("column", columns)):
+            short = [slug(name) for name in named]
+            yield from (
+                f"two {kind}s would have the folder {name}" for name in sorted(set(short)) if short.count(name) > 1
+            )
+        for row in self.rows:
+            yield from (f"{row.name}: no column '{name}'" for name in row.paper if name not in columns)
+        for promise in self.promises:
+            meant = {promise.row, *promise.above} - {"all", *rows}
+            yield from (f"promise about '{name}', which is no row" for name in sorted(meant))
+        yield from _mistakes_in(self.plan, "[plan]")
+        for kind, layers in (("row", self.rows), ("column", self.columns)):
+            for layer in layers:
+                yield from _mistakes_in(layer.plan, f"plan of {kind} '{layer.name}'")
+
+
+def data_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a simulation, of which ``data`` may be a single source."""
+    given = fields.get("data")
+    return {**fields, "data": (given,)} if isinstance(given, str) else dict(fields)
+
+
+def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
+    """Fields that no simulation has, or not with such values; combinations are checked with all of them."""
+    try:
+        Plan.model_validate({"data": ("not given yet",), **data_of(plan)})
+    except ValidationError as error:
+        are_of_fields = all(detail["loc"] for detail in error.errors())
+        return [f"{where}: {mistake}" for mistake in mistakes_of(error, Plan)] if are_of_fields else []
+    except UnknownName as error:
+        return [f"{where}: {error}"]
+    return []
+
+
+def slug(name: str) -> str:
+    """A name as part of a folder's: lower case, words joined."""
+    words = "".join(char if char.isalnum() or char == "." else " " for char in name.lower()).split()
+    return "-".join(words)
+
+
+def names() -> list[str]:
+    """All tables that are at hand by name."""
+    return sorted(path.stem for path in _home().glob("*.toml"))
+
+
+def read_table(name: str) -> Table:
+    """The table of that name, or in that file.
+
+    Raises:
+        UnknownName: no such table; the nearest name is suggested.
+        ConfigError: the file is no table; all mistakes are listed.
+    """
+    path = Path(name) if name.endswith(".toml") else _home() / f"{name}.toml"
+    if not path.exists() and not name.endswith(".toml"):
+        raise UnknownName("table", name, names())
+    table = parse(Table, read_toml(path), where=str(path))
+    if mistakes := list(table.mistakes()):
+        raise ConfigError(str(path), mistakes)
+    return table
+
+
+def _home() -> Path:
+    """Beside the packages in a checkout, in the environment's shared files where it is installed."""
+    beside = Path(__file__).resolve().parents[3] / "configs" / FOLDER
+    return beside if beside.is_dir() else Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
+
 
 FAILED, RESULT = "failed.json", "result.json"
 _OR_ELSE = "remove it to restart that row, or choose another --out"
@@ -66,7 +191,7 @@ class Cell:
             return len(state.journal.entries(kinds=("round_closed",)))
 
     @property
-    def is_to_begin_anew(self) -> bool:
+    def must_restart(self) -> bool:
         """Whether a retry starts from round 1.
 
         The run has ended without a result, or its training failed with settings that have changed since.
@@ -95,7 +220,7 @@ class Cell:
 
     def forgive(self) -> None:
         """Remove the record of a failure. The run stays and is resumed, unless it has to restart from round 1."""
-        if self.is_to_begin_anew:
+        if self.must_restart:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             (self.folder / FAILED).unlink(missing_ok=True)
@@ -106,23 +231,19 @@ class Cell:
         Raises:
             UsageError: the run in the folder has other settings or weights.
         """
-        result = planned(self.folder)
-        if result is None:
+        begun = planned(self.folder)
+        if begun is None:
             return False
-        other = [
-            name
-            for name in Plan.model_fields
-            if name not in {*HOW_NOT_WHAT, "folder", "data"} and getattr(result, name) != getattr(self.plan, name)
-        ]
-        sources = ([data.location(source, plan.folder) for source in plan.data] for plan in (result, self.plan))
-        other += ["data"] if next(sources) != next(sources) else []
-        if not other and self.plan.weights_place is not None:
-            begun, now = Weights.of(self.folder / WEIGHTS), Weights.of(self.plan.weights_place)
-            if begun.sha256 != now.sha256:
-                raise UsageError(f"{self.folder} started with other weights than those in {now.path}; {_OR_ELSE}")
+        other = begun.differences(self.plan, but=("data",))
+        sources = [[data.location(source, plan.folder) for source in plan.data] for plan in (begun, self.plan)]
+        if sources[0] != sources[1]:
+            other.append(f"data {begun.data}, now {self.plan.data}")
         if other:
-            changes = "; ".join(f"{name} {getattr(result, name)}, now {getattr(self.plan, name)}" for name in other[:5])
-            raise UsageError(f"{self.folder} has other settings ({changes}); {_OR_ELSE}")
+            raise UsageError(f"{self.folder} has other settings ({'; '.join(other[:5])}); {_OR_ELSE}")
+        if (path := self.plan.weights_path) is not None:
+            weights = Weights.of(path)
+            if weights.sha256 != Weights.of(self.folder / WEIGHTS).sha256:
+                raise UsageError(f"{self.folder} started with other weights than those in {weights.path}; {_OR_ELSE}")
         return True
 
 
@@ -162,41 +283,61 @@ class Reproduction:
             ConfigError: some do not; all of them are listed.
             MissingCapability: a package that a source needs is not installed.
         """
+        from torch import nn
+
+        from edge_agent.client import choose_device
+        from edge_agent.training.weights import read_weights
+
         mistakes = Mistakes(self.table)
         for cell in cells:
-            for check in _checks(cell, self.table):
-                with mistakes.of(cell.row, cell.column):
-                    check()
+            plan = cell.plan
+            for source in plan.data:
+                with mistakes.of(cell.row, cell.column), with_advice(self.table):
+                    data.check(source, plan.folder)
+            with mistakes.of(cell.row, cell.column):
+                choose_device(plan.device)
+            if planned(cell.folder) is not None:
+                continue  # a run has its own copies of partition and weights
+            with mistakes.of(cell.row, cell.column):
+                if plan.saved_partition is not None:
+                    Division.read(plan.saved_partition)
+            with mistakes.of(cell.row, cell.column):
+                if plan.weights_path is not None:  # whether they fit needs the network
+                    read_weights(nn.Module(), plan.weights_path)
         mistakes.check(self.name)
+
+    @property
+    def command(self) -> str:
+        """The command line that selects the same cells."""
+        options = [("row", name) for name in self.rows] + [("column", name) for name in self.columns]
+        options += [("seeds", ",".join(map(str, self.seeds)))] if self.seeds else []
+        for name, value in self.changes.items():
+            options += [(name, str(one)) for one in (value if isinstance(value, tuple) else (value,))]
+        options.append(("out", str(self.folder)))
+        words = ["headwater", "reproduce", self.name]
+        return shlex.join([*words, *(word for name, value in options for word in (f"--{name}", value))])
 
     def _all_cells(self) -> list[Cell]:
         cells, mistakes = list[Cell](), Mistakes(self.table)
         for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
-            raw = self._raw(row, column, seed)
+            raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
+            params: dict[str, Any] = {}
+            for layer in (self.table.plan, column.plan, row.plan, self.changes):
+                raw |= layer
+                params |= layer.get("params", {})
+            raw = data_of({**raw, "params": params | row.params})
             with mistakes.of(row, column):
                 methods.create(raw["method"], raw["params"], paper=raw["paper"])
             with mistakes.of(row, column):
+                if not raw.get("data"):
+                    raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
+                plan = parse(Plan, raw, where="plan")
+                if plan.encoder is not None and plan.encoder not in models.names():
+                    raise UnknownName("encoder", plan.encoder, models.names())
                 folder = self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}"
-                cells.append(Cell(row, column, seed, self._plan(raw), folder))
+                cells.append(Cell(row, column, seed, plan, folder))
         mistakes.check(self.name)
         return cells
-
-    def _plan(self, raw: Mapping[str, Any]) -> Plan:
-        if not raw.get("data"):
-            raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
-        plan = parse(Plan, raw, where="plan")
-        if plan.encoder is not None and plan.encoder not in models.names():
-            raise UnknownName("encoder", plan.encoder, models.names())
-        return plan
-
-    def _raw(self, row: Row, column: Column, seed: int) -> dict[str, Any]:
-        layers = (self.table.plan, column.plan, row.plan, dict(self.changes))
-        raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
-        for layer in layers:
-            raw |= {name: value for name, value in layer.items() if name != "params"}
-        merged = itertools.chain.from_iterable(layer.get("params", {}).items() for layer in layers)
-        raw["params"] = dict(merged) | row.params
-        return data_of(raw)
 
 
 def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list[Any]:
@@ -206,12 +347,10 @@ def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list
         UnknownName: no such name; the nearest one is suggested.
     """
     known = {slug(one.name): one for one in all_of_them}
-    picked = []
     for name in wanted:
         if slug(name) not in known:
             raise UnknownName(kind, name, sorted(known))
-        picked.append(slug(name))
-    return [one for name, one in known.items() if not picked or name in picked]
+    return [one for name, one in known.items() if not wanted or name in map(slug, wanted)]
 
 
 class Mistakes:
@@ -239,33 +378,18 @@ class Mistakes:
         Raises:
             ConfigError: all errors, with the rows and columns that have them.
         """
-        if self._found:
-            raise ConfigError(where, self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for message, places in self._found.items():
-            if places.keys() == self._everywhere and len({row for row, _ in places}) > 1:
-                yield f"all rows: {message}"
+        lines = list[str]()
+        for message, cells in self._found.items():
+            rows = list(dict.fromkeys(row for row, _ in cells))
+            if cells.keys() == self._everywhere and len(rows) > 1:
+                lines.append(f"all rows: {message}")
                 continue
-            for name in dict.fromkeys(row for row, _ in places):
-                columns = [f"'{column}'" for row, column in places if row == name]
-                yield f"row '{name}', column{'s' if len(columns) > 1 else ''} {', '.join(columns)}: {message}"
-
-
-def _checks(cell: Cell, table: Table) -> Iterator[Callable[[], object]]:
-    """Each raises a UsageError where what it checks does not exist."""
-    from edge_agent.client import choose_device
-
-    plan = cell.plan
-    for source in plan.data:
-        yield partial(_check_data, source, plan.folder, table)
-    yield partial(choose_device, plan.device)
-    if planned(cell.folder) is not None:
-        return  # a run has its own copies of partition and weights
-    if plan.saved_partition is not None:
-        yield partial(Division.read, plan.saved_partition)
-    if plan.weights_place is not None:
-        yield partial(_check_weights, plan.weights_place)
+            for name in rows:
+                columns = [f"'{column}'" for row, column in cells if row == name]
+                where_in_row = f"column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
+                lines.append(f"row '{name}', {where_in_row}: {message}")
+        if lines:
+            raise ConfigError(where, lines)
 
 
 @contextlib.contextmanager
@@ -279,17 +403,3 @@ def with_advice(table: Table) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{error}. {table.get_data}" if table.get_data else str(error)) from error
-
-
-def _check_data(source: str, folder: Path, table: Table) -> None:
-    with with_advice(table):
-        data.check(source, folder)
-
-
-def _check_weights(path: Path) -> None:
-    """Check that it is a file of weights; whether they fit needs the network."""
-    from torch import nn
-
-    from edge_agent.training.weights import read_weights
-
-    read_weights(nn.Module(), path)

@@ -1,19 +1,24 @@
-"""Comparison of simulated results with the published values."""
+"""Comparison of simulated results with the published values: as JSON, as Markdown, and as a picture of the curves."""
 
 from __future__ import annotations
 
+import io
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from edge_agent.storage import write_atomic, write_json
+
 from ...simulation.plan import Plan
-from ...simulation.results import best_of
-from ...text import counted
-from .cells import Cell
-from .definition import Column, Row, Table
+from ...simulation.results import best_of, curve, scored_clients
+from ...text import counted, listed
+from .cells import Cell, Column, Reproduction, Row, Table
 
 HUNDRED = 100.0
+REASON_CHARS = 160
+CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is after the last round, never the best."
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,9 @@ class Outcome:
     def verdict(self) -> str:
         """The comparison in a few words."""
         if self.ours is None:
-            return f"failed: {_short(self.trouble)}" if self.trouble else self.under_way or "not run yet"
+            reason = " ".join(self.trouble.replace("|", "/").split())  # for a table cell; table.json has all of it
+            reason = reason if len(reason) <= REASON_CHARS else f"{reason[: REASON_CHARS - 1]}…"
+            return f"failed: {reason}" if reason else self.under_way or "not run yet"
         few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
         few += f", without {counted(self.missing, 'client')}" if self.missing else ""
         if self.difference is None:
@@ -62,25 +69,16 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON."""
+        numbers = {name: value for name, value in vars(self).items() if name not in {"row", "column", "under_way"}}
         return {
             "row": self.row.name,
             "method": self.row.method,
             "column": self.column.name,
             "scope": self.row.scope,
-            "seeds": self.seeds,
-            "rounds": list(self.rounds),
-            "of_rounds": self.of_rounds,
-            "paper": self.paper,
-            "ours": self.ours,
-            "std": self.std,
+            **numbers,
             "difference": self.difference,
-            "tolerance": self.tolerance,
             "within": self.is_within,
-            "missing": self.missing,
-            "best": self.best,
-            "after": self.after,
             "verdict": self.verdict,
-            "trouble": self.trouble,
             "doubt": self.column.doubt,
             "note": self.row.note,
         }
@@ -120,29 +118,18 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
 def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> float | None:
     if scope == "after" and when == "last":
         return _after(result, average)
-    last = result["last"]
-    best = best_of(result["rounds"], last["rounds_done"], last["acc"], _all_clients(result), average)
-    scores = best if when == "best" else last["acc"]
+    scores = best_of(result, average) if when == "best" else result["last"]["acc"]
     return HUNDRED * scores[scope][average] if scope in scores else None
-
-
-def _all_clients(result: Mapping[str, Any]) -> int:
-    """How many clients a whole round scores; results of earlier versions count all clients."""
-    return int(result.get("scored_clients", int(result["clients"]) - int(result["new_clients"])))
 
 
 def _after(result: Mapping[str, Any], average: str) -> float | None:
     """Accuracy right after local training, of the last round that evaluated it for all clients."""
-    all_clients = _all_clients(result)
-    scored = [one["acc"]["after"] for one in result["rounds"] if "after" in one["acc"]]
-    whole = [scores[average] for scores in scored if scores.get("clients", all_clients) >= all_clients]
-    return HUNDRED * whole[-1] if whole else None
-
-
-def _short(reason: str, limit: int = 160) -> str:
-    """A reason, shortened for a table cell; table.json has all of it."""
-    words = " ".join(reason.replace("|", "/").split())
-    return words if len(words) <= limit else f"{words[: limit - 1]}…"
+    all_clients = scored_clients(result)
+    for one in reversed(result["rounds"]):
+        scores = one["acc"].get("after")
+        if scores is not None and scores.get("clients", all_clients) >= all_clients:
+            return HUNDRED * float(scores[average])
+    return None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -150,28 +137,136 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(fmean(known), 3) if known else None
 
 
-def promises(table: Table, found: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Each order that the table claims, looked at in each column: ``holds`` None while a row is missing."""
-    return [
-        {"column": column.name, **claim}
-        for column in table.columns
-        for claim in _kept(table, {one.row.name: one for one in found if one.column.name == column.name})
-    ]
-
-
-def _kept(table: Table, found: Mapping[str, Outcome]) -> Iterator[dict[str, Any]]:
-    for promise in table.promises:
-        if promise.row not in found:
+def promises(table: Table, compared: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Each order that the table claims, checked in each column: ``holds`` None while a row is missing."""
+    result = []
+    for column, promise in itertools.product(table.columns, table.promises):
+        accuracies = {one.row.name: one.ours for one in compared if one.column.name == column.name}
+        if promise.row not in accuracies:
             continue
-        others = [row.name for row in table.rows if row.name != promise.row and _is_meant(row.name, promise.above)]
-        values = {name: found[name].ours for name in others if name in found}
-        mine = found[promise.row].ours
+        mine = accuracies[promise.row]
+        others = [
+            row.name
+            for row in table.rows
+            if row.name != promise.row and ("all" in promise.above or row.name in promise.above)
+        ]
+        values = {name: accuracies.get(name) for name in others}
         above = {name: mine > value for name, value in values.items() if mine is not None and value is not None}
         beaten_by = [name for name, is_below in above.items() if not is_below]
-        whole = len(above) == len(others)
-        holds = False if beaten_by else (True if whole else None)
-        yield {"row": promise.row, "above": others, "compared": list(above), "beaten_by": beaten_by, "holds": holds}
+        is_complete = len(above) == len(others)
+        holds = False if beaten_by else (True if is_complete else None)
+        result.append(
+            {
+                "column": column.name,
+                "row": promise.row,
+                "above": others,
+                "compared": list(above),
+                "beaten_by": beaten_by,
+                "holds": holds,
+            }
+        )
+    return result
 
 
-def _is_meant(name: str, above: Sequence[str]) -> bool:
-    return "all" in above or name in above
+def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str, Any]:
+    """The comparison as one JSON object."""
+    table = reproduction.table
+    return {
+        "title": table.title,
+        "source": table.source,
+        "measure": table.measure,
+        "average": table.average,
+        "when": table.when,
+        "cells": [one.as_json() for one in compared],
+        "promises": promises(table, compared),
+        "notes": list(table.notes),
+        "folder": str(reproduction.folder),
+    }
+
+
+def write(reproduction: Reproduction, cells: Sequence[Cell]) -> None:
+    """Write table.json, table.md and curves.svg: of these cells, and of others that have results in the folder."""
+    shown = reproduction.shown(cells)
+    compared, folder = outcomes(reproduction.table, shown), reproduction.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "table.json", as_json(reproduction, compared))
+    write_atomic(folder / "table.md", "".join(f"{line}\n" for line in _markdown(reproduction, compared)).encode())
+    write_atomic(folder / "curves.svg", _curves(reproduction.table, shown))
+
+
+def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterator[str]:
+    table = reproduction.table
+    yield f"# {table.title}"
+    yield f"\nPublished: {table.source}; {table.measure}.\n"
+    for column in table.columns:
+        rows = [one for one in compared if one.column.name == column.name]
+        if not rows:
+            continue
+        yield f"## {column.name}\n"
+        if column.doubt:
+            yield f"*Doubtful:* {column.doubt}\n"
+        yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds |"
+        yield "|---|---|---|---|---|---|---|---|---|---|"
+        for one in rows:
+            paper, ours, std, best, after = map(_number, (one.paper, one.ours, one.std, one.best, one.after))
+            sign = "–" if one.difference is None else f"{one.difference:+.2f}"
+            rounds = "–".join(map(str, sorted({min(one.rounds), max(one.rounds)}))) if one.rounds else "–"
+            row = [one.row.name, paper, ours, std, sign, one.verdict, best, after, rounds, str(one.seeds)]
+            yield f"| {' | '.join(row)} |"
+        yield ""
+        yield from (f"{sentence(claim)}\n" for claim in promises(table, compared) if claim["column"] == column.name)
+    yield f"*{CAVEAT}* `best` is chosen on the test samples. All values are percent."
+    notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
+    yield from ([""] if notes else [])
+    yield from (f"- {note}" for note in notes)
+    yield f"\n```\n{reproduction.command}\n```"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def sentence(claim: Mapping[str, Any]) -> str:
+    """A sentence on whether an order that the paper claims holds."""
+    order = f"{claim['row']} above {listed(claim['above'])}"
+    if claim["holds"]:
+        return f"The paper's order holds: {order}."
+    if claim["beaten_by"]:
+        return f"The paper's order does **not** hold ({order}): {listed(claim['beaten_by'])} came out at least as high."
+    if not claim["compared"]:
+        return f"The paper's order ({order}) cannot be checked yet: there is nothing to compare."
+    missing = [name for name in claim["above"] if name not in claim["compared"]]
+    return (
+        f"The paper's order holds so far: {claim['row']} above {listed(claim['compared'])}, which are "
+        f"{len(claim['compared'])} of {len(claim['above'])}; not there yet: {listed(missing)}."
+    )
+
+
+def _curves(table: Table, cells: Sequence[Cell]) -> bytes:
+    """An SVG with a panel for each column: accuracy in percent by rounds done, one line for each row and seed."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
+        columns = [column for column in table.columns if any(cell.column.name == column.name for cell in cells)]
+        figure = Figure(figsize=(1.2 + 5.6 * len(columns), 4.4), layout="constrained")
+        panels = figure.subplots(1, len(columns), squeeze=False)[0]
+        for panel, column in zip(panels, columns, strict=True):
+            shown = [cell for cell in cells if cell.column.name == column.name]
+            rows = list(dict.fromkeys(cell.row.name for cell in shown))
+            for cell in shown:
+                result = cell.result
+                if result is None or not (points := curve(result, cell.row.scope, table.average)):
+                    continue
+                number = rows.index(cell.row.name)
+                style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 1.3}
+                done, accuracies = zip(*points, strict=True)
+                panel.plot(done, [HUNDRED * value for value in accuracies], label=cell.row.name, **style)
+            panel.set(title=column.name, xlabel="rounds done", ylabel="accuracy, %")
+            panel.grid(alpha=0.3)
+            handles, names = panel.get_legend_handles_labels()
+            if once := dict(zip(names, handles, strict=True)):
+                panel.legend(once.values(), once.keys(), fontsize=8, loc="lower right")
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

@@ -1,4 +1,4 @@
-"""The contract of engines: they are given clients' jobs, and give back the replies in any order.
+"""The contract of engines, which take clients' jobs and return the replies in any order; the choice; engine ``serial``.
 
 An engine decides where and when clients compute, never what: each job starts from the client's state and from what it
 receives, so the same seed gives the same bits on every engine and with any number of workers.
@@ -6,23 +6,68 @@ receives, so the same seed gives the same bits on every engine and with any numb
 
 from __future__ import annotations
 
+import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from edge_agent.capabilities import cores
+from edge_agent.client import choose_device
+from edge_agent.errors import MissingCapability, RunFailed
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Fault, Job, Report, UpdateManifest
+from edge_agent.wire.messages import Job, UpdateManifest
 from edge_agent.wire.tensors import decode
 
-from ..client_tasks import Answer
+from ..client_tasks import Answer, Reply, Shared, answer
+from ..plan import EngineName, Plan
 
-ANSWERS: dict[str, type[UpdateManifest | Report | Fault]] = {
-    "update": UpdateManifest,
-    "report": Report,
-    "fault": Fault,
-}
-"""Replies to a job, by the ``type`` under which other processes send them."""
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine and its number of workers; 0: as many as a cluster has room for."""
+
+    engine: EngineName = "serial"
+    workers: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan, clients: int) -> EngineChoice:
+        """What the plan says; by default several workers where several cores can serve several clients.
+
+        Raises:
+            MissingCapability: processes cannot share memory on this system, or Ray is not installed.
+        """
+        workers, can_share = min(plan.workers or cores(), clients), hasattr(socket, "send_fds")
+        engine = plan.engine
+        if engine is None:  # one process for a GPU: several would share it, and each would need its own context
+            has_work = workers > 1 and can_share and choose_device(plan.device).type == "cpu"
+            engine = "pool" if plan.workers or has_work else "serial"
+        if engine in {"serial", "stacked"}:
+            return cls(engine)
+        if engine == "ray":
+            import_ray()
+            return cls("ray", workers if plan.address is None else min(plan.workers or 0, clients))
+        if not can_share:
+            raise MissingCapability(
+                "engine pool needs sockets that pass file descriptors (Linux, macOS); use --engine serial"
+            )
+        return cls(engine, workers)
+
+
+def import_ray() -> Any:
+    """The package ``ray``.
+
+    Raises:
+        MissingCapability: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingCapability(
+            f"engine ray needs the package ray ({error}): pip install 'headwater[ray]', or use --engine pool"
+        ) from error
+    return ray
 
 
 @dataclass(frozen=True)
@@ -43,55 +88,19 @@ class Done:
     """A job that is done: the client's reply, its update if it made one, and how long it took."""
 
     work: Work
-    said: UpdateManifest | Report | Fault
+    reply: Reply
     blob: Outgoing | None
     seconds: float
 
     @classmethod
     def of(cls, work: Work, answer: Answer) -> Done:
-        """From what a client of this process has computed."""
-        said = answer.said
-        blob = Outgoing(said.blob, memoryview(b"".join(answer.content))) if isinstance(said, UpdateManifest) else None
-        return cls(work, said, blob, answer.seconds)
-
-
-class Engine(Protocol):
-    """Where clients compute."""
-
-    name: str
-    workers: int
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of its workers."""
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What it adds to the result of the simulation."""
-
-    @property
-    def room(self) -> int:
-        """How many jobs it accepts now."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any job that was given has not been taken back."""
-
-    def start(self) -> None:
-        """Get ready; called once before the first job."""
-
-    def give(self, work: Work) -> None:
-        """Queue a job; only where there is `room`."""
-
-    def take(self) -> Done:
-        """The next job that is done; waits for it.
-
-        Raises:
-            RunFailed: the engine cannot continue.
-        """
-
-    def close(self) -> None:
-        """Stop at once."""
+        """From what a client has computed."""
+        reply, blob = answer.reply, None
+        if isinstance(reply, UpdateManifest):
+            is_whole = len(answer.content) == 1  # as from another process: no copy
+            content = answer.content[0] if is_whole else b"".join(answer.content)
+            blob = Outgoing(reply.blob, memoryview(content))
+        return cls(work, reply, blob, answer.seconds)
 
 
 def received(blobs: Sequence[memoryview]) -> Tensors:
@@ -100,3 +109,78 @@ def received(blobs: Sequence[memoryview]) -> Tensors:
     for data in blobs:
         tensors.update(decode(data))
     return tensors
+
+
+class Engine:
+    """Where clients compute. Call `take` where `is_busy`, and `give` only where there is `room`."""
+
+    name: str
+    workers = 1
+
+    def __init__(self, most: int = 1) -> None:
+        """``most``: how many jobs it accepts at a time."""
+        self._most = most
+        self._given: list[Work] = []
+        self._done = deque[Done]()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of its workers, as far as they are known."""
+        return ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What it adds to the result of the simulation."""
+        return {}
+
+    @property
+    def room(self) -> int:
+        """How many jobs it accepts now."""
+        return max(0, self._most - len(self._given))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any job that was given has not been taken back."""
+        return bool(self._given or self._done)
+
+    def start(self) -> None:
+        """Get ready; called once before the first job."""
+
+    def give(self, work: Work) -> None:
+        """Queue a job."""
+        self._given.append(work)
+
+    def take(self) -> Done:
+        """The next job that is done; waits for it.
+
+        Raises:
+            RunFailed: the engine cannot continue.
+        """
+        if not self.is_busy:
+            raise RunFailed("internal error: no job was queued; please report this")
+        while not self._done:
+            self._advance()
+        return self._done.popleft()
+
+    def close(self) -> None:
+        """Stop at once."""
+
+    def _advance(self) -> None:
+        """Work until some job is done, or any other change."""
+        raise NotImplementedError
+
+
+class Serial(Engine):
+    """Everything in this process, one client after another: the other engines must give the same bits."""
+
+    name = "serial"
+
+    def __init__(self, shared: Shared, most: int = 1) -> None:
+        super().__init__(most)
+        self._shared = shared
+
+    def _advance(self) -> None:
+        self._run(self._given.pop(0))
+
+    def _run(self, work: Work) -> None:
+        self._done.append(Done.of(work, answer(self._shared, work.client, work.job, work.received())))

@@ -14,7 +14,7 @@ import logging
 import queue
 import selectors
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,87 +27,73 @@ from edge_agent.errors import HeadwaterError, RunFailed
 from edge_agent.storage import without_syncs
 from edge_agent.task import Task
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job, UpdateManifest
+from edge_agent.wire.messages import Job
 
 from ...processes.pipe import Frame, Pipe, SharedBuffer
 from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits, worker_command
 from ...processes.worker_main import listen
-from ..client_tasks import Shared, answer, no_memory
+from ..client_tasks import Answer, Shared, answer, no_memory
 from ..datasets import Pools
 from ..own_parts import register
 from ..plan import Plan
 from ..setup import CLIENTS, PARTITION, Prepared
-from .base import ANSWERS, Done, Work, received
+from .base import Done, Engine, Work, received
 
 log = logging.getLogger(__name__)
 
 COMMAND = worker_command("coordinator.simulation.engines.pool:serve")
 
 Placed = TypeVar("Placed")
-W = TypeVar("W", bound="Worker")
+Handle = TypeVar("Handle")
 
 
-class Worker(Protocol):
-    """One worker."""
+@dataclass(eq=False)
+class Worker(Generic[Handle]):
+    """One worker: a process or an actor. ``pid``: of its process; 0 while it is not known."""
 
     number: int
-
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 while it is not known."""
+    handle: Handle
+    pid: int = 0
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What a worker sends back for a job; ``content`` is the update of an `UpdateManifest`."""
-
-    said: Any
-    content: memoryview
-    seconds: float
-
-    @classmethod
-    def of(cls, words: Mapping[str, Any], content: memoryview) -> Reply:
-        """From the JSON of `reply_words`."""
-        return cls(ANSWERS[words["type"]].model_validate_json(words["said"]), content, float(words["seconds"]))
-
-
-class Workers(Protocol[W, Placed]):
+class Workers(Protocol[Handle, Placed]):
     """Where the workers of a pool run."""
 
     def start(self, count: int) -> int:
         """Get ready for ``count`` workers; returns how many there will be."""
 
-    def spawn(self, number: int) -> W:
+    def spawn(self, number: int) -> Worker[Handle]:
         """Start a worker; it is not waited for."""
 
     def place(self, blob: Outgoing) -> Placed:
-        """Put a blob where workers can read it; it is free when nobody refers to it any more."""
+        """Put a blob where workers can read it; it is freed with the last reference."""
 
-    def submit(self, worker: W, work: Work, blobs: Sequence[Placed]) -> None:
+    def submit(self, worker: Worker[Handle], work: Work, blobs: Sequence[Placed]) -> None:
         """Send a job to an idle worker.
 
         Raises:
             HeadwaterError: the client's state cannot be read.
         """
 
-    def wait(self) -> Iterable[tuple[W, Reply | str | None]]:
-        """What workers report, after some has: None when it is ready, a reply, or why it has exited."""
+    def wait(self) -> Iterable[tuple[Worker[Handle], Answer | str | None]]:
+        """What workers report, as soon as one does: None when it is ready, a reply, or why it has exited."""
 
     def close(self) -> None:
         """End all workers at once."""
 
 
-class WorkerPool(Generic[W, Placed]):
+class WorkerPool(Engine, Generic[Handle, Placed]):
     """An engine of workers."""
 
-    def __init__(self, name: str, hosts: Workers[W, Placed], workers: int) -> None:
+    def __init__(self, name: str, hosts: Workers[Handle, Placed], workers: int) -> None:
+        super().__init__()
         self.name, self.workers, self._hosts = name, workers, hosts
-        self._placement = BlobPlacement[Placed](hosts.place)
-        self._all: list[W] = []
-        self._starting: list[W] = []
-        self._busy: dict[W, Work] = {}
-        self._waiting: list[Work] = []
-        self._done: list[Done] = []
+        self._all: list[Worker[Handle]] = []
+        self._starting: list[Worker[Handle]] = []
+        self._busy: dict[Worker[Handle], Work] = {}
+        self._placed: dict[str, Placed] = {}
+        """Digest of a blob -> where workers read it: what many clients receive is there once."""
+
         self._crashes = Counter[tuple[str, int, str]]()
         self._crashes_at_start = 0
 
@@ -124,12 +110,12 @@ class WorkerPool(Generic[W, Placed]):
     @property
     def room(self) -> int:
         """Workers without a job, those that are starting included, and one job that waits for the first idle worker."""
-        return self.workers + 1 - len(self._busy) - len(self._waiting)
+        return self.workers + 1 - len(self._busy) - len(self._given)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any work has not been taken back."""
-        return bool(self._busy or self._waiting or self._done)
+        """Whether any job that was given has not been taken back."""
+        return bool(self._busy) or super().is_busy
 
     def start(self) -> None:
         """Start all workers; none is waited for.
@@ -143,27 +129,14 @@ class WorkerPool(Generic[W, Placed]):
 
     def give(self, work: Work) -> None:
         """Submit to an idle worker, or to the first that is ready."""
-        self._placement.expect(work)
-        self._waiting.append(work)
+        super().give(work)
         self._submit()
-
-    def take(self) -> Done:
-        """The next work that is done; waits for it.
-
-        Raises:
-            RunFailed: workers exit before they are ready, or are of another version.
-        """
-        while not self._done:
-            self._wait()
-        return self._done.pop(0)
 
     def close(self) -> None:
         """End all workers at once."""
         self._hosts.close()
         self._all.clear()
-        self._placement.close()
-
-    # --- inside ----------------------------------------------------------------------------------------------------
+        self._placed.clear()
 
     def _spawn(self, number: int) -> None:
         worker = self._hosts.spawn(number)
@@ -172,16 +145,26 @@ class WorkerPool(Generic[W, Placed]):
 
     def _submit(self) -> None:
         idle = [worker for worker in self._all if worker not in self._busy and worker not in self._starting]
-        while idle and self._waiting:
-            work = self._waiting.pop(0)
+        while idle and self._given:
+            work = self._given.pop(0)
             try:
-                self._hosts.submit(idle[0], work, self._placement.take(work))
+                self._hosts.submit(idle[0], work, self._place(work))
             except HeadwaterError as error:
-                self._finish(Done(work, fault(error, work.job.run, work.job.round), None, 0.0))
+                self._done.append(Done(work, fault(error, work.job.run, work.job.round), None, 0.0))
             else:
                 self._busy[idle.pop(0)] = work
 
-    def _wait(self) -> None:
+    def _place(self, work: Work) -> list[Placed]:
+        """Where the work's blobs are. What no job needs any more is released before new ones are placed."""
+        new = [blob for blob in work.blobs if blob.ref.digest not in self._placed]
+        if new:
+            works = (work, *self._given, *self._busy.values())
+            needed = {blob.ref.digest for one in works for blob in one.blobs}
+            self._placed = {digest: placed for digest, placed in self._placed.items() if digest in needed}
+        self._placed |= {blob.ref.digest: self._hosts.place(blob) for blob in new}
+        return [self._placed[blob.ref.digest] for blob in work.blobs]
+
+    def _advance(self) -> None:
         for worker, report in self._hosts.wait():
             if isinstance(report, str):
                 self._on_exit(worker, report)
@@ -192,14 +175,9 @@ class WorkerPool(Generic[W, Placed]):
             else:
                 work = self._busy.pop(worker)
                 self._submit()  # before anything else: no worker is idle while this reply is processed
-                blob = Outgoing(report.said.blob, report.content) if isinstance(report.said, UpdateManifest) else None
-                self._finish(Done(work, report.said, blob, report.seconds))
+                self._done.append(Done.of(work, report))
 
-    def _finish(self, done: Done) -> None:
-        self._placement.forget(done.work)
-        self._done.append(done)
-
-    def _on_exit(self, worker: W, reason: str) -> None:
+    def _on_exit(self, worker: Worker[Handle], reason: str) -> None:
         """Start another worker, and do the job again unless workers have crashed at it repeatedly."""
         log.warning("worker_exited number=%d reason=%s", worker.number, reason)
         self._all.remove(worker)
@@ -213,48 +191,18 @@ class WorkerPool(Generic[W, Placed]):
             key = (work.client, work.job.round, work.job.purpose)
             self._crashes[key] += 1
             if self._crashes[key] < MAX_CRASHES:
-                self._waiting.insert(0, work)
+                self._given.insert(0, work)
             else:
-                said = no_memory(work.client, work.job, f"{MAX_CRASHES} workers crashed at it, the last with {reason}")
-                self._finish(Done(work, said, None, 0.0))
+                reply = no_memory(work.client, work.job, f"{MAX_CRASHES} workers crashed at it, the last with {reason}")
+                self._done.append(Done(work, reply, None, 0.0))
         self._spawn(worker.number)
-
-
-class BlobPlacement(Generic[Placed]):
-    """Digest -> where ``put`` has put that blob: what many clients receive is there once."""
-
-    def __init__(self, put: Callable[[Outgoing], Placed]) -> None:
-        self._put = put
-        self.places: dict[str, Placed] = {}
-        self._needed = Counter[str]()
-
-    def expect(self, work: Work) -> None:
-        """This work will need its blobs."""
-        self._needed.update(blob.ref.digest for blob in work.blobs)
-
-    def take(self, work: Work) -> list[Placed]:
-        """Where the work's blobs are. Those that are not needed any more are let go before new ones are put."""
-        new = [blob for blob in work.blobs if blob.ref.digest not in self.places]
-        if new:
-            self.places = {digest: place for digest, place in self.places.items() if self._needed[digest]}
-        self.places.update({blob.ref.digest: self._put(blob) for blob in new})
-        return [self.places[blob.ref.digest] for blob in work.blobs]
-
-    def forget(self, work: Work) -> None:
-        """This work is done."""
-        self._needed.subtract(blob.ref.digest for blob in work.blobs)
-        self._needed = +self._needed
-
-    def close(self) -> None:
-        """Let all blobs go."""
-        self.places.clear()
 
 
 # --- what a worker needs, wherever it runs ---------------------------------------------------------------------------
 
 
 def worker_init(prepared: Prepared, setup: Sequence[str]) -> dict[str, Any]:
-    """What a worker is told first, as JSON, beside samples and partition; ``setup``: functions to call before."""
+    """What a worker needs beside samples and partition, as JSON; ``setup``: functions that it calls first."""
     return {
         "plan": prepared.plan.model_dump(mode="json", exclude_unset=True),
         "params": prepared.method.params.model_dump(mode="json"),
@@ -280,25 +228,7 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
     return Shared(plan, pools, division, model, clients)
 
 
-def reply_words(found: Any) -> dict[str, Any]:
-    """An `Answer` without its update, as JSON; `Reply.of` reads it."""
-    return {"type": found.said.type, "said": found.said.model_dump_json(), "seconds": found.seconds}
-
-
 # --- worker processes on this machine --------------------------------------------------------------------------------
-
-
-class LocalWorker(ChildProcess):
-    """One worker process."""
-
-    def __init__(self, number: int, log_file: Path, limits: Limits) -> None:
-        self.number = number
-        super().__init__(COMMAND, log_file, limits)
-
-    def tell(self, topic: str, words: Mapping[str, Any], buffers: Sequence[SharedBuffer]) -> None:
-        """Send JSON; a worker that has exited does not receive it, which `LocalWorkers.wait` reports."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(topic, json.dumps(words).encode(), buffers)
 
 
 class LocalWorkers:
@@ -316,47 +246,54 @@ class LocalWorkers:
         return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None))
 
     def start(self, count: int) -> int:
-        """As many as wanted."""
+        """As many as requested."""
         return count
 
-    def spawn(self, number: int) -> LocalWorker:
-        """Start a worker and tell it what it needs."""
-        worker = LocalWorker(number, self._logs / f"worker-{number}.log", self._limits)
-        worker.tell("init", self._init, [self._pools])
-        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+    def spawn(self, number: int) -> Worker[ChildProcess]:
+        """Start a worker and send what it needs."""
+        child = ChildProcess(COMMAND, self._logs / f"worker-{number}.log", self._limits)
+        worker = Worker(number, child, child.pid)
+        self._send(worker, "init", self._init, [self._pools])
+        self._selector.register(child.pipe, selectors.EVENT_READ, worker)
         return worker
 
     def place(self, blob: Outgoing) -> SharedBuffer:
         """In shared memory."""
         return SharedBuffer.of(blob.data)
 
-    def submit(self, worker: LocalWorker, work: Work, blobs: Sequence[SharedBuffer]) -> None:
+    def submit(self, worker: Worker[ChildProcess], work: Work, blobs: Sequence[SharedBuffer]) -> None:
         """Send a job; the worker reads the client's state itself."""
-        worker.tell("job", {"client": work.client, "job": work.job.model_dump_json()}, blobs)
+        self._send(worker, "job", {"client": work.client, "job": work.job.model_dump_json()}, blobs)
 
-    def wait(self) -> Iterable[tuple[LocalWorker, Reply | str | None]]:
+    def wait(self) -> Iterable[tuple[Worker[ChildProcess], Answer | str | None]]:
         """Frames and exits."""
-        return [(key.data, self._report(key.data)) for key, _ in self._selector.select()]
+        for key, _ in self._selector.select():
+            worker: Worker[ChildProcess] = key.data
+            child = worker.handle
+            try:
+                frame = child.pipe.receive()
+            except (EOFError, OSError):
+                self._selector.unregister(child.pipe)
+                reason = child.exit_reason()
+                child.close()
+                yield worker, reason
+                continue
+            content = frame.buffers[0].map() if frame.buffers else memoryview(b"")
+            yield worker, None if frame.topic == "ready" else Answer.from_json(json.loads(frame.payload), content)
+
+    def _send(
+        self, worker: Worker[ChildProcess], topic: str, fields: Mapping[str, Any], buffers: Sequence[SharedBuffer]
+    ) -> None:
+        """Send JSON; a worker that has exited does not receive it, which `wait` reports."""
+        with contextlib.suppress(OSError):
+            worker.handle.pipe.send(topic, json.dumps(fields).encode(), buffers)
 
     def close(self) -> None:
         """Kill all workers."""
         for key in list((self._selector.get_map() or {}).values()):
             self._selector.unregister(key.fileobj)
-            key.data.close()
+            key.data.handle.close()
         self._selector.close()
-
-    def _report(self, worker: LocalWorker) -> Reply | str | None:
-        try:
-            frame = worker.pipe.receive()
-        except (EOFError, OSError):
-            self._selector.unregister(worker.pipe)
-            reason = worker.exit_reason()
-            worker.close()
-            return reason
-        if frame.topic == "ready":
-            return None
-        content = frame.buffers[0].map() if frame.buffers else memoryview(b"")
-        return Reply.of(json.loads(frame.payload), content)
 
 
 def serve(pipe: Pipe) -> None:
@@ -365,15 +302,16 @@ def serve(pipe: Pipe) -> None:
     listen(pipe, frames.put)
     with without_syncs():
         frame = frames.get()
-        init, folder = json.loads(frame.payload), Path(json.loads(frame.payload)["folder"])
+        init = json.loads(frame.payload)
+        folder = Path(init["folder"])
         shared = shared_from(init, _mapped(frame)[0], Division.read(folder / PARTITION), folder / CLIENTS)
         pipe.send("ready")
         while True:
             frame = frames.get()
-            words = json.loads(frame.payload)
-            result = answer(shared, words["client"], Job.model_validate_json(words["job"]), received(_mapped(frame)))
+            fields = json.loads(frame.payload)
+            result = answer(shared, fields["client"], Job.model_validate_json(fields["job"]), received(_mapped(frame)))
             buffers = [SharedBuffer.of(*result.content)] if result.content else []
-            pipe.send("done", json.dumps(reply_words(result)).encode(), buffers)
+            pipe.send("done", json.dumps(result.to_json()).encode(), buffers)
 
 
 def _mapped(frame: Frame) -> list[memoryview]:

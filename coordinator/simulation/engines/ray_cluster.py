@@ -3,6 +3,9 @@
 The cluster is an existing one, or one of our own on this machine that ends with this process. Samples go to each
 machine once. A client's state travels with its job and comes back with the reply, so no folder has to be shared: all
 files stay with this process. Every machine needs the same Headwater, and the same torch where bits are to be equal.
+
+Left to itself Ray reports its usage, opens a web page, writes to the home folder and prints to standard output, which
+is ours for JSON: all of that is switched off here.
 """
 
 from __future__ import annotations
@@ -11,8 +14,14 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +37,21 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import decode, pieces
 
-from ..client_tasks import answer, kept_in
+from ..client_tasks import Answer, answer, kept_in
 from ..setup import Prepared
-from .base import Work, received
-from .pool import Reply, reply_words, shared_from, worker_init
-from .ray_connection import connected
+from .base import Work, import_ray, received
+from .pool import Worker, shared_from, worker_init
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 """Seconds without a reply after which the log says what is waited for."""
+
+NAMESPACE = "headwater"
+CONNECT_TIMEOUT_S = 10.0
+
+SMALLEST_STORE_BYTES = 80 * 1024**2
+"""Ray rejects less than 75 MiB."""
 
 SPARE_STORE_BYTES = 512 * 1024**2
 """Store beside the samples, for models in transit; Ray itself moves what exceeds it to disk."""
@@ -76,9 +90,9 @@ class Actor:
     """A worker: the pools mapped from the store of its machine, and no file."""
 
     def __init__(self, init: str, pools: Bytes) -> None:
-        words = json.loads(init)
-        division = Division.model_validate(words["division"])
-        self._shared = shared_from(words, pools.data, division, Path(os.devnull))
+        fields = json.loads(init)
+        division = Division.model_validate(fields["division"])
+        self._shared = shared_from(fields, pools.data, division, Path(os.devnull))
 
     def ready(self) -> dict[str, Any]:
         """Its process and versions."""
@@ -91,20 +105,11 @@ class Actor:
         carried = CarriedState(state)
         shared = replace(self._shared, carried=carried)
         result = answer(shared, client, Job.model_validate_json(job), received([blob.data for blob in blobs]))
-        words = {**reply_words(result), "state_round": carried.round}
-        return json.dumps(words), as_bytes(result.content), carried.after
+        fields = {**result.to_json(), "state_round": carried.round}
+        return json.dumps(fields), as_bytes(result.content), carried.after
 
 
 # --- in this process -------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class RayWorker:
-    """One actor."""
-
-    number: int
-    actor: Any
-    pid: int = 0
 
 
 class RayWorkers:
@@ -117,8 +122,8 @@ class RayWorkers:
         self._init = json.dumps({**worker_init(prepared, setup), "division": division})
         self._stack = contextlib.ExitStack()
         self._ray: Any = None
-        self._workers: list[RayWorker] = []
-        self._pending: dict[Any, tuple[RayWorker, Work | None]] = {}
+        self._workers: list[Worker[Any]] = []
+        self._pending: dict[Any, tuple[Worker[Any], Work | None]] = {}
         """Reference of a reply -> worker and work; None: it is starting."""
 
     def start(self, count: int) -> int:
@@ -145,11 +150,11 @@ class RayWorkers:
         self._pools = self._ray.put(as_bytes(content))
         return count
 
-    def spawn(self, number: int) -> RayWorker:
+    def spawn(self, number: int) -> Worker[Any]:
         """Start an actor."""
         options = {"num_cpus": self._cpus, "num_gpus": self._gpus or None, "max_restarts": 0}
         actor = self._ray.remote(Actor).options(**options).remote(self._init, self._pools)
-        worker = RayWorker(number, actor)
+        worker = Worker[Any](number, actor)
         self._workers.append(worker)
         self._pending[actor.ready.remote()] = (worker, None)
         return worker
@@ -158,17 +163,17 @@ class RayWorkers:
         """In Ray's store."""
         return self._ray.put(as_bytes([blob.data]))
 
-    def submit(self, worker: RayWorker, work: Work, blobs: Sequence[Any]) -> None:
+    def submit(self, worker: Worker[Any], work: Work, blobs: Sequence[Any]) -> None:
         """Send a job with the client's state.
 
         Raises:
             StateError: the state cannot be read.
         """
         state = as_bytes(pieces(merge(*self._state_files(work).before(kept_before(work.job)))))
-        reply = worker.actor.work.remote(work.client, work.job.model_dump_json(), state, *blobs)
+        reply = worker.handle.work.remote(work.client, work.job.model_dump_json(), state, *blobs)
         self._pending[reply] = (worker, work)
 
-    def wait(self) -> Iterable[tuple[RayWorker, Reply | str | None]]:
+    def wait(self) -> Iterable[tuple[Worker[Any], Answer | str | None]]:
         """Replies and exits.
 
         Raises:
@@ -187,44 +192,96 @@ class RayWorkers:
         self._pending.clear()
         self._stack.close()
 
-    def _report(self, reply: Any, worker: RayWorker, work: Work | None) -> tuple[RayWorker, Reply | str | None]:
+    def _report(self, reply: Any, worker: Worker[Any], work: Work | None) -> tuple[Worker[Any], Answer | str | None]:
         try:
             result = self._ray.get(reply)
         except self._ray.exceptions.RayError as error:
             self._workers.remove(worker)
-            self._ray.kill(worker.actor)
-            return worker, _reason(error)
-        if work is None:
-            self._check_versions(worker, result)
-            return worker, None
-        words, update, state = json.loads(result[0]), result[1], result[2]
-        if words["state_round"] is not None:  # on disk before anybody receives the update
-            self._state_files(work).write(words["state_round"], *split(decode(state.data)))
-        return worker, Reply.of(words, update.data)
-
-    def _check_versions(self, worker: RayWorker, found: Mapping[str, Any]) -> None:
+            self._ray.kill(worker.handle)
+            lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or ["no reason was given"]
+            reason = " / ".join(dict.fromkeys((lines[0], lines[-1])))  # what failed, and the error that it ends with
+            return worker, f"{type(error).__name__}: {reason}"
+        if work is not None:
+            fields, update, state = json.loads(result[0]), result[1], result[2]
+            if fields["state_round"] is not None:  # on disk before the coordinator receives the update
+                self._state_files(work).write(fields["state_round"], *split(decode(state.data)))
+            return worker, Answer.from_json(fields, update.data)
         import torch
 
-        worker.pid = found["pid"]
-        if found["software"] != __version__:
+        worker.pid = result["pid"]
+        if result["software"] != __version__:
             raise RunFailed(
-                f"worker {worker.number} has Headwater {found['software']}, this is {__version__}; "
+                f"worker {worker.number} has Headwater {result['software']}, this is {__version__}; "
                 "install the same on all machines of the cluster"
             )
-        if found["torch"] != torch.__version__:
-            log.warning("torch_differs worker=%d has=%s here=%s", worker.number, found["torch"], torch.__version__)
+        if result["torch"] != torch.__version__:
+            log.warning("torch_differs worker=%d has=%s here=%s", worker.number, result["torch"], torch.__version__)
+        return worker, None
 
     def _state_files(self, work: Work) -> ClientStateFiles:
         return kept_in(self._clients, work.client, work.job.run, self._prepared.plan.keep_every)
 
     def _kill_all(self) -> None:
         for worker in self._workers:
-            self._ray.kill(worker.actor)
+            self._ray.kill(worker.handle)
         self._workers.clear()
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of what Ray says, and the error that it ends with."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason was given"]
-    ends = lines[:1] if len(lines) == 1 else [lines[0], lines[-1]]
-    return f"{type(error).__name__}: {' / '.join(line[:200] for line in ends)}"
+@contextlib.contextmanager
+def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[Any]:
+    """The package ``ray``, connected; a connection that this process has already is used and left as it is.
+
+    Without an ``address`` a cluster of ``cpus`` is started here, with a store for ``store_bytes``. It leaves no files,
+    and only this process can use it: actors run whatever they are sent.
+
+    Raises:
+        MissingCapability: Ray is not installed.
+        RunFailed: nothing answers at the address, or no cluster could be started.
+    """
+    ray = import_ray()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if ray.is_initialized():
+            yield ray
+            return
+        options: dict[str, Any] = {"address": address}
+        if address is None:
+            folder = tempfile.TemporaryDirectory(prefix="headwater-ray-", ignore_cleanup_errors=True)
+            options = {
+                "address": "local",
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
+                "_temp_dir": stack.enter_context(folder),
+            }
+            for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_AUTH_TOKEN", secrets.token_hex(32))):
+                stack.callback(_set_environment, name, os.environ.get(name))
+                os.environ[name] = value
+            logger = logging.getLogger("ray")  # it would advise on permanent clusters
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        if threading.current_thread() is threading.main_thread():  # Ray replaces the handler
+            stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        try:
+            host, _, port = (address or "").rpartition(":")
+            if host and port.isdigit():  # tried first, because Ray itself tries for minutes before it fails
+                socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+            stack.callback(ray.shutdown)
+            ray.init(**options, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            if address is None:
+                message = f"no Ray cluster could be started on this machine ({reason}); try --engine pool"
+                raise RunFailed(message) from error
+            raise RunFailed(
+                f"no Ray cluster can be used at '{address}' ({reason}); run this on one of its machines "
+                "('ray start --head' makes one), or leave --address out"
+            ) from error
+        yield ray
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

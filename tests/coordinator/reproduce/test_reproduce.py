@@ -11,16 +11,16 @@ import pytest
 from reproduction_harness import TABLE
 from safetensors.numpy import save_file
 
-from coordinator.research import reproduce
-from coordinator.research.reproduce import Reproduction, Table, outcome, read_table
-from coordinator.research.reproduce.pages import said
+from coordinator.research.reproduce import outcome
+from coordinator.research.reproduce.cells import Reproduction, Table, names, read_table
+from coordinator.research.reproduce.outcome import sentence
 from coordinator.simulation.client_pool import SimulatedClients
 from edge_agent.errors import ConfigError, UsageError
 
 # --- the tables that come with the project ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", reproduce.names())
+@pytest.mark.parametrize("name", names())
 def test_every_table_is_about_methods_and_settings_that_exist(name, tmp_path):
     table = read_table(name)
     changes = {} if "data" in table.plan else {"data": ("digits",)}
@@ -98,7 +98,7 @@ def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
         patch.setattr(SimulatedClients, "work", interrupted)
         code, _, err = call("t.toml", "--column", "even", "--out", "cut")
     assert code == 130
-    assert "the same command goes on" in err
+    assert "the same command resumes" in err
     assert not (place / "cut" / "fed-avg--even--seed0" / "result.json").exists()
     assert "| in round 2 |" in (place / "cut" / "table.md").read_text()
     cut = json.loads(call("t.toml", "--column", "even", "--out", "cut", "--json")[1])
@@ -263,7 +263,7 @@ def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(pl
 def test_tables_are_listed(call):
     code, out, _ = call()
     assert code == 0
-    assert all(name in out for name in reproduce.names())
+    assert all(name in out for name in names())
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -318,4 +318,4 @@ def test_the_order_in_words(place, mine, others, words):
     path.write_text(f'{text[: text.index("[[rows]]")]}{rows}[[promises]]\nrow = "Best"\n')
     table = read_table("order.toml")
     ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
-    assert said(outcome.promises(table, found(ours, table))[0]).startswith(words)
+    assert sentence(outcome.promises(table, found(ours, table))[0]).startswith(words)

@@ -7,7 +7,7 @@ import json
 import pytest
 from reproduction_harness import TABLE
 
-from coordinator.research.reproduce import Reproduction, read_table
+from coordinator.research.reproduce.cells import Reproduction, read_table
 from coordinator.runs.results import end_run
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.state.store import StateFolder
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_ends_the_command_and_the_same_one_goes_on(place, ca
     code, _, err = call(*LOCAL)
     assert code == 1
     assert "Local, even, seed 0: reproduce-t/local--even--seed0: the simulation has stopped: no room; mend that" in err
-    assert "; then the same command goes on" in err
+    assert "; then the same command resumes" in err
     assert "--resume" not in err
     assert "round 1 of 2" not in call(*LOCAL)[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.research.reproduce import Reproduction, names, read_table
+from coordinator.research.reproduce.cells import Reproduction, names, read_table
 from edge_agent import methods
 
 SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text(encoding="utf-8"))
