@@ -50,8 +50,14 @@ class SupervisedBroker(ABC):
         self.bind, self.port = bind, port
         self.federation, self.password_file = federation, password_file
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104 - compared, not bound
-        self._supervisor: Supervisor | None = None
         self._exit_reason = "no output"
+        self._supervisor = Supervisor(
+            "broker",
+            lambda: ChildProcess(self.command()),
+            lambda child: child.follow_output(lambda line: log.info("broker output: %s", line)),
+            self._on_exit,
+            longest_pause_s=LONGEST_PAUSE_S,
+        )
 
     def __enter__(self) -> SupervisedBroker:
         self.start()
@@ -68,17 +74,19 @@ class SupervisedBroker(ABC):
     @property
     def pid(self) -> int | None:
         """Process id of the broker; None while there is none."""
-        return self._child.pid if self._child is not None else None
+        child = self._supervisor.child
+        return None if child is None else child.pid
 
     @property
     def restarts(self) -> int:
         """How often it was restarted since `start`."""
-        return 0 if self._supervisor is None else self._supervisor.restarts
+        return self._supervisor.restarts
 
     @property
     def is_alive(self) -> bool:
         """Whether the process runs now."""
-        return self._child is not None and self._child.is_running
+        child = self._supervisor.child
+        return child is not None and child.is_running
 
     def config(self) -> BrokerConfig:
         """How a client on this machine connects."""
@@ -89,52 +97,38 @@ class SupervisedBroker(ABC):
         """The command line that serves ``bind`` and ``port``."""
 
     def start(self) -> None:
-        """Start the process and return as soon as it accepts connections.
+        """Start the process, once, and return as soon as it accepts connections.
 
         Raises:
             UsageError: the port is taken.
             BrokerAway: the process did not start; the message says why.
         """
         with held_port(self.bind, self.port) as self.port:
-            self._supervisor = Supervisor(
-                "broker",
-                lambda: ChildProcess(self.command()),
-                lambda child: child.follow_output(lambda line: log.info("broker output: %s", line)),
-                self._on_exit,
-                longest_pause_s=LONGEST_PAUSE_S,
-            )
             self._supervisor.start()
             try:
-                self._wait_until_ready(self._supervisor)
+                self._wait_until_ready()
             except BaseException:
                 self.stop()
                 raise
 
     def stop(self) -> None:
         """End the process, if there is one."""
-        if self._supervisor is not None:
-            self._supervisor.stop(politely=True)
+        self._supervisor.stop(politely=True)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _child(self) -> ChildProcess | None:
-        return None if self._supervisor is None else self._supervisor.child
-
-    def _wait_until_ready(self, supervisor: Supervisor) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+    def _wait_until_ready(self) -> None:
+        where, deadline = f"the broker on {self.bind}:{self.port}", time.monotonic() + START_TIMEOUT_S
         while True:
             if self.is_alive:
                 with contextlib.suppress(OSError):
                     socket.create_connection((self._host, self.port), timeout=1).close()
                     return
-            if supervisor.restarts:
-                raise BrokerAway(f"the broker on {self.bind}:{self.port} does not start: {self._exit_reason}")
+            if self.restarts:
+                raise BrokerAway(f"{where} does not start: {self._exit_reason}")
             if time.monotonic() > deadline:
-                raise BrokerAway(
-                    f"the broker on {self.bind}:{self.port} did not accept connections within {START_TIMEOUT_S:g} s"
-                )
-            supervisor.wait(0.02)
+                raise BrokerAway(f"{where} did not accept connections within {START_TIMEOUT_S:g} s")
+            self._supervisor.wait(0.02)
 
     def _on_exit(self, reason: str, pause_s: float) -> None:
         self._exit_reason = reason

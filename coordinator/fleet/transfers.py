@@ -479,7 +479,10 @@ class Distributor:
         """Publish what flow control allows; seconds until it wants to be called again, None when only events matter."""
         now, due = self._clock(), list[float]()
         for offer in self._offers.values():
-            self._start(offer, now)
+            if offer.waiting and (not offer.unanswered or now >= offer.start_at):
+                ranges = _union(offer.waiting.values())
+                offer.sendings.append(Sending(offer.blob, ranges, offer.waiting, ahead_bytes=AHEAD_BYTES, now=now))
+                offer.waiting = {}
             for sending in offer.sendings:
                 self._send(offer, sending, now)
             offer.sendings = [sending for sending in offer.sendings if sending.receivers]
@@ -488,13 +491,6 @@ class Distributor:
             if any(not sending.done for sending in offer.sendings):
                 due.append(0.5)
         return max(0.0, min(due)) if due else None
-
-    def _start(self, offer: _Offer, now: float) -> None:
-        if not offer.waiting or (offer.unanswered and now < offer.start_at):
-            return
-        ranges = _union(offer.waiting.values())
-        offer.sendings.append(Sending(offer.blob, ranges, offer.waiting, ahead_bytes=AHEAD_BYTES, now=now))
-        offer.waiting = {}
 
     def _send(self, offer: _Offer, sending: Sending, now: float) -> None:
         receivers = sending.receivers

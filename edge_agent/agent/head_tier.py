@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,32 +55,26 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         runs = old[0].id
         why = f"keeps bundle {runs[:12]} because {trial.rejection}"[:1000]
         log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], runs[:12], trial.rejection)
-    report = Report(
-        run=message.run,
-        about=message.bundle_id,
-        bundle_id=runs,
-        rolled_back=why,
-        samples=sum(map(len, samples)),
-        one_class=of_one_class(*samples),
-        metrics={"rolled_back": float(bool(why))},
+    figures: dict[str, Any] = {"samples": sum(map(len, samples))}
+    metrics = {"rolled_back": float(bool(why))}
+    if (result := trial.result) is not None:
+        figures = {
+            "samples": result.n_train,
+            "support": result.n_test,
+            "head": result.head.name,
+            "precision": result.precision,
+            "fingerprint": result.fingerprint,
+            "acc_local": result.scores.local,
+            "acc_global": result.scores.overall,
+            "acc_personal": result.scores.personal,
+        }
+        metrics["seconds"] = round(result.seconds, 3)
+        if not why:
+            log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
+    about, one_class = message.bundle_id, of_one_class(*samples)
+    return Report(
+        run=message.run, about=about, bundle_id=runs, rolled_back=why, one_class=one_class, metrics=metrics, **figures
     )
-    result = trial.result
-    if result is None:
-        return report
-    if not why:
-        log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
-    figures = {
-        "samples": result.n_train,
-        "support": result.n_test,
-        "head": result.head.name,
-        "precision": result.precision,
-        "fingerprint": result.fingerprint,
-        "acc_local": result.scores.local,
-        "acc_global": result.scores.overall,
-        "acc_personal": result.scores.personal,
-        "metrics": {**report.metrics, "seconds": round(result.seconds, 3)},
-    }
-    return report.model_copy(update=figures)
 
 
 def refit_current(config: AgentConfig) -> tuple[str, int]:

@@ -16,7 +16,6 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
@@ -40,33 +39,6 @@ LEAVE_TIMEOUT_S = 2.0
 """How long a broker that has stopped reading may delay a disconnect."""
 
 
-@dataclass
-class _Inbox:
-    """Events from the network thread to the reader, bounded by bytes."""
-
-    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    unread_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def put_message(self, message: Message) -> bool:
-        with self.lock:
-            if self.unread_bytes + len(message.payload) > INBOX_BYTES:
-                return False
-            self.unread_bytes += len(message.payload)
-        self.events.put(message)
-        return True
-
-    def get(self, timeout_s: float) -> Event | None:
-        try:
-            event = self.events.get(timeout=timeout_s) if timeout_s > 0 else self.events.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(event, Message):
-            with self.lock:
-                self.unread_bytes -= len(event.payload)
-        return event
-
-
 class MqttTransport:
     """A `wire.transport.Transport` over one broker."""
 
@@ -77,7 +49,8 @@ class MqttTransport:
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
-        self._inbox = _Inbox()
+        self._events = queue.SimpleQueue[Event]()
+        self._unread_bytes, self._counting = 0, threading.Lock()
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
         self._subscribing = threading.RLock()
@@ -155,11 +128,18 @@ class MqttTransport:
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, waiting at most ``timeout_s`` seconds."""
-        return self._inbox.get(timeout_s)
+        try:
+            event = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(event, Message):
+            with self._counting:
+                self._unread_bytes -= len(event.payload)
+        return event
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once, from any thread."""
-        self._inbox.events.put(Woken())
+        self._events.put(Woken())
 
     # --- network thread --------------------------------------------------------------------------------------------
 
@@ -175,7 +155,7 @@ class MqttTransport:
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
-            self._inbox.events.put(Disconnected(reason, pause_s))
+            self._events.put(Disconnected(reason, pause_s))
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
@@ -227,7 +207,7 @@ class MqttTransport:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._up.set()
         self._tried.set()
-        self._inbox.events.put(Connected(self._connection))
+        self._events.put(Connected(self._connection))
         self._ask_for(tuple(self._filters))
 
     def _ask_for(self, filters: tuple[str, ...]) -> None:
@@ -248,16 +228,21 @@ class MqttTransport:
         rejected = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
         if rejected:
             log.error("subscription_refused filters=%s", ",".join(rejected))
-        self._inbox.events.put(Subscribed(tuple(f for f in filters if f not in rejected)))
+        self._events.put(Subscribed(tuple(f for f in filters if f not in rejected)))
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
         if not any(matches(wanted, message.topic) for wanted in self._filters):
             return
-        self.traffic.bytes_down += len(message.payload)
+        size = len(message.payload)
+        self.traffic.bytes_down += size
         self.traffic.messages_down += 1
-        if not self._inbox.put_message(Message(message.topic, bytes(message.payload), message.retain)):
-            self.traffic.dropped += 1
+        with self._counting:
+            if self._unread_bytes + size > INBOX_BYTES:
+                self.traffic.dropped += 1
+                return
+            self._unread_bytes += size
+        self._events.put(Message(message.topic, bytes(message.payload), message.retain))
 
 
 def longest_pause_s(failures: int) -> float:
