@@ -25,8 +25,7 @@ from edge_agent.wire.transport import Connected, Disconnected, Message, Subscrib
 from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
-from ..fleet.commands import CommandSender, RunIds, begin
-from ..fleet.registry import DuplicateIds, Rejections, Roster
+from ..fleet.registry import CommandSender, DuplicateIds, Rejections, Roster, RunIds, begin
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted import CombinedTransport
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting

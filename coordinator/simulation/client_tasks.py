@@ -15,8 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.runner import fault
-from edge_agent.agent.tasks import Resources, TaskRunner, kept_before
+from edge_agent.agent.tasks import Resources, TaskRunner, fault, kept_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
 from edge_agent.config import AgentConfig, DataConfig, Precision, TrainingConfig

@@ -24,7 +24,7 @@ from edge_agent.wire.messages import Job
 from edge_agent.wire.tensors import encode
 from edge_agent.wire.transport import MemoryBroker, Message
 
-from ..fleet.commands import RunNames
+from ..fleet.registry import RunNames
 from ..fleet.transfers import reason_of
 from ..runs.context import RunContext
 from ..runs.run_queue import Runs

@@ -27,8 +27,7 @@ from ..wire.transport import Connected, Disconnected, Message, Subscribed, Trans
 from ..worker import InlineWorker, Worker
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
 from .local_state import Membership
-from .runner import Disk, TaskQueue
-from .tasks import TaskRunner
+from .tasks import Disk, TaskQueue, TaskRunner
 from .transfers import Downloads, Link, Uploads
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
-from coordinator.fleet.commands import RunIds, begin
+from coordinator.fleet.registry import RunIds, begin
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.journal import Journal, draft

@@ -13,7 +13,7 @@ from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
-from coordinator.fleet import commands, transfers
+from coordinator.fleet import registry, transfers
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results
@@ -220,7 +220,7 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
         path.unlink()
     with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
         if started:
-            commands.begin(journal, version="0.1.0", boot="later")
+            registry.begin(journal, version="0.1.0", boot="later")
     with pytest.raises(StateError, match=words):
         run(plan, folder)
     assert list((folder / "clients").rglob("kept-*"))

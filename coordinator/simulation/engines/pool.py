@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.runner import fault
+from edge_agent.agent.tasks import fault
 from edge_agent.client import Built
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError, RunFailed

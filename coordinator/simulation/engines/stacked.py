@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.agent.runner import fault
+from edge_agent.agent.tasks import fault
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
 from edge_agent.errors import HeadwaterError, TrainingFailed
 from edge_agent.methods import Client, Method
