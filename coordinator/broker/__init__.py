@@ -225,7 +225,7 @@ MAX_INFLIGHT = 256
 """Unacknowledged messages for one client: more than the 16 chunks of 16 uploads at once that a coordinator grants."""
 
 MAX_QUEUED = 8192
-"""Messages kept for one slow client. Mosquitto's own 1,000 are gone within one 60 MB download, silently."""
+"""Messages kept for one slow client. Mosquitto's own limit of 1,000 silently drops chunks of a 60 MB download."""
 
 
 def find_mosquitto() -> Path | None:
@@ -278,7 +278,7 @@ class MosquittoBroker(SupervisedBroker):
 
 
 def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
-    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts everybody."""
+    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts all clients."""
     lines = [
         f"listener {port} {bind}",
         f"user {getpass.getuser()}",

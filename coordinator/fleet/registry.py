@@ -38,7 +38,7 @@ class Member:
     samples: int
     bundle_id: str
     heard_at: float = 0.0
-    gone_at: float | None = None
+    offline_at: float | None = None
     notes: dict[str, str] = field(default_factory=dict)
     """Notes for the status, by subject."""
 
@@ -54,7 +54,7 @@ class Member:
     @property
     def is_present(self) -> bool:
         """Whether it counts as online."""
-        return self.gone_at is None
+        return self.offline_at is None
 
 
 class Roster:
@@ -129,20 +129,20 @@ class Roster:
         member.heard_at = self._clock()
         return True
 
-    def gone(self, agent: str) -> None:
+    def mark_offline(self, agent: str) -> None:
         """Its will was published, or it said goodbye."""
         member = self._members.get(agent)
         if member is not None and member.is_present:
-            member.gone_at = self._clock()
+            member.offline_at = self._clock()
 
     def expire(self) -> list[str]:
-        """Agents whose lease has just run out; nobody's does while the coordinator itself cannot be reached."""
+        """Agents whose lease has just expired; none expires while the coordinator itself cannot be reached."""
         now, since = self._clock(), self._connected_at
         if since is None:
             return []
         silent = [m.id for m in self._members.values() if m.is_present and now - max(m.heard_at, since) > self.lease_s]
         for agent in silent:
-            self._members[agent].gone_at = now
+            self._members[agent].offline_at = now
         return silent
 
     def get(self, agent: str) -> Member | None:
@@ -164,13 +164,13 @@ class Roster:
         self._connected_at = self._clock()
 
     def disconnected(self) -> None:
-        """The coordinator hears nobody: nothing can be said of who is there, until it is `connected`."""
+        """The coordinator receives nothing: it cannot be known who is online, until it is `connected`."""
         if self._connected_at is not None:
             self._connected_at, self._deaf_since = None, self._clock()
 
     @property
     def deaf_s(self) -> float:
-        """Seconds since the start in which the coordinator could hear nobody: no agent's time runs meanwhile."""
+        """Seconds since the start in which the coordinator could receive nothing: no agent's time runs meanwhile."""
         return self._deaf_s + (self._clock() - self._deaf_since if self._connected_at is None else 0.0)
 
     def heard_s(self) -> float:
@@ -181,15 +181,15 @@ class Roster:
         """Seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
-            gone_at, patience_s = self._connected_at, RETURN_S
+            offline_at, patience_s = self._connected_at, RETURN_S
         else:
             is_stalled = member.is_present and member.condition == "stalled"
-            gone_at, patience_s = member.stalled_at if is_stalled else member.gone_at, PATIENCE_S
-            if gone_at is None:
+            offline_at, patience_s = member.stalled_at if is_stalled else member.offline_at, PATIENCE_S
+            if offline_at is None:
                 return None
-        if gone_at is None or self._connected_at is None:
+        if offline_at is None or self._connected_at is None:
             return RETURN_S
-        return gone_at + patience_s - self._clock()
+        return offline_at + patience_s - self._clock()
 
 
 ANSWER_S = 1.5

@@ -39,10 +39,10 @@ from .registry import Rejections
 log = logging.getLogger(__name__)
 
 GRANT_APART_S = 1.0
-"""An agent that repeats itself within this time has said the same twice: a second grant would bring all of it twice."""
+"""A manifest repeated within this time is a duplicate: a second grant would have all chunks sent twice."""
 
 MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
-"""Smaller chunks than this are taken up to this number of them: else a peer could make us keep lists of millions."""
+"""Smaller chunks than this are accepted up to this number: else a peer could cause lists of millions."""
 
 Send = Callable[[str, Command], None]
 
@@ -51,8 +51,8 @@ Send = Callable[[str, Command], None]
 class Collection:
     """What one round has collected so far.
 
-    The quorum is a share of those who can still deliver: whoever is offline for too long, was rejected, or is on trial
-    after failures in earlier rounds is not counted unless its update is there.
+    The quorum is a share of the agents that can still deliver: an agent that is offline for too long, was rejected, or
+    is on trial after failures in earlier rounds is not counted unless its update has arrived.
     """
 
     run: str
@@ -62,23 +62,23 @@ class Collection:
     accepted: dict[str, Accepted] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     objection: Callable[[Tensors], str] = lambda _: ""
-    """Why tensors of the right form still cannot be honest; empty when they can."""
+    """Why tensors of the right form are still not plausible; empty when they are."""
 
     joining: tuple[str, ...] = ()
-    """Those of the cohort who do not train the encoder; they send ``extras`` alone."""
+    """Agents of the cohort that do not train the encoder; they send ``extras`` alone."""
 
     extras: Mapping[str, Spec] = field(default_factory=dict)
     on_trial: frozenset[str] = frozenset()
-    """Those who failed in earlier rounds: asked, and not counted in the quorum."""
+    """Agents that failed in earlier rounds: asked, and not counted in the quorum."""
 
     given_up: dict[str, str] = field(default_factory=dict)
-    """Those who went offline or did not take up the work, and which start of each; welcome all the same."""
+    """Agents that went offline or did not start the job, and which start of each; their updates still count."""
 
     failed_boots: dict[str, str] = field(default_factory=dict)
     """The start of each agent in ``rejected``, when it failed."""
 
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Agent -> reason, of those that were there and that this round does without."""
+    """Agent -> reason, of those that were online and are not in this round."""
 
     purpose: Purpose = "train"
     """What its agents are asked to do, except that those in ``joining`` contribute."""
@@ -93,19 +93,19 @@ class Collection:
 
     @property
     def training(self) -> tuple[str, ...]:
-        """Cohort members that train; all of them where nobody does."""
+        """Cohort members that train; all of them where none does."""
         return tuple(agent for agent in self.cohort if agent not in self.joining) or self.cohort
 
     @property
     def delivered(self) -> int:
-        """How many of those who train have delivered: devices that only join answer in no time."""
+        """How many of those that train have delivered: devices that only contribute deliver at once."""
         return sum(agent in self.accepted for agent in self.training)
 
     def needed(self, share: float, least: int) -> int:
-        """How many updates of those who train are a quorum.
+        """How many updates of those that train are a quorum.
 
-        That is ``share`` of them, or, if those who can still deliver are too few for that, ``share`` of these, but then
-        not fewer than ``least``. One update is the least in any case.
+        That is ``share`` of them, or, if too few of them can still deliver, ``share`` of these, but then not fewer than
+        ``least``. One update is the least in any case.
         """
         uncounted = {*self.given_up, *self.on_trial, *self.rejected}
         counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
@@ -168,11 +168,11 @@ class Collector:
         """Refused updates since the start, by ``agent: reason``."""
 
     def open(self, collection: Collection) -> None:
-        """Take updates for this round from now on."""
+        """Accept updates for this round from now on."""
         self.open_round = collection
 
     def close(self) -> None:
-        """Take no more updates for the open round; what is half here is forgotten."""
+        """Accept no more updates for the open round; incomplete ones are removed."""
         for upload in self._uploads.values():
             upload.receiving.incoming.discard()
         self._uploads.clear()
@@ -185,15 +185,16 @@ class Collector:
         self._uploads.clear()
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
-        """An agent has an update; it is granted, receipted (again), or rejected with the reason.
+        """An agent offers an update; it is granted, receipted (again), or rejected with the reason.
 
-        While the run is stalled, or prepares to resume that round, nothing is said: the agent keeps its update and
+        While the run is stalled, or prepares to resume that round, there is no answer: the agent keeps its update and
         offers it again.
         """
         if self.open_round is None:
+            if self._is_stalled():
+                return
             opened = self._journal.replay(message.run).open_round
-            is_of_rounds = message.purpose in {"train", "contribute"}
-            if self._is_stalled() or (opened is not None and opened.round == message.round and is_of_rounds):
+            if opened is not None and opened.round == message.round and message.purpose in {"train", "contribute"}:
                 return
         try:
             already = self._already_accepted(agent, message)
@@ -208,7 +209,7 @@ class Collector:
             self._grant(agent, message)
 
     def chunk(self, agent: str, frame: Frame) -> None:
-        """One chunk from an agent; acknowledged now and then, and judged when it was the last.
+        """One chunk from an agent; acknowledged from time to time; after the last one the update is checked.
 
         Raises:
             ChunkError: the agent has no upload under way that this belongs to.
@@ -217,20 +218,19 @@ class Collector:
         if upload is None:
             raise ChunkError("no upload was granted")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
-        complete = upload.receiving.add(frame, self._clock())
-        if complete:
+        if upload.receiving.add(frame, self._clock()):
             del self._uploads[agent]
             self.finished_uploads += 1
-            self._judge(agent, upload)
+            self._finish(agent, upload)
         elif upload.receiving.report_due(self._clock()):
             self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
-        """Whether an update of this agent is on its way."""
+        """Whether an update of this agent is being uploaded."""
         return agent in self._uploads
 
     def greet(self, agent: str) -> None:
-        """An agent is there (again): it may have lost what was granted, and what was under way is lost."""
+        """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
         if upload := self._uploads.get(agent):
             upload.granted_at = float("-inf")
 
@@ -294,7 +294,7 @@ class Collector:
         upload.receiving.restart(upload.granted_at)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
-            self._judge(agent, upload)
+            self._finish(agent, upload)
             return
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.incoming.chunks.missing()
@@ -305,7 +305,7 @@ class Collector:
         missing = receiving.gaps()
         self._send(agent, Ack(run=manifest.run, digest=manifest.blob.digest, received=receiving.seen, missing=missing))
 
-    def _judge(self, agent: str, upload: _Upload) -> None:
+    def _finish(self, agent: str, upload: _Upload) -> None:
         message, collection = upload.manifest, self.open_round
         digest = message.blob.digest
         arrived = self._folder(agent) / f"{digest}.whole"
@@ -330,7 +330,7 @@ class Collector:
             arrived.unlink(missing_ok=True)
             self._reject(agent, message, str(rejection))
             return
-        arrived.replace(self._blobs.path(digest))  # only now is it a blob that others may rely on
+        arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
         body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
@@ -395,14 +395,14 @@ def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
 
 
 GATHER_S = 0.05
-"""How long the first asker waits for others: once everybody offered has answered, no time is lost at all."""
+"""How long the first request waits for others; it does not wait once all agents with the offer have answered."""
 
 Publish = Callable[[str, bytes], None]
 
 
 @dataclass
 class _Offer:
-    """One blob and everybody concerned with it."""
+    """One blob and the agents that it is offered to."""
 
     blob: Outgoing
     unanswered: set[str] = field(default_factory=set)
@@ -425,12 +425,12 @@ class Distributor:
         offer.unanswered.update(agents)
 
     def withdraw(self, digests: Iterable[str]) -> None:
-        """Nobody needs these blobs any more."""
+        """These blobs are not needed any more."""
         for digest in digests:
             self._offers.pop(digest, None)
 
     def have(self, agent: str, digest: str) -> None:
-        """An agent has the whole blob, from its cache or because it has just got it."""
+        """An agent has the blob, from its cache or because it has just received it."""
         if offer := self._offers.get(digest):
             offer.unanswered.discard(agent)
             self._leave(offer, agent)
@@ -455,7 +455,7 @@ class Distributor:
         return True
 
     def take(self, agent: str, digest: str) -> Outgoing | None:
-        """The whole blob, for an agent in this very process, counted as if it had travelled; None: not on offer."""
+        """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
         offer = self._offers.get(digest)
         if offer is None:
             return None
@@ -470,7 +470,7 @@ class Distributor:
                 sending.saw(agent, seen, self._clock())
 
     def forget(self, agent: str) -> None:
-        """An agent is gone: nothing waits for it."""
+        """An agent is offline: nothing waits for it."""
         for offer in self._offers.values():
             offer.unanswered.discard(agent)
             self._leave(offer, agent)

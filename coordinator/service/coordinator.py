@@ -413,7 +413,7 @@ class Coordinator:
             self.commands.send(agent, wire.TaskNotice(task=task))
 
     def _lose(self, agent: str) -> None:
-        self.roster.gone(agent)
+        self.roster.mark_offline(agent)
         self.distributor.forget(agent)
 
     def _on_coordinator(self, event: Message) -> None:

@@ -182,7 +182,7 @@ class TaskRunner:
         return len(folders)
 
     def contribute(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
-        """A round without training the encoder, which lies in the bundle at ``encoder``: the update, in the outbox.
+        """A round without training the encoder, which is in the bundle at ``encoder``: the update, in the outbox.
 
         Raises:
             MissingCapability: the method has nothing for a device that trains no encoder.
@@ -342,7 +342,7 @@ def kept_before(job: Job) -> int:
 
 
 def resident_mb() -> float:
-    """Memory of this process that lies in RAM, in MB (10^6 bytes); the peak where the system tells no more."""
+    """Memory of this process in RAM, in MB (10^6 bytes); its peak where the system reports nothing else."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -354,7 +354,7 @@ def resident_mb() -> float:
 
 LIMIT_S = 600.0
 _BEGIN = (
-    "import sys; sys.path[:1] = [place for place in sys.path[:1] if place]; sys.path.append(sys.argv.pop(1)); "
+    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
     "from edge_agent.agent.tasks import answer; answer()"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])

@@ -317,5 +317,5 @@ def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> st
     return (
         f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than "
         f"{config.password_file or 'the empty one'}; 'headwater enroll {user}' makes a new one, which a Mosquitto that "
-        "runs has to be told of (reload)"
+        "runs has to reload"
     )

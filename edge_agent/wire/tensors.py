@@ -79,7 +79,7 @@ def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 def pieces(
     tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> list[bytes | memoryview[int]]:
-    """What `encode` joins: the header, then each array's own bytes (a view wherever the array lies as it is sent).
+    """What `encode` joins: the header, then each array's own bytes (a view where its layout is that of the format).
 
     Raises:
         TensorsError: as `encode`.

@@ -184,7 +184,7 @@ def test_an_update_that_was_under_way_counts_although_its_agent_was_given_up(tmp
         fed.until(lambda: fed.entries("update_accepted"))
         blob = late.offer(fed.final)
         fed.settle()
-        fed.coordinator.roster.gone("late")
+        fed.coordinator.roster.mark_offline("late")
         fed.wait(60)
         assert fed.coordinator.waiting.whom == ("late",)
         late.send(blob)

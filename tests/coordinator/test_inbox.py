@@ -62,7 +62,7 @@ def test_a_fault_of_the_start_on_the_roster_counts_after_its_lease_ran_out(fed):
     fed.add("a0")
     fed.settle()
     member = fed.coordinator.roster.get("a0")
-    fed.coordinator.roster.gone("a0")
+    fed.coordinator.roster.mark_offline("a0")
     say(fed, "a0", wire.Fault(boot=member.boot, error="TrainingFailed", message="diverged"))
     assert member.fault["error"] == "TrainingFailed"
 

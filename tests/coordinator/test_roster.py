@@ -58,7 +58,7 @@ def test_whoever_is_not_known_as_they_are_has_to_say_hello(roster, case):
     if case != "unknown":
         roster.hello("a", hello())
     if case == "gone":
-        roster.gone("a")
+        roster.mark_offline("a")
     assert not roster.heard("a", "b2" if case == "rebooted" else "b1")
     roster.hello("a", hello(boot="b2" if case == "rebooted" else "b1"))
     assert roster.heard("a", "b2" if case == "rebooted" else "b1")
@@ -68,10 +68,10 @@ def test_patience_with_the_gone_ends_after_two_seconds(roster, clock):
     roster.hello("a", hello())
     assert roster.patience("a") is None
     clock.now += 7
-    roster.gone("a")
+    roster.mark_offline("a")
     assert roster.patience("a") == PATIENCE_S
     clock.now += 1.5
-    roster.gone("a")
+    roster.mark_offline("a")
     assert roster.patience("a") == pytest.approx(0.5), "gone once, not again"
 
 

@@ -389,7 +389,7 @@ def test_the_waits_between_attempts_are_no_part_of_the_round(tmp_path):
         fed.wait(1)
         fed.kill("a0", will=False)
         fed.wait(8.5)
-        fed.coordinator.roster.gone("a0")
+        fed.coordinator.roster.mark_offline("a0")
         fed.wait(30.5)
         fed.add("a1", seconds=5)
         fed.finish()
