@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import threading
-from datetime import datetime, timezone
 from typing import Any
 
 from .. import capabilities
@@ -103,7 +102,7 @@ def _check(config: AgentConfig) -> None:
 
 def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
     """Add why the agent ended to the status file, for 'edge-agent status'."""
-    problem, path = problem_of("start", error, datetime.now(timezone.utc)), config.state / "status.json"
+    problem, path = problem_of("start", error), config.state / "status.json"
     status: dict[str, Any] = {}
     with contextlib.suppress(StateError):
         status = read_json(path) or {}

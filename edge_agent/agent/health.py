@@ -70,8 +70,7 @@ class Problem:
 class Condition:
     """The problems that this agent has now, one of each kind."""
 
-    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._problems: dict[Kind, Problem] = {}
 
     @property
@@ -91,23 +90,21 @@ class Condition:
 
     def note(self, kind: Kind, error: BaseException) -> Problem:
         """Note an error; returns its problem. Errors of the disk count as such, whatever failed because of them."""
-        problem = problem_of(kind, error, self._now())
+        problem = problem_of(kind, error)
         self._problems.pop(problem.kind, None)
         self._problems[problem.kind] = problem
         return problem
 
-    def clear(self, *kinds: Kind) -> bool:
-        """These work again; whether one of them had not."""
-        before = len(self._problems)
+    def clear(self, *kinds: Kind) -> None:
+        """These work again."""
         for kind in kinds:
             self._problems.pop(kind, None)
-        return len(self._problems) < before
 
 
-def problem_of(kind: Kind, error: BaseException, at: datetime) -> Problem:
-    """An error as a problem: class and remedy for the coordinator, everything for this device."""
+def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> Problem:
+    """An error, now by default, as a problem: class and remedy for the coordinator, everything for this device."""
     whole = whole_message(error)
-    moment = at.isoformat(timespec="seconds")
+    moment = (at or datetime.now(timezone.utc)).isoformat(timespec="seconds")
     if (reason := disk_error(error)) is not None:
         remedy = "free space on the device's disk, or mount it for writing; the agent resumes by itself"
         return Problem("disk", DISK_ERROR, whole, f"its disk cannot be written: {cause(reason)}", remedy, moment)
@@ -170,7 +167,7 @@ def look_at_disk(folder: Path) -> dict[str, Any] | None:
         error = OSError(code, os.strerror(code), str(folder))
     except OSError as failure:
         error = OSError(errno.EIO, cause(failure))
-    return problem_of("disk", error, datetime.now(timezone.utc)).as_json()
+    return problem_of("disk", error).as_json()
 
 
 HELLO_AGAIN_S = 2.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def status(arguments: argparse.Namespace) -> int:
     try:
         result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
-        result.update(condition="fault", fault=problem_of("bundle", error, datetime.now(timezone.utc)).as_json())
+        result.update(condition="fault", fault=problem_of("bundle", error).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
