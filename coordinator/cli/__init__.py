@@ -1,6 +1,6 @@
 """``headwater``: the commands of the data center and the workstation.
 
-Each command is one module here, imported only when it is asked for. Errors of our tree become one message on stderr and
+Each command is one module here, imported only when it is requested. Errors of our tree become one message on stderr and
 their exit code; ``--json`` prints one JSON object on stdout, and nothing else goes there.
 """
 
@@ -45,22 +45,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code (see `edge_agent.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     limit_threads(spare_torch=True)  # with one numpy thread, results equal those of worker processes bit for bit
+    failure: HeadwaterError
     try:
         command_tree(given)(given, prog_name="headwater")
     except SystemExit as end:
-        if end.code == UsageError.exit_code and "--json" in given and not _is_by_command(end):
+        from typer import Exit
+
+        is_by_command = isinstance(end.__context__, Exit)  # which has printed its result
+        if end.code == UsageError.exit_code and "--json" in given and not is_by_command:
             _print_json("UsageError", "the command line is wrong; see stderr", UsageError.exit_code)
         raise
     except HeadwaterError as error:
-        sys.exit(_report(error, error.exit_code, as_json="--json" in given))
+        failure = error
     except OSError as error:  # a full disk, or a folder that may not be written: a traceback would say no more
         where = f"{error.filename}: " if error.filename is not None else ""
         failure = HeadwaterError(f"{where}{cause(error)}")
-        sys.exit(_report(failure, failure.exit_code, as_json="--json" in given))
     except RuntimeError as error:
         if (mistake := without_home(error)) is None:
             raise
-        sys.exit(_report(mistake, mistake.exit_code, as_json="--json" in given))
+        failure = mistake
+    else:
+        return
+    print(f"headwater: {failure}", file=sys.stderr)
+    if "--json" in given:
+        _print_json(type(failure).__name__, str(failure), failure.exit_code)
+    sys.exit(failure.exit_code)
 
 
 def command_tree(given: Sequence[str]) -> typer.Typer:
@@ -92,9 +101,9 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
         ) -> None: ...
 
         app.callback()(root)
-        wanted = next((word for word in given if not word.startswith("-")), None)
+        requested = next((word for word in given if not word.startswith("-")), None)
         for name, summary in COMMANDS.items():
-            if name != wanted:
+            if name != requested:
                 app.command(name, help=summary)(_not_loaded)
                 continue
             module = importlib.import_module(f".{name}", __name__)
@@ -110,8 +119,8 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         from typer import Exit
 
         print(f"headwater {__version__}")
@@ -120,20 +129,6 @@ def _print_version(wanted: bool) -> None:
 
 def _not_loaded() -> None:
     """Stands for a command that was not asked for."""
-
-
-def _is_by_command(end: SystemExit) -> bool:
-    """Whether a command has chosen its exit code itself, after it has printed its result."""
-    from typer import Exit
-
-    return isinstance(end.__context__, Exit)
-
-
-def _report(error: Exception, code: int, *, as_json: bool) -> int:
-    print(f"headwater: {error}", file=sys.stderr)
-    if as_json:
-        _print_json(type(error).__name__, str(error), code)
-    return code
 
 
 def _print_json(kind: str, message: str, code: int) -> None:

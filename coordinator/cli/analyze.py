@@ -18,19 +18,8 @@ from edge_agent.storage import check_writable
 from ..research import analyze as analysis
 from ..research.analyze import Settings
 from ..research.analyze.page import write
-from .terminal import (
-    Config,
-    Given,
-    Json,
-    Verbose,
-    console,
-    from_model,
-    present,
-    set_up_logging,
-    state_path,
-    table,
-    text,
-)
+from .options import Config, Given, Json, Verbose, from_model, state_path
+from .output import console, present, set_up_logging, table, text
 
 What = Annotated[
     str, typer.Argument(metavar="RUN|BUNDLE", help="Simulation or state folder, a run's name, or a bundle file.")

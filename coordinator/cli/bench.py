@@ -13,7 +13,8 @@ from edge_agent.config import parse
 
 from ..broker import find_mosquitto
 from ..research.bench.measuring import RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
-from .terminal import Given, Json, from_model, present, table
+from .options import Given, Json, from_model
+from .output import present, table
 
 app = typer.Typer(help="Measure this machine: rounds, simulations, devices.", no_args_is_help=True)
 

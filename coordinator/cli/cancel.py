@@ -16,7 +16,8 @@ from ..runs.results import end_run
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .follow import standing
-from .terminal import Config, Json, State, present, state_path
+from .options import Config, Json, State, state_path
+from .output import present
 
 Run = Annotated[str, typer.Argument(help="Run to end, as 'headwater status' names it.")]
 

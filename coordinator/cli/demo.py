@@ -26,8 +26,9 @@ from ..processes.supervisor import ChildProcess, command
 from ..runs.result_notes import lines
 from ..service.app import coordinator
 from .follow import follow
+from .options import Given, Json, Verbose, from_model
+from .output import present, set_up_logging
 from .run import agents_table, footnotes, request_for
-from .terminal import Given, Json, Verbose, from_model, present, set_up_logging
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")

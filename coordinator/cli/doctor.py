@@ -21,7 +21,8 @@ from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
-from .terminal import Json, present, table
+from .options import Json
+from .output import present, table
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; its broker is checked: login and topic rules.")

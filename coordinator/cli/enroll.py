@@ -15,7 +15,8 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
-from .terminal import Json, present, ready_for
+from .options import Json
+from .output import present, ready_for
 
 Agent = Annotated[
     str, typer.Argument(help=f"The agent's id, which is its MQTT user; '{COORDINATOR_USER}' is possible too.")

@@ -14,7 +14,8 @@ from edge_agent.storage import write_tensors
 from ..api import TrainedModel, export_run
 from ..config import DEFAULT_CONFIG, ExportConfig, load_config
 from ..state.journal import RunRecord
-from .terminal import Config, Json, State, console, present, ready_for, set_up_logging, table, text
+from .options import Config, Json, State
+from .output import console, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
     from export import Report

@@ -18,7 +18,7 @@ from edge_agent.storage import folder_lock
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .terminal import console
+from .output import console
 
 LOOK_EVERY_S = 0.2
 SILENT_S = 15.0
@@ -115,10 +115,9 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str], None]]:
     if not console.is_terminal:
         yield _Lines(run)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds", TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(run, total=None)
 

@@ -14,7 +14,8 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 
-from .terminal import Json, present, print_json, show, table
+from .options import Json
+from .output import present, print_json, show, table
 
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
 HEADINGS = {

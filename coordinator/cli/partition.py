@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from rich.table import Table
 
 from edge_agent.config import parse
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
 from ..simulation.plan import Plan
+from .options import Given, Json, Verbose, from_model
+from .output import present, ready_for, set_up_logging, table
 from .simulate import sources
-from .terminal import Given, Json, Verbose, from_model, print_json, ready_for, set_up_logging, show, table
 
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
@@ -34,22 +37,11 @@ Out = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Plot of the classes of each client: .svg or .png.")]
 
-OPTIONS = (
-    "data",
-    "clients",
-    "alpha",
-    "size",
-    "test_size",
-    "classes_each",
-    "min_size",
-    "test_fraction",
-    "validation",
-    "seed",
-)
+SPLIT = ("test_fraction", "validation", "seed")
 SHOWN_CLIENTS, SHOWN_CLASSES = 40, 12
 
 
-@from_model(Plan, OPTIONS)
+@from_model(Plan, ("data", "clients", "alpha", "size", "test_size", "classes_each", "min_size", *SPLIT))
 def partition(
     given: Given,
     rule: Rule,
@@ -77,37 +69,34 @@ def partition(
     for path in filter(None, (file, plot)):
         ready_for(path)
     pools, division, task = prepare(plan)
-    told = _told(division, pools, task.class_names)
-    told |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
+    shown = _as_json(division, pools, task.class_names)
+    shown |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
     if file is not None:
-        _check_place(file, division)
+        _check_replaceable(file, division)
         division.write(file)
     if plot is not None:
-        write_atomic(plot, mixture(told, kind))
-    if as_json:
-        print_json(told)
-        return
-    show(_table(told), *_reading(told))
+        write_atomic(plot, mixture(shown, kind))
+    present(shown, _parts(shown), as_json=as_json)
 
 
-def _check_place(path: Path, division: Division) -> None:
-    """Return quietly where nothing that others rely on would be lost."""
+def _check_replaceable(path: Path, division: Division) -> None:
+    """Raise where ``path`` holds anything but this partition, on which others may rely."""
     from edge_agent.data.partition import Division
 
     if not path.exists():
         return
     try:
-        result = Division.read(path).sha256
+        saved = Division.read(path).sha256
     except UsageError as error:
         raise UsageError(f"{path} holds something else; choose another --out") from error
-    if result != division.sha256:
+    if saved != division.sha256:
         raise UsageError(
-            f"{path} holds another partition (hash {result[:16]}, this one has {division.sha256[:16]}), and runs or "
+            f"{path} holds another partition (hash {saved[:16]}, this one has {division.sha256[:16]}), and runs or "
             "devices may rely on it; choose another --out, or remove it first"
         )
 
 
-def _told(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
+def _as_json(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
     tested = pools.train if pools.test is None else pools.test
 
     def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:
@@ -128,34 +117,24 @@ def _told(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dic
     }
 
 
-def _table(told: dict[str, Any]) -> Any:
-    names = told["classes"][:SHOWN_CLASSES]
-    more = ["…"] if len(told["classes"]) > SHOWN_CLASSES else []
-    rows = [
-        (
-            one["id"],
-            sum(one["train"]),
-            sum(one["test"]),
-            sum(map(bool, one["train"])),
-            *(count or "·" for count in one["train"][:SHOWN_CLASSES]),
-            *more,
-        )
-        for one in told["clients"][:SHOWN_CLIENTS]
-    ]
-    title = f"partition {told['rule']}: training samples of each class"
-    return table(title, ("client", "train", "test", "classes", *names, *more), rows)
-
-
-def _reading(told: dict[str, Any]) -> list[str]:
-    clients, samples = told["clients"], told["samples"]
+def _parts(shown: dict[str, Any]) -> Iterator[Table | str]:
+    clients, samples = shown["clients"], shown["samples"]
+    more = ["…"] if len(shown["classes"]) > SHOWN_CLASSES else []
+    rows = []
+    for one in clients[:SHOWN_CLIENTS]:
+        counts = [count or "·" for count in one["train"][:SHOWN_CLASSES]]
+        rows.append((one["id"], sum(one["train"]), sum(one["test"]), sum(map(bool, one["train"])), *counts, *more))
+    columns = ("client", "train", "test", "classes", *shown["classes"][:SHOWN_CLASSES], *more)
+    yield table(f"partition {shown['rule']}: training samples of each class", columns, rows)
+    if len(clients) > SHOWN_CLIENTS:
+        yield f"… and {len(clients) - SHOWN_CLIENTS} clients more; --json has them all"
     sizes = sorted(sum(one["train"]) for one in clients)
-    hidden = len(clients) - SHOWN_CLIENTS
-    lines = [f"… and {hidden} clients more; --json has them all"] if hidden > 0 else []
-    shared = sum(sizes) - samples["used"]
-    twice = f", {shared} of them draws of a sample that another client has, too" if shared else ""
-    lines.append(
+    repeated = sum(sizes) - samples["used"]
+    draws = f", {repeated} of them draws of a sample that another client has, too" if repeated else ""
+    yield (
         f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples (median {sizes[len(sizes) // 2]}); "
-        f"{samples['used']} of {samples['train']} samples of the pool are trained on{twice}"
+        f"{samples['used']} of {samples['train']} samples of the pool are trained on{draws}"
     )
-    lines.append(f"hash {told['hash'][:16]}; partition: {told['file'] or 'as it was'}")
-    return [*lines, f"picture: {told['plot']}"] if told["plot"] else lines
+    yield f"hash {shown['hash'][:16]}; partition: {shown['file'] or 'as it was'}"
+    if shown["plot"]:
+        yield f"picture: {shown['plot']}"

@@ -15,7 +15,8 @@ from ..report.page import accuracy_svg
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from .follow import standing
-from .terminal import Config, Json, State, console, present, ready_for, state_path
+from .options import Config, Json, State, state_path
+from .output import console, present, ready_for
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]

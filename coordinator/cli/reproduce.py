@@ -16,19 +16,9 @@ from edge_agent.storage import check_writable
 from ..runs.request import Weights
 from ..simulation.plan import Plan
 from ..text import counted
+from .options import INTERRUPTED, Given, Json, Verbose, from_model
+from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
 from .simulate import run_plan
-from .terminal import (
-    INTERRUPTED,
-    Given,
-    Json,
-    Verbose,
-    console,
-    from_model,
-    present,
-    set_up_logging,
-    sigterm_as_ctrl_c,
-    table,
-)
 
 if TYPE_CHECKING:
     from ..research.reproduce.cells import Cell, Reproduction

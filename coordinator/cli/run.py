@@ -22,20 +22,8 @@ from ..state.journal import RunRecord
 from ..state.store import StateFolder
 from ..text import counted, listed
 from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of, standing
-from .terminal import (
-    INTERRUPTED,
-    Config,
-    Given,
-    Json,
-    State,
-    Verbose,
-    console,
-    flag,
-    from_model,
-    present,
-    set_up_logging,
-    table,
-)
+from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
+from .output import console, present, set_up_logging, table
 
 Paper = Annotated[
     bool,

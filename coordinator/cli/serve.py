@@ -12,7 +12,8 @@ from ..config import load_config
 from ..service.app import coordinator
 from ..service.preflight import check_defaults, without_lost_weights
 from .follow import Invocation, standing
-from .terminal import INTERRUPTED, Config, State, Verbose, console, set_up_logging
+from .options import INTERRUPTED, Config, State, Verbose
+from .output import console, set_up_logging
 
 
 def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:

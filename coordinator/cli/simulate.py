@@ -20,19 +20,8 @@ from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
 from ..text import counted, encoder_named
-from .terminal import (
-    INTERRUPTED,
-    Given,
-    Json,
-    Verbose,
-    console,
-    from_model,
-    print_json,
-    set_up_logging,
-    show,
-    sigterm_as_ctrl_c,
-    table,
-)
+from .options import INTERRUPTED, Given, Json, Verbose, from_model
+from .output import console, present, set_up_logging, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,11 +69,13 @@ def simulate(
     if given.get("partition", "").endswith(".json"):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
-    result = _run(plan, folder, resume=resume)
-    if as_json:
-        print_json(result)
-        return
-    show(rounds_table(result), *reading(result))
+    try:
+        with sigterm_as_ctrl_c():
+            result = run_plan(plan, folder, resume=resume)
+    except KeyboardInterrupt:
+        console.print(_how_to_resume(folder), soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    present(result, [rounds_table(result), *reading(result)], as_json=as_json)
 
 
 def sources(given: Any) -> Any:
@@ -113,15 +104,29 @@ def shares(text: str | None) -> dict[str, float]:
     return {"fraction": least, **({"fraction_max": most[0]} if most else {})}
 
 
-def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+    """The plan and the folder of a new simulation; options override the values of the file."""
     from ..simulation.setup import planned
 
-    raw: dict[str, Any] = {"folder": str(Path.cwd() if config is None else config.absolute().parent)}
+    raw: dict[str, Any] = {"folder": str(Path.cwd())}
     if config is not None:
-        raw |= _anchored(read_toml(config), config.absolute().parent)
-    if "data" in wished and config is not None:
-        raw["folder"] = str(Path.cwd())
-    raw |= {name: _on_top(value, raw.get(name)) for name, value in wished.items()}
+        folder = config.absolute().parent
+        raw = {"folder": str(folder), **read_toml(config)}
+        for name in ("method", "encoder", "folder", "weights", "partition"):  # paths in a file count from its folder
+            value = raw.get(name)
+            if not isinstance(value, str) or not value:
+                continue
+            if name in {"method", "encoder"}:
+                raw[name] = absolute(value, folder)
+            elif name != "partition" or value.endswith(".json"):
+                raw[name] = str(folder / Path(value).expanduser())
+        if "data" in given:
+            raw["folder"] = str(Path.cwd())
+    for name, value in given.items():
+        if isinstance(value, dict) and name in raw:  # a value in the file that is no table stays, to be reported
+            raw[name] = {**raw[name], **value} if isinstance(raw[name], dict) else raw[name]
+        else:
+            raw[name] = value
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
     folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
@@ -131,22 +136,8 @@ def _planned(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     return plan, folder
 
 
-def _on_top(value: Any, below: Any) -> Any:
-    """Command-line values merged into those of the file; a value that should be a table stays, to be reported."""
-    if not isinstance(value, dict) or below is None:
-        return value
-    return {**below, **value} if isinstance(below, dict) else below
-
-
-def _anchored(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Files that a file names count from that file, also where its data are replaced by others."""
-    files = {name: place for name in ("folder", "weights", "partition") if isinstance(place := raw.get(name), str)}
-    files = {name: place for name, place in files.items() if name != "partition" or place.endswith(".json")}
-    raw = raw | {name: absolute(raw[name], folder) for name in ("method", "encoder") if isinstance(raw.get(name), str)}
-    return raw | {name: str(folder / Path(place).expanduser()) for name, place in files.items() if place}
-
-
-def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
+    """The plan of the simulation in ``out``; of the options only those that change no results may differ from it."""
     from ..simulation.setup import planned
 
     if out is None or config is not None:
@@ -156,27 +147,19 @@ def _resumed(wished: dict[str, Any], config: Path | None, out: Path | None) -> t
     plan = planned(out)
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
-    how = {name: wished.pop(name) for name in HOW_NOT_WHAT if name in wished}
-    other = {name: value for name, value in wished.items() if not _is_same(name, getattr(plan, name), value)}
-    if other:
-        differing = "; ".join(f"{name} is {getattr(plan, name)}, {value} was given" for name, value in other.items())
-        raise UsageError(f"--resume keeps the settings of the run in {out}: {differing}; leave out what differs")
+    differing = []
+    for name, value in given.items():
+        saved = getattr(plan, name)
+        is_path = name in {"partition", "weights"} and saved is not None
+        if name in HOW_NOT_WHAT or saved == value or (is_path and Path(saved).resolve() == Path(value).resolve()):
+            continue
+        differing.append(f"{name} is {saved}, {value} was given")
+    if differing:
+        raise UsageError(
+            f"--resume keeps the settings of the run in {out}: {'; '.join(differing)}; leave out what differs"
+        )
+    how = {name: value for name, value in given.items() if name in HOW_NOT_WHAT}
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
-
-
-def _is_same(name: str, asked: Any, given: Any) -> bool:
-    """Whether two values of a field are equal, or two ways to write one place."""
-    is_place = name in {"partition", "weights"} and asked is not None
-    return bool(asked == given or (is_place and Path(asked).resolve() == Path(given).resolve()))
-
-
-def _run(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
-    try:
-        with sigterm_as_ctrl_c():
-            return run_plan(plan, folder, resume=resume)
-    except KeyboardInterrupt:
-        console.print(_how_to_go_on(folder), soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
@@ -196,7 +179,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         return finish(simulation, folder, watch)
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _how_to_resume(folder: Path) -> str:
     from ..simulation.setup import planned
 
     plan = planned(folder)
@@ -207,9 +190,6 @@ def _how_to_go_on(folder: Path) -> str:
         closed = state.journal.replay(runs[0]).round if runs else 0
     where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
     return f"{where}, nothing is lost; resume with: headwater simulate --resume --out {shlex.quote(str(folder))}"
-
-
-__all__ = ["shown"]
 
 
 AT_THE_END = 0.25
@@ -223,21 +203,21 @@ class _RunProgress:
         self._simulation, plan = simulation, simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
         share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
-        self.rounds, self.cohort = plan.rounds, max(1, round(share * (clients - plan.new_clients)))
-        self.total = plan.rounds * self.cohort + AT_THE_END * clients
+        cohort = max(1, round(share * (clients - plan.new_clients)))
+        self.rounds, self.total = plan.rounds, plan.rounds * cohort + AT_THE_END * clients
         record = simulation.state.journal.replay(simulation.run)
-        self.closed = record.round
+        self._closed = record.round
         updates = len(record.open_round.updates) if record.open_round is not None else 0
-        self.begun = self.done = float(record.round * self.cohort + updates)
+        self._begun = self.done = float(record.round * cohort + updates)
         self._began_at = time.monotonic()
 
     def count(self, job: Job) -> dict[str, Any] | None:
         """Count one more job; returns the figures of the previous round when this job is the first of the next one."""
         self.done += 1.0 if job.purpose == "train" else AT_THE_END
         closed = job.round - 1 if job.purpose == "train" else self.rounds
-        if closed <= self.closed:
+        if closed <= self._closed:
             return None
-        self.closed = closed
+        self._closed = closed
         from ..simulation.results import round_of
 
         simulation = self._simulation
@@ -245,11 +225,11 @@ class _RunProgress:
 
     def left_s(self) -> float:
         """Estimate of the seconds that the rest takes."""
-        done = max(AT_THE_END, self.done - self.begun)
+        done = max(AT_THE_END, self.done - self._begun)
         return (time.monotonic() - self._began_at) / done * (self.total - self.done)
 
 
-def _words(figures: dict[str, Any]) -> str:
+def _scores(figures: dict[str, Any]) -> str:
     result = [f"acc.{scope} {acc['clients_mean']:.3f}" for scope, acc in figures["acc"].items()]
     loss = [] if figures["loss"] is None else [f"loss {figures['loss']:.3f}"]
     return ", ".join([*result, *loss])
@@ -257,43 +237,35 @@ def _words(figures: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
-    """What to call after each job, for as long as the context lasts."""
+    """What to call after each job, for as long as the context lasts: prints a line for each round, or updates a bar."""
     run_progress = _RunProgress(simulation)
+
+    def print_line(job: Job) -> None:
+        if (figures := run_progress.count(job)) is not None:
+            seconds = "" if figures["seconds"] is None else f"{figures['seconds']:.1f} s; "
+            scores = f"{_scores(figures)}, " if _scores(figures) else ""
+            line = f"round {figures['round']} of {run_progress.rounds}: {scores}{seconds}"
+            console.print(f"{line}about {run_progress.left_s():.0f} s left", soft_wrap=True)
+
     if not console.is_terminal:
-        yield lambda job: _line(run_progress, run_progress.count(job))
+        yield print_line
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[words]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    text, scores = "{task.description}", "{task.fields[scores]}"
+    columns = (text, BarColumn(), scores, TimeElapsedColumn(), "left", TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=run_progress.total, completed=int(run_progress.done), words="")
+        bar = progress.add_task("", total=run_progress.total, completed=int(run_progress.done), scores="")
 
-        def watch(job: Job) -> None:
+        def update(job: Job) -> None:
             figures = run_progress.count(job)
-            where = (
-                f"round {job.round} of {run_progress.rounds}" if job.purpose == "train" else "clients evaluate the end"
-            )
-            progress.update(bar, completed=run_progress.done, description=where)
+            is_training = job.purpose == "train"
+            text = f"round {job.round} of {run_progress.rounds}" if is_training else "clients evaluate the end"
+            progress.update(bar, completed=run_progress.done, description=text)
             if figures is not None:
-                progress.update(bar, words=_words(figures))
+                progress.update(bar, scores=_scores(figures))
 
-        yield watch
-
-
-def _line(run_progress: _RunProgress, figures: dict[str, Any] | None) -> None:
-    if figures is None:
-        return
-    seconds = "" if figures["seconds"] is None else f"{figures['seconds']:.1f} s; "
-    left = f"about {run_progress.left_s():.0f} s left"
-    words = f"{_words(figures)}, " if _words(figures) else ""
-    console.print(f"round {figures['round']} of {run_progress.rounds}: {words}{seconds}{left}", soft_wrap=True)
+        yield update
 
 
 SHOWN_ROUNDS = 20
@@ -302,20 +274,10 @@ SHOWN_ROUNDS = 20
 def rounds_table(result: dict[str, Any]) -> Table:
     """Some twenty rounds, evenly apart, and what came out at the end."""
     rounds = result["rounds"]
-    apart = max(1, -(-len(rounds) // SHOWN_ROUNDS))
-    shown = [one for one in rounds if one["round"] % apart == 0 or one["round"] in {1, len(rounds)}]
-    columns = (
-        "round",
-        "acc.\nglobal",
-        "acc.\npersonal",
-        "std",
-        "worst\n10 %",
-        "after\ntraining",
-        "loss",
-        "s",
-        "up\nMB",
-        "down\nMB",
-    )
+    step = max(1, -(-len(rounds) // SHOWN_ROUNDS))
+    shown = [one for one in rounds if one["round"] % step == 0 or one["round"] in {1, len(rounds)}]
+    scopes = ("acc.\nglobal", "acc.\npersonal", "std", "worst\n10 %", "after\ntraining")
+    columns = ("round", *scopes, "loss", "s", "up\nMB", "down\nMB")
     rows = [_row(one["round"], one) for one in shown]
     rows.append(_row("end", {"acc": result["last"]["acc"]}))
     title = f"{result['run_id']}: {result['method']}, {result['clients']} clients, partition {result['partition']}"
@@ -334,8 +296,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         )
     for scope, best in result["best"].items():
         after = counted(int(best["rounds_done"]), "round")
-        words = f"{best['clients_mean']:.4f} after {after}, chosen on the {result['scored_on']} samples"
-        yield f"best {_NAMES[scope]}: {words}"
+        chosen_on = f"chosen on the {result['scored_on']} samples"
+        yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
     yield from (f"warning: {line}" for line in lines(result["warnings"]))
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
@@ -345,15 +307,11 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     )
     if result["weights"]:
         yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
-    if "stacked" in result:
-        yield _stacked(result["stacked"])
+    if figures := result.get("stacked"):
+        jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
+        bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"
+        yield f"stacked: {jobs} ({figures['because']}){bits}"
     yield f"curves: {result['curves']}; page: {result['report']}; all figures: {result['folder']}/result.json"
-
-
-def _stacked(figures: dict[str, Any]) -> str:
-    jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
-    bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"
-    return f"stacked: {jobs} ({figures['because']}){bits}"
 
 
 _NAMES = {
@@ -367,18 +325,17 @@ _NAMES = {
 
 
 def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
-    acc = one["acc"]
-    means = [acc[scope]["clients_mean"] if scope in acc else None for scope in ("global", "personal", "after")]
-    std, worst = (acc["personal"][name] if "personal" in acc else None for name in ("std", "worst10"))
-    seconds, sent = one.get("seconds"), [one.get(name) for name in ("bytes_up", "bytes_down")]
-    told = [None if size is None else f"{size / 1e6:.1f}" for size in sent]
+    scores = {scope: acc["clients_mean"] for scope, acc in one["acc"].items()}
+    personal, seconds = one["acc"].get("personal", {}), one.get("seconds")
+    sizes = (None if (size := one.get(key)) is None else f"{size / 1e6:.1f}" for key in ("bytes_up", "bytes_down"))
     return (
         name,
-        *means[:2],
-        std,
-        worst,
-        means[2],
+        scores.get("global"),
+        scores.get("personal"),
+        personal.get("std"),
+        personal.get("worst10"),
+        scores.get("after"),
         one.get("loss"),
         None if seconds is None else f"{seconds:.1f}",
-        *told,
+        *sizes,
     )

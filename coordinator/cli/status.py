@@ -12,7 +12,8 @@ from ..runs.result_notes import coordinator_metrics, metric_lines
 from ..state.store import StateFolder, read_status
 from ..text import counted
 from .follow import advice, is_serving
-from .terminal import Config, Json, State, present, state_path, table
+from .options import Config, Json, State, state_path
+from .output import present, table
 
 NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"

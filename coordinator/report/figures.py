@@ -11,31 +11,73 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 Scope = Literal["local", "global", "personal"]
-Key = TypeVar("Key", int, str)
-Figure = TypeVar("Figure")
 _LARGEST = 1e300
 """Leaves room for sums and axes; NaN and infinity do not lie within."""
 
 SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
 
 
-@dataclass(frozen=True)
-class RoundFigures:
+def as_number(value: object) -> float | None:
+    """A finite number, or None."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+        return None
+    return float(value)
+
+
+def _text(value: object) -> str:
+    return str(value).encode(errors="replace").decode()
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(_text, value)) if isinstance(value, list) else ()
+
+
+def _numbers(value: object) -> dict[str, float]:
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    return {_text(key): number for key, item in pairs if (number := as_number(item)) is not None}
+
+
+def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
+    return {scope: _numbers(value.get(scope) if isinstance(value, Mapping) else None) for scope in SCOPES}
+
+
+def _reasons(value: object) -> tuple[tuple[str, str], ...]:
+    items = [item if isinstance(item, Mapping) else {} for item in (value if isinstance(value, list) else ())]
+    return tuple((_text(item.get("agent")), _text(item.get("reason"))) for item in items)
+
+
+Number = Annotated[float | None, BeforeValidator(as_number)]
+Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
+Text = Annotated[str, BeforeValidator(lambda value: _text(value or ""))]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
+Reasons = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_reasons)]
+
+
+class Figures(BaseModel):
+    """Figures of one record; None: not known."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class RoundFigures(Figures):
     """One round. ``acc`` is scope -> agent -> value in 0..1; ``rejected`` and ``left_out`` are agent -> reason."""
 
     round: int
-    seconds: float | None
-    agents: tuple[str, ...]
-    missing: tuple[str, ...]
-    rejected: tuple[tuple[str, str], ...]
-    bytes_up: float | None
-    bytes_down: float | None
-    acc: dict[str, dict[str, float]]
-    loss: dict[str, float]
-    left_out: tuple[tuple[str, str], ...] = ()
+    seconds: Number = None
+    agents: Texts = ()
+    missing: Texts = ()
+    rejected: Reasons = ()
+    left_out: Reasons = ()
+    bytes_up: Number = None
+    bytes_down: Number = None
+    acc: Annotated[dict[str, dict[str, float]], BeforeValidator(_numbers_of_scopes)] = {}
+    loss: Numbers = {}
 
     def mean(self, scope: Scope) -> float | None:
         """Mean over agents; None where no agent reported."""
@@ -43,34 +85,32 @@ class RoundFigures:
         return fmean(values) if values else None
 
     def worst(self, scope: Scope) -> float | None:
-        """Value of the agent that fares worst; None where no agent reported."""
+        """Lowest value of an agent; None where no agent reported."""
         return min(self.acc.get(scope, {}).values(), default=None)
 
 
-@dataclass(frozen=True)
-class AgentFigures:
-    """One agent at the end of the run; None: not known."""
+class AgentFigures(Figures):
+    """One agent at the end of the run."""
 
-    id: str
-    tier: str
-    samples: float | None
-    acc: dict[str, float]
-    head: str
-    rss_mb: float | None
-    torch_loaded: bool | None
-    bytes_up: float | None
-    bytes_down: float | None
+    id: Text
+    tier: Text = ""
+    samples: Number = None
+    acc: Numbers = {}
+    head: Text = ""
+    rss_mb: Number = None
+    torch_loaded: Flag = None
+    bytes_up: Number = None
+    bytes_down: Number = None
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ProxyFigure:
+class ProxyFigures(Figures):
     """The shared model after a round, on samples of the coordinator."""
 
     round: int
     acc: float
-    samples: float | None
-    by: str
+    samples: Number = None
+    by: Text = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +121,7 @@ class RunFigures:
     summary: dict[str, Any]
     rounds: list[RoundFigures] = field(default_factory=list)
     agents: list[AgentFigures] = field(default_factory=list)
-    proxy: list[ProxyFigure] = field(default_factory=list)
+    proxy: list[ProxyFigures] = field(default_factory=list)
     proxy_failed: list[tuple[int, str]] = field(default_factory=list)
     """Why a figure of the proxy could not be computed, and the round when that was first so."""
 
@@ -105,62 +145,28 @@ def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str
     """The figures in a summary and in records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``."""
     rounds: dict[int, RoundFigures] = {}
     agents: dict[str, AgentFigures] = {}
-    proxy: dict[int, ProxyFigure] = {}
+    proxy: dict[int, ProxyFigures] = {}
     failed: dict[str, int] = {}
     for record in metrics:
-        number = as_number(record.get("round"))
-        if record.get("kind") == "round" and number is not None:
-            rounds[int(number)] = _round(int(number), record)
-        elif record.get("kind") == "agent" and isinstance(record.get("id"), str):
-            agents[record["id"]] = _agent(record)
-        elif record.get("kind") == "proxy" and number is not None and (acc := as_number(record.get("acc"))) is not None:
-            by = str(record.get("by") or "")
-            proxy[int(number)] = ProxyFigure(int(number), acc, as_number(record.get("samples")), by)
-        elif record.get("kind") == "proxy_failed" and number is not None:
-            failed.setdefault(str(record.get("reason")), int(number))
-    why = [(number, reason) for reason, number in failed.items()]
-    return RunFigures(run, dict(summary), _in_order(rounds), _in_order(agents), _in_order(proxy), why)
-
-
-def _in_order(found: Mapping[Key, Figure]) -> list[Figure]:
-    return [found[key] for key in sorted(found)]
-
-
-def as_number(value: object) -> float | None:
-    """A finite number, or None."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
-        return None
-    return float(value)
-
-
-def _round(number: int, record: Mapping[str, Any]) -> RoundFigures:
-    return RoundFigures(
-        round=number,
-        seconds=as_number(record.get("seconds")),
-        agents=_names(record.get("agents")),
-        missing=_names(record.get("missing")),
-        rejected=_reasons(record.get("rejected")),
-        left_out=_reasons(record.get("left_out")),
-        bytes_up=as_number(record.get("bytes_up")),
-        bytes_down=as_number(record.get("bytes_down")),
-        acc={scope: _numbers(_of(record.get("acc"), scope)) for scope in SCOPES},
-        loss=_numbers(record.get("loss")),
-    )
-
-
-def _agent(record: Mapping[str, Any]) -> AgentFigures:
-    torch_loaded = record.get("torch_loaded")
-    return AgentFigures(
-        id=record["id"],
-        tier=str(record.get("tier") or ""),
-        samples=as_number(record.get("samples")),
-        acc=_numbers(record.get("acc")),
-        head=str(record.get("head") or ""),
-        rss_mb=as_number(record.get("rss_mb")),
-        torch_loaded=torch_loaded if isinstance(torch_loaded, bool) else None,
-        bytes_up=as_number(record.get("bytes_up")),
-        bytes_down=as_number(record.get("bytes_down")),
-        notes=notes_of(record),
+        kind, number = record.get("kind"), as_number(record.get("round"))
+        if kind == "agent" and isinstance(record.get("id"), str):
+            agents[record["id"]] = AgentFigures.model_validate({**record, "notes": notes_of(record)})
+        if number is None:
+            continue
+        done = int(number)
+        if kind == "round":
+            rounds[done] = RoundFigures.model_validate({**record, "round": done})
+        elif kind == "proxy" and as_number(record.get("acc")) is not None:
+            proxy[done] = ProxyFigures.model_validate({**record, "round": done})
+        elif kind == "proxy_failed":
+            failed.setdefault(str(record.get("reason")), done)
+    return RunFigures(
+        run,
+        dict(summary),
+        rounds=[rounds[number] for number in sorted(rounds)],
+        agents=[agents[name] for name in sorted(agents)],
+        proxy=[proxy[number] for number in sorted(proxy)],
+        proxy_failed=[(number, reason) for reason, number in failed.items()],
     )
 
 
@@ -174,24 +180,3 @@ def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     if record.get("samples") == 0:
         result.append("has no samples")
     return tuple(result)
-
-
-def _of(value: object, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else None
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _reasons(value: object) -> tuple[tuple[str, str], ...]:
-    return tuple((str(_of(item, "agent")), str(_of(item, "reason"))) for item in _list(value))
-
-
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(str(name) for name in _list(value))
-
-
-def _numbers(value: object) -> dict[str, float]:
-    pairs = value.items() if isinstance(value, Mapping) else ()
-    return {str(key): number for key, item in pairs if (number := as_number(item)) is not None}

@@ -12,7 +12,7 @@ import pytest
 from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import HEADINGS, describe, parameters, section
-from coordinator.cli.terminal import console, show, table
+from coordinator.cli.output import console, show, table
 from coordinator.state.journal import RunRecord
 from coordinator.state.store import StateFolder
 from edge_agent import methods

@@ -75,8 +75,8 @@ def test_encoders_that_stay_with_clients_are_not_told_by_the_hash_of_nothing(cal
 
 
 def test_many_rounds_are_shown_evenly_apart():
+    from coordinator.cli.output import show
     from coordinator.cli.simulate import SHOWN_ROUNDS, rounds_table
-    from coordinator.cli.terminal import show
 
     rounds = [
         {"round": n, "acc": {}, "loss": None, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1} for n in range(1, 201)
