@@ -6,11 +6,13 @@ their exit code; ``--json`` prints one JSON object on stdout, and nothing else g
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from edge_agent import __version__
 from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     import typer
 
 __all__ = ["COMMANDS", "main"]
+
+T = TypeVar("T")
 
 COMMANDS: dict[str, str] = {
     "demo": "Train, export and personalize on this machine in a minute.",
@@ -80,9 +84,11 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
     """
     try:
         import typer
+        from typer.core import TyperCommand, TyperGroup
 
         app = typer.Typer(
             name="headwater",
+            cls=_without_pydantic(TyperGroup),
             help="The coordinator of Headwater: federated learning with on-device personalization. Devices run "
             "'edge-agent'.",
             epilog="Example: headwater demo",
@@ -110,13 +116,42 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
             if hasattr(module, "app"):
                 app.add_typer(module.app, name=name, short_help=summary)
             else:
-                app.command(name, short_help=summary)(getattr(module, name))
+                app.command(name, cls=_without_pydantic(TyperCommand), short_help=summary)(getattr(module, name))
     except ImportError as error:
         package = (error.name or str(error)).partition(".")[0]
         if package in {"coordinator", "export", "edge_agent"}:
             raise  # not a missing package, but an error in this program
         raise MissingCapability.package(package, "coordinator", "this command") from error
     return app
+
+
+class _Plain:
+    """Converts text, paths and flags, as typer's `RuntimeParam` does."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def coerce(self, value: Any, **_: object) -> Any:
+        """The value for the command; None where none was given."""
+        return None if value is None else self._kind(value)
+
+
+def _without_pydantic(base: type[T]) -> type[T]:
+    """A kind of commands whose text, paths and flags are converted without pydantic.
+
+    typer loads it even where no value is given, which takes as long as everything else that 'headwater status' does.
+    """
+
+    class Plain(base):  # type: ignore[misc, valid-type]
+        def get_params(self, ctx: Any) -> list[Any]:
+            parameters: list[Any] = super().get_params(ctx)
+            for parameter in parameters:
+                kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+                if kind in {str, Path, bool}:
+                    parameter.get_runtime_param = functools.partial(_Plain, kind)
+            return parameters
+
+    return Plain
 
 
 def _print_version(is_given: bool) -> None:

@@ -201,16 +201,7 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
 def agents_table(summary: dict[str, Any]) -> Table:
     """Figures of each device; narrow enough for 80 columns."""
     scopes = ("local", "global", "personal")
-    columns = (
-        "agent",
-        "tier",
-        "head",
-        "samples",
-        *(f"acc.\n{scope}" for scope in scopes),
-        "RSS\nMB",
-        "up\nMB",
-        "down\nMB",
-    )
+    columns = ("agent", "tier", "head", "samples", *(f"acc.\n{scope}" for scope in scopes))
     rows = [
         (
             f"{a['id']} *" if notes_of(a) else a["id"],
@@ -222,7 +213,7 @@ def agents_table(summary: dict[str, Any]) -> Table:
         for a in summary.get("agents", [])
     ]
     title = f"{summary.get('run_id')}: {summary.get('method')}, {counted(summary.get('rounds', 0), 'round')}"
-    return table(title, columns, rows, left=3)
+    return table(title, (*columns, "RSS\nMB", "up\nMB", "down\nMB"), rows, left=3)
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:

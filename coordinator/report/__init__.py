@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from edge_agent.errors import StateError
 from edge_agent.storage import write_atomic
@@ -27,15 +26,11 @@ def write_report(folder: RunFolder, record: RunRecord | None = None) -> Path:
     summary, metrics = folder.summary(), folder.metrics()
     if summary is None and not metrics:
         raise StateError(f"{folder.folder}: no figures yet; a report can be made after the first round")
-    page = render(read_run(folder.run, summary or _so_far(record), metrics))
+    if not summary and record is not None:  # what is known of a run that has no summary yet
+        summary = {key: record.request.get(key) for key in ("method", "params", "rounds", "seed")}
+        summary |= {"status": record.status, "round": record.round, "reason": record.outcome.get("reason")}
+        if record.status in {"requested", "running"}:
+            summary["status"] = "unfinished"
+    page = render(read_run(folder.run, summary or {}, metrics))
     write_atomic(folder.report_path, page.encode(errors="replace"))
     return folder.report_path
-
-
-def _so_far(record: RunRecord | None) -> dict[str, Any]:
-    """A summary of a run that has none."""
-    if record is None:
-        return {}
-    asked = {key: record.request.get(key) for key in ("method", "params", "rounds", "seed")}
-    status = "unfinished" if record.status in {"requested", "running"} else record.status
-    return {**asked, "status": status, "round": record.round, "reason": record.outcome.get("reason")}

@@ -77,9 +77,9 @@ class Chart:
 
     def at(self, y: float | None = None) -> str:
         """The element for a page, or at height ``y`` inside another SVG."""
-        place = "" if y is None else f'x="0" y="{y:.0f}" width="{WIDTH}" height="{self.height:.0f}" '
+        position = "" if y is None else f'x="0" y="{y:.0f}" width="{WIDTH}" height="{self.height:.0f}" '
         return (
-            f'<svg {place}viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.text)}">'
+            f'<svg {position}viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.text)}">'
             f"<title>{escape(self.text)}</title>{self.body}</svg>"
         )
 
@@ -106,11 +106,11 @@ def line_chart(text: str, series: Sequence[Series], *, x_label: str, y_label: st
     up = Axis(low, high, HEIGHT - BOTTOM, TOP)
     parts = [*_frame(across, up, x_label, y_label)]
     for line in series:
-        places = [(across.at(x), up.at(y)) for x, y in line.points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        positions = [(across.at(x), up.at(y)) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
         parts.append(f'<polyline class="line {line.style}{" dashed" * line.is_dashed}" points="{path}"/>')
-        if len(places) <= 40:
-            parts += [_mark("dot", line.style, x, y, 2.6) for x, y in places]
+        if len(positions) <= 40:
+            parts += [_mark("dot", line.style, x, y, 2.6) for x, y in positions]
     return Chart(text, HEIGHT, "".join(parts))
 
 
@@ -123,12 +123,10 @@ def bar_chart(
     across = Axis(min(numbers) - 0.5, max(numbers) + 0.5, LEFT, WIDTH - RIGHT)
     up = Axis(0.0, nice_ceiling(highest), HEIGHT - BOTTOM, TOP)
     room = 0.8 * (across.at(1) - across.at(0))
-    bars = [
-        part
-        for number, values in groups
-        for part in _bars(across.at(number), room, list(zip(styles, values, strict=True)), up)
-    ]
-    return Chart(text, HEIGHT, "".join([*_frame(across, up, x_label, y_label), *bars]))
+    parts = [*_frame(across, up, x_label, y_label)]
+    for number, values in groups:
+        parts += _bars(across.at(number), room, list(zip(styles, values, strict=True)), up)
+    return Chart(text, HEIGHT, "".join(parts))
 
 
 def named_bars(text: str, bars: Sequence[tuple[str, str, Mapping[str, float | None]]], *, y_label: str) -> Chart:
@@ -136,8 +134,8 @@ def named_bars(text: str, bars: Sequence[tuple[str, str, Mapping[str, float | No
     up = Axis(0.0, 1.0, HEIGHT - BOTTOM - 14, TOP)
     step = (WIDTH - LEFT - RIGHT) / max(len(bars), 1)
     parts = [*_horizontal_grid(up), _turned(y_label, 11, (TOP + up.begin) / 2, "middle", "label")]
-    for place, (name, note, values) in enumerate(bars):
-        middle = LEFT + step * (place + 0.5)
+    for index, (name, note, values) in enumerate(bars):
+        middle = LEFT + step * (index + 0.5)
         parts += _bars(middle, 0.8 * step, list(values.items()), up)
         parts.append(_word(_short(name, max(2, int(step / 6))), middle, up.begin + 16, "middle", "tick"))
         parts.append(_word(note, middle, up.begin + 30, "middle", "small tick"))
@@ -179,8 +177,8 @@ def matrix_chart(
         for column, value in enumerate(line):
             x, y = _MATRIX_MARGIN + column * size, TOP + row * size
             share = 0.0 if value is None else min(1.0, max(0.0, (value - low) / span))
-            place = f'x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}"'
-            parts.append(f'<rect class="cell" fill-opacity="{0.04 + 0.76 * share:.2f}" {place}/>')
+            square = f'x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}"'
+            parts.append(f'<rect class="cell" fill-opacity="{0.04 + 0.76 * share:.2f}" {square}/>')
             if count <= _MOST_NUMBERED:
                 shown = "–" if value is None else f"{value:.2f}"
                 parts.append(_word(shown, x + size / 2, y + size / 2 + 4, "middle", "small label"))
@@ -220,7 +218,7 @@ def class_style(label: int) -> tuple[str, str]:
 
 def style_sheet() -> str:
     """The style sheet of pages with charts."""
-    colours = (f".fill.k{place} {{ fill: #{colour}; }}" for place, colour in enumerate(_COLOURS))
+    colours = (f".fill.k{index} {{ fill: #{colour}; }}" for index, colour in enumerate(_COLOURS))
     return "\n".join([files(__package__).joinpath("templates/report.css").read_text(encoding="utf-8"), *colours])
 
 
@@ -290,8 +288,8 @@ def _horizontal_grid(up: Axis) -> Iterator[str]:
 
 def _bars(middle: float, room: float, values: Sequence[tuple[str, float | None]], up: Axis) -> Iterator[str]:
     width = room / max(len(values), 1)
-    for place, (style, value) in enumerate(values):
-        left = middle + (place - len(values) / 2) * width
+    for index, (style, value) in enumerate(values):
+        left = middle + (index - len(values) / 2) * width
         if value is None:
             yield _word("–", left + width / 2, up.begin - 3, "middle", "tick")
             continue
@@ -363,10 +361,14 @@ def mixture(partition: Mapping[str, Any], kind: str) -> bytes:
         size = (min(14.0, 2.2 + 0.24 * len(clients)), min(9.0, 1.6 + 0.26 * len(classes)))
         figure = Figure(figsize=(max(4.0, size[0]), max(2.6, size[1])), layout="constrained")
         panel = figure.subplots()
-        (_bubbles if len(clients) <= MOST_BUBBLES else _map)(figure, panel, counts)
-        panel.set_yticks(range(len(classes)), classes)
         if len(clients) <= MOST_BUBBLES:
+            _bubbles(panel, counts)
             panel.set_xticks(range(len(clients)), [one["id"] for one in clients], rotation=90)
+        else:
+            columns = [list(column) for column in zip(*counts, strict=True)]
+            shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
+            figure.colorbar(shown, ax=panel, label="samples")
+        panel.set_yticks(range(len(classes)), classes)
         panel.set(xlabel="client", ylabel="class")
         figure.suptitle(f"partition {partition['rule']}: training samples of each class", fontsize=10)
         out = io.BytesIO()
@@ -374,19 +376,13 @@ def mixture(partition: Mapping[str, Any], kind: str) -> bytes:
     return out.getvalue()
 
 
-def _bubbles(_figure: Any, panel: Any, counts: list[list[int]]) -> None:
+def _bubbles(panel: Any, counts: list[list[int]]) -> None:
     highest = max(map(max, counts)) or 1
-    places = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
-    xs, ys, sizes = zip(*places, strict=True)
+    points = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
+    xs, ys, sizes = zip(*points, strict=True)
     panel.scatter(xs, ys, s=[140.0 * size / highest for size in sizes], color="#2166ac", alpha=0.85, linewidths=0)
     panel.set(xlim=(-0.7, len(counts) - 0.3), ylim=(len(counts[0]) - 0.4, -0.6))
     panel.scatter([], [], s=140.0, color="#2166ac", label=f"{highest} samples")
     panel.scatter([], [], s=14.0, color="#2166ac", label=f"{max(1, highest // 10)}")
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     panel.grid(alpha=0.15)
-
-
-def _map(figure: Any, panel: Any, counts: list[list[int]]) -> None:
-    columns = [list(column) for column in zip(*counts, strict=True)]
-    shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
-    figure.colorbar(shown, ax=panel, label="samples")

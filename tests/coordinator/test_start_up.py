@@ -43,27 +43,21 @@ def test_help_loads_no_command_and_no_settings():
     assert not {name for name in modules if name.startswith("coordinator.cli.")}
 
 
-MODELS = {"edge_agent.config", "edge_agent.task", "coordinator.config"}
-"""Modules of pydantic models, which take long to build; typer itself loads pydantic."""
-
-
-def test_the_list_of_methods_loads_neither_numpy_nor_models_nor_any_method():
+def test_the_list_of_methods_loads_neither_numpy_nor_pydantic_nor_any_method():
     modules = loaded_by("coordinator", "methods")
-    assert not packages(modules) & (HEAVY | {"numpy"})
-    assert not modules & MODELS
+    assert not packages(modules) & (HEAVY | {"numpy", "pydantic"})
     assert not {name for name in modules if name.startswith("edge_agent.methods.")}
 
 
 @pytest.mark.parametrize("option", ["--state", "--config"])
-def test_status_loads_neither_numpy_nor_models_nor_the_service(tmp_path, option):
+def test_status_loads_neither_numpy_nor_pydantic_nor_the_service(tmp_path, option):
     config = tmp_path / "coordinator.toml"
     config.write_text('state = "state"\n')
     with StateFolder(tmp_path / "state").open("test") as state:
         state.journal.request_run({"method": "fedavg", "rounds": 1})
     place = config if option == "--config" else tmp_path / "state"
     modules = loaded_by("coordinator", "status", option, str(place))
-    assert not packages(modules) & (HEAVY | {"numpy", "paho"})
-    assert not modules & MODELS
+    assert not packages(modules) & (HEAVY | {"numpy", "paho", "pydantic"})
     assert not {name for name in modules if name.startswith(("coordinator.service", "coordinator.hosted"))}
 
 

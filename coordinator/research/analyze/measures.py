@@ -56,7 +56,7 @@ def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
     changes it. None where one of them is the same for all samples.
     """
     one, other = gram(first), gram(second)
-    return None if one is None or other is None else _share(float(one.astype(np.float64) @ other))
+    return None if one is None or other is None else min(1.0, max(0.0, float(one.astype(np.float64) @ other)))
 
 
 def cka_matrix(kinds: Sequence[np.ndarray]) -> np.ndarray:
@@ -165,10 +165,6 @@ def spread_evenly(counts: Mapping[str, int], limit: int) -> dict[str, int]:
             left[name] -= more
             room -= more
     return taken
-
-
-def _share(value: float) -> float:
-    return min(1.0, max(0.0, value))
 
 
 LEAST_SAMPLES = 5

@@ -14,10 +14,10 @@ from edge_agent.errors import MissingCapability
 from edge_agent.heads import FitData
 from edge_agent.heads._features import fisher_score, keep_top
 
-from ...report.figures import RunFigures, Scope, read_run
+from ...report.figures import Scope, read_run
 from . import measures
 from .measures import LEAST_SAMPLES, bounded_perplexity, tsne
-from .targets import FeatureView, LabelledSamples, LeftOut, Mixing, Settings
+from .targets import FeatureView, LeftOut, Mixing, Settings
 
 Matrix = list[list[float | None]]
 
@@ -90,7 +90,13 @@ def _fisher(views: Sequence[FeatureView]) -> dict[str, dict[str, Any]]:
         kinds += ["relevant", "irrelevant"]
     result = {}
     for kind in kinds:
-        scores = {view.client: measures.mean_fisher(_fisher_features(view, kind), view.labels) for view in views}
+        scores = {}
+        for view in views:
+            features = view.kinds.get(kind)
+            if features is None:
+                features = view.drawn()[kind]
+                features = features[:, (features != 0).any(axis=0)]
+            scores[view.client] = measures.mean_fisher(features, view.labels)
         means = {client: None if score is None else score[0] for client, score in scores.items()}
         result[kind] = {
             "mean": _mean(list(means.values())),
@@ -100,27 +106,17 @@ def _fisher(views: Sequence[FeatureView]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _fisher_features(view: FeatureView, kind: str) -> np.ndarray:
-    if kind in view.kinds:
-        return view.kinds[kind]
-    features = view.drawn()[kind]
-    return features[:, (features != 0).any(axis=0)]
-
-
 def _between_clients(views: Sequence[FeatureView], settings: Settings) -> dict[str, Any]:
     names = [view.client for view in views]
-    choices = [measures.important(_importance(view), settings.important) for view in views]
+    # How often the mask picks each feature, or, without one, the features' Fisher scores.
+    importance = (fisher_score(v.features, v.labels) if v.mask is None else v.mask.mean(axis=0) for v in views)
+    choices = [measures.important(scores, settings.important) for scores in importance]
     result: dict[str, Any] = {"overlap": {"by": "mask" if views[0].mask is not None else "fisher"}}
     result["overlap"] |= _pairs(names, measures.overlap_matrix(choices))
     if views[0].probe:
         kinds = views[0].probe
         result["cka"] = {k: _pairs(names, measures.cka_matrix([view.probe[k] for view in views])) for k in kinds}
     return result
-
-
-def _importance(view: FeatureView) -> np.ndarray:
-    """How often the mask picks each feature, or, without one, the features' Fisher scores."""
-    return fisher_score(view.features, view.labels) if view.mask is None else view.mask.mean(axis=0)
 
 
 def _pairs(names: Sequence[str], matrix: np.ndarray) -> dict[str, Any]:
@@ -144,7 +140,13 @@ def communication(run: str, metrics: Iterable[Mapping[str, Any]], targets: Seque
         for line in figures.rounds
     ]
     agents = len({name for line in figures.rounds for name in line.agents} | {agent.id for agent in figures.agents})
-    reported = {scope: models for scope in SCOPES if (models := _accuracy_by_rounds(figures, scope))}
+    reported: dict[Scope, list[tuple[int, float]]] = {}
+    for scope in SCOPES:  # (rounds done, mean accuracy over agents) of each model that agents reported on
+        models = [(line.round - 1, mean) for line in figures.rounds if (mean := line.mean(scope)) is not None]
+        final = [agent.acc[scope] for agent in figures.agents if scope in agent.acc]
+        models += [(figures.rounds[-1].round, fmean(final))] if final else []
+        if models:
+            reported[scope] = models
     return {
         "agents": agents,
         "rounds": len(rounds),
@@ -156,13 +158,6 @@ def communication(run: str, metrics: Iterable[Mapping[str, Any]], targets: Seque
             for scope, models in reported.items()
         ],
     }
-
-
-def _accuracy_by_rounds(figures: RunFigures, scope: Scope) -> list[tuple[int, float]]:
-    """(rounds done, mean accuracy over agents) of each model that agents reported on."""
-    result = [(line.round - 1, mean) for line in figures.rounds if (mean := line.mean(scope)) is not None]
-    final = [agent.acc[scope] for agent in figures.agents if scope in agent.acc]
-    return [*result, (figures.rounds[-1].round, fmean(final))] if final else result
 
 
 def _cost_of(
@@ -231,20 +226,19 @@ def probe(
         if view.trained is None or len(np.unique(view.trained.labels)) < 2:
             left_out.note(f"accuracy by share of features of client {view.client}", "it trains on one class")
             continue
-        clients[view.client] = [_probed(view, view.trained, ratio, num_classes, settings.seed) for ratio in RATIOS]
+        features, labels = view.trained.inputs, view.trained.labels
+        clients[view.client] = accuracies = list[float]()
+        for ratio in RATIOS:
+            kept = keep_top(fisher_score(features, labels), ratio)
+            head = heads.create(PROBE_HEAD)
+            data = FitData(np.ascontiguousarray(features[:, kept]), labels, num_classes)
+            head.fit(data, np.random.default_rng(settings.seed))
+            answers = head.predict_proba(np.ascontiguousarray(view.features[:, kept])).argmax(axis=1)
+            accuracies.append(float((answers == view.labels).mean()))
     if not clients:
         return None
     means = [fmean(values) for values in zip(*clients.values(), strict=True)]
     return {"head": PROBE_HEAD, "ratios": list(RATIOS), "mean": means, "clients": clients}
-
-
-def _probed(view: FeatureView, trained: LabelledSamples, ratio: float, num_classes: int, seed: int) -> float:
-    features, labels = trained.inputs, trained.labels
-    kept = keep_top(fisher_score(features, labels), ratio)
-    head = heads.create(PROBE_HEAD)
-    head.fit(FitData(np.ascontiguousarray(features[:, kept]), labels, num_classes), np.random.default_rng(seed))
-    answers = head.predict_proba(np.ascontiguousarray(view.features[:, kept])).argmax(axis=1)
-    return float((answers == view.labels).mean())
 
 
 def drawings(views: Sequence[FeatureView], settings: Settings, left_out: LeftOut) -> Iterator[dict[str, Any]]:

@@ -16,35 +16,23 @@ from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.data.partition import GROUPS
 from edge_agent.errors import StateError, UsageError
 from edge_agent.methods.values import Client
-from edge_agent.wire.tensors import decode
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
-from ...state.store import StateFolder, states_of
-from .targets import (
-    AnalysisTarget,
-    ClientSamples,
-    FeatureView,
-    LabelledSamples,
-    Mixing,
-    Settings,
-    mixing_of,
-    split_mask,
-)
+from ...state.store import StateFolder
+from .targets import ClientSamples, FeatureView, LabelledSamples, Settings, StoredRun
 
 
-class SimulationTarget(AnalysisTarget):
+class SimulationTarget(StoredRun):
     """A simulation with at least one closed round."""
 
     kind = "simulation"
 
     def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
         with folder.look():
-            self._states = states_of(folder, run)
             self._is_over = folder.journal.replay(run).is_over
-        names, clients = prepared.task.class_names, prepared.division.clients
-        super().__init__(str(path), run, prepared.method.name, names, clients=clients, rounds=self._states)
-        self._path, self._prepared, self._folder = path, prepared, folder
-        if len(self._states) == 1:
+        super().__init__(str(path), folder, run, prepared.method, prepared.task, prepared.division.clients)
+        self._path, self._prepared = path, prepared
+        if len(self.rounds) == 1:
             self.left_out.note("earlier rounds", "the run kept its last state only; --keep-every keeps more")
 
     @classmethod
@@ -75,42 +63,43 @@ class SimulationTarget(AnalysisTarget):
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
         """Yield a view of each client, in the state in which it would begin the next round."""
-        state, method = decode(self._folder.blobs.read(self._states[number])), self._prepared.method
+        state, method, plan = self.state(number), self._method, self._prepared.plan
         shared = method.broadcast(state)
         for name in self.tested():
             mine = self.samples_of(name)
             received, saved = {**shared, **method.downlink(state, name)}, self._client_state(name, number)
-            session = self._session(name, mine)
-            client = session.before_round(received, saved, round_number=number + 1, rounds=self._prepared.plan.rounds)
+            session = Session(
+                method,
+                self._task,
+                name,
+                *(Arrays(part.inputs, part.labels) for part in (mine.train, mine.test)),
+                seed=plan.seed,
+                device=plan.device,
+                model=self._prepared.model,
+            )
+            client = session.before_round(received, saved, round_number=number + 1, rounds=plan.rounds)
             some = mine.test.some(settings.samples, settings.seed)
-            view = split_mask(
-                FeatureView(
-                    client=name,
-                    labels=some.labels,
-                    kinds=_features_by_kind(client, method, some.inputs),
-                    probe=_features_by_kind(client, method, probe),
-                    answers={},
-                    truth=mine.test.labels,
-                    counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
-                )
+            kinds, probed = (_features_by_kind(client, method, inputs) for inputs in (some.inputs, probe))
+            probed.pop("mask", None)
+            view = FeatureView(
+                client=name,
+                labels=some.labels,
+                mask=kinds.pop("mask", None),
+                kinds=kinds,
+                probe=probed,
+                answers={},
+                truth=mine.test.labels,
+                counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
             )
             has_details = number == self.rounds[-1] and view.is_finite()
             yield _with_details(view, client, method, mine) if has_details else view
-
-    def mixing(self, number: int) -> Mixing | None:
-        """The weights of a method that combines classifiers."""
-        return mixing_of(self._prepared.method, decode(self._folder.blobs.read(self._states[number])))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``."""
-        return self._folder.run(self.run).metrics()
 
     def groups(self) -> dict[str, str]:
         """Clients of FedPAC's partition by its rule, those of ``pathological`` by the classes that they train on."""
         rule = self._prepared.division.rule
         if rule == "fedpac":
             names = [", ".join(self.class_names[label] for label in group) for group in GROUPS]
-            return {client: names[place % len(names)] for place, client in enumerate(self.clients)}
+            return {client: names[index % len(names)] for index, client in enumerate(self.clients)}
         if rule == "pathological":
             labels = self._prepared.pools.train.labels
             return {
@@ -118,19 +107,6 @@ class SimulationTarget(AnalysisTarget):
                 for client, share in self._prepared.division.clients.items()
             }
         return {}
-
-    def _session(self, name: str, mine: ClientSamples) -> Session:
-        plan = self._prepared.plan
-        parts = (Arrays(part.inputs, part.labels) for part in (mine.train, mine.test))
-        return Session(
-            self._prepared.method,
-            self._prepared.task,
-            name,
-            *parts,
-            seed=plan.seed,
-            device=plan.device,
-            model=self._prepared.model,
-        )
 
     def _client_state(self, client: str, number: int) -> ClientState:
         """The client's state after that round, personalized after the last one of a run that has ended."""

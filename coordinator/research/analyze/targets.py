@@ -144,14 +144,6 @@ class Mixing:
     weights: np.ndarray
 
 
-def mixing_of(method: Any, state: State) -> Mixing | None:
-    """The weights in a state of a method with ``combination``; None for other methods and before the first round."""
-    if not hasattr(method, "combination"):
-        return None
-    names, weights = method.combination(state)
-    return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
-
-
 class AnalysisTarget(ABC):
     """What is analyzed. Subclasses define where states, samples and models come from."""
 
@@ -216,13 +208,6 @@ class AnalysisTarget(ABC):
             raise DataError(f"none of {len(self.clients)} clients has test samples; give more data")
         sizes = measures.spread_evenly({name: len(self.samples_of(name).test) for name in names}, settings.probe)
         return np.concatenate([self.samples_of(name).test.some(sizes[name], settings.seed).inputs for name in names])
-
-
-def split_mask(view: FeatureView) -> FeatureView:
-    """The same view with the mask apart from the features."""
-    kinds, probe = dict(view.kinds), {name: result for name, result in view.probe.items() if name != "mask"}
-    mask = kinds.pop("mask", None)
-    return replace(view, kinds=kinds, probe=probe, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -323,6 +308,33 @@ class SharedEncoder:
         yield settings.head, head.predict_proba(tested).argmax(axis=1)
 
 
+class StoredRun(AnalysisTarget):
+    """A run in a state folder, with the states of some of its rounds."""
+
+    def __init__(
+        self, name: str, folder: StateFolder, run: str, method: methods.Method, task: Task, clients: Iterable[str]
+    ) -> None:
+        with folder.look():
+            self._states = states_of(folder, run)
+        super().__init__(name, run, method.name, task.class_names, clients=clients, rounds=self._states)
+        self._folder, self._method, self._task = folder, method, task
+
+    def state(self, number: int) -> State:
+        """The server's state after a round."""
+        return decode(self._folder.blobs.read(self._states[number]))
+
+    def mixing(self, number: int) -> Mixing | None:
+        """The weights of a method that combines classifiers; None before the first round."""
+        if not hasattr(self._method, "combination"):
+            return None
+        names, weights = self._method.combination(self.state(number))
+        return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's ``metrics.jsonl``."""
+        return self._folder.run(self.run).metrics()
+
+
 class BundleTarget(AnalysisTarget):
     """One frozen encoder, without rounds, traffic or personal parts."""
 
@@ -390,18 +402,16 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
 BATCH = 512
 
 
-class RunTarget(AnalysisTarget):
+class RunTarget(StoredRun):
     """The coordinator's part of a run; personal parts stay on the devices."""
 
     kind = "run"
 
     def __init__(self, folder: StateFolder, run: str, request: Request, held: dict[str, ClientSamples]) -> None:
-        with folder.look():
-            self._states = states_of(folder, run)
-        names = request.task.class_names
-        super().__init__(str(folder.path), run, request.method, names, clients=held, rounds=self._states)
-        self._folder, self._request, self._held = folder, request, held
-        self._method = methods.create(request.method, request.params)
+        super().__init__(
+            str(folder.path), folder, run, methods.create(request.method, request.params), request.task, held
+        )
+        self._held = held
         self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")
         if held:
             self.left_out.note("client-wise CKA", "all clients receive this one encoder, so it would be 1")
@@ -419,9 +429,13 @@ class RunTarget(AnalysisTarget):
         """
         folder = StateFolder(state)
         with folder.look():
-            record = folder.journal.replay(run or _latest(folder))
-        if not record.round:
-            raise UsageError(f"{record.run} has no closed round yet; there is nothing to analyze before the first one")
+            names = [run] if run else [*reversed(folder.journal.runs())]
+            records = [folder.journal.replay(name) for name in names]
+        record = next((record for record in records if record.round), None)
+        if record is None and run:
+            raise UsageError(f"{run} has no closed round yet; there is nothing to analyze before the first one")
+        if record is None:
+            raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
         request = Request.from_body(record.request)
         return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
@@ -431,47 +445,26 @@ class RunTarget(AnalysisTarget):
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
         """Yield a view of each client; none where the encoder of that round is incomplete."""
-        state = decode(self._folder.blobs.read(self._states[number]))
+        import torch
+
+        from edge_agent.training.loops import features_of
+        from export import model_from_state
+
+        state = self.state(number)
         with self._folder.look():
             pooled = pooled_before(self._folder, self.run, number)
         try:
-            features = _features(self._method, self._request, {**state, **pooled})
+            model = model_from_state(self._method, self._task, {**state, **pooled})
         except ExportRejected as error:
             self.left_out.note(f"features after round {number}", str(error))
             return
-        classifier, classes = self._method.global_head(state), self._request.task.num_classes
+
+        def features(inputs: np.ndarray) -> np.ndarray:
+            result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
+            return result
+
+        classifier, classes = self._method.global_head(state), self._task.num_classes
         encoder = SharedEncoder(features, classifier, self._method.params.model_dump(mode="json"), classes)
         for client in self.tested():
             details = number == self.rounds[-1]
             yield encoder.view(client, self._held[client], settings, self.left_out, details=details)
-
-    def mixing(self, number: int) -> Mixing | None:
-        """The weights of a method that combines classifiers."""
-        return mixing_of(self._method, decode(self._folder.blobs.read(self._states[number])))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``."""
-        return self._folder.run(self.run).metrics()
-
-
-def _features(method: methods.Method, request: Request, state: State) -> Features:
-    import torch
-
-    from edge_agent.training.loops import features_of
-    from export import model_from_state
-
-    model = model_from_state(method, request.task, state)
-
-    def features(inputs: np.ndarray) -> np.ndarray:
-        result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
-        return result
-
-    return features
-
-
-def _latest(folder: StateFolder) -> str:
-    names: Sequence[str] = folder.journal.runs()
-    for run in reversed(names):
-        if folder.journal.replay(run).round:
-            return run
-    raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")

@@ -265,24 +265,20 @@ def resnet18(cache: Path) -> Bundle:
     if not file.exists():
         if importlib.util.find_spec("torch") is None:
             raise MissingCapability.package("torch", "export", "measuring an encoder")
+        import torch
+
+        from edge_agent import methods
+        from export import bundle
+
         file.parent.mkdir(parents=True, exist_ok=True)
-        _export_resnet18(file)
+        size = ImageInput(channels=3, height=SIDE, width=SIDE)
+        task = Task(input=size, class_names=tuple("0123456789"), encoder="resnet18")
+        method = methods.create("fedavg")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = method.build(task)
+        images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        # The older exporter takes seconds where the newer one takes a quarter of a minute.
+        bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")
     return bundles.install(file, cache / "bundles", keep=2)
-
-
-def _export_resnet18(file: Path) -> None:
-    import torch
-
-    from edge_agent import methods
-    from export import bundle
-
-    size = ImageInput(channels=3, height=SIDE, width=SIDE)
-    task = Task(input=size, class_names=tuple("0123456789"), encoder="resnet18")
-    method = methods.create("fedavg")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = method.build(task)
-    images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    # The older exporter takes seconds where the newer one takes a quarter of a minute.
-    bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")

@@ -17,7 +17,7 @@ from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker
 from ...runs.request import Request
 from ...state.journal import Journal
 from ...state.store import StateFolder, read_status
-from .measuring import Measured, RoundPlan, Row, Usage, answer, forget_peak, module, quantile, usage, wait_for
+from .measuring import RoundPlan, Row, Usage, answer, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
 FEDERATION = "bench"
@@ -111,7 +111,16 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
         before = [usage(pid) for pid in pids]
         for pid in pids[1:]:
             forget_peak(pid)
-        seconds = _run(plan, folder, processes)
+        with StateFolder(folder / "coordinator").look() as state:
+            run = state.journal.request_run(request_for(plan).body())
+            ends = ("run_finished", "run_failed", "run_cancelled")
+            wait_for(
+                lambda: bool(state.journal.entries(run=run, kinds=ends)),
+                processes,
+                what="the run to end",
+                limit_s=RUN_LIMIT_S,
+            )
+            seconds = round_seconds(state.journal, run)
         after = [usage(pid) for pid in pids]
     return Rounds(
         broker=broker_name,
@@ -134,18 +143,6 @@ def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "trai
         encoding="utf-8",
     )
     return path
-
-
-def _run(plan: RoundPlan, folder: Path, processes: list[Measured]) -> list[float]:
-    """Seconds of each round of one run, from the journal: from the end of one round to the end of the next."""
-    with StateFolder(folder / "coordinator").look() as state:
-        run = state.journal.request_run(request_for(plan).body())
-
-        def is_over() -> bool:
-            return bool(state.journal.entries(run=run, kinds=("run_finished", "run_failed", "run_cancelled")))
-
-        wait_for(is_over, processes, what="the run to end", limit_s=RUN_LIMIT_S)
-        return round_seconds(state.journal, run)
 
 
 def round_seconds(journal: Journal, run: str) -> list[float]:

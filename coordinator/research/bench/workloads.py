@@ -147,13 +147,9 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help="train instead of adding a number")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    if arguments.program == "coordinator":
-        _serve(arguments.config)
-    else:
+    if arguments.program == "agent":
         _run_agent(load(AgentConfig, arguments.config), trains=arguments.train)
-
-
-def _serve(config: Path) -> None:
+        return
     import torch  # now, so that "idle" is what a coordinator with torch takes
 
     from edge_agent.worker import stop_on_signals
@@ -164,7 +160,7 @@ def _serve(config: Path) -> None:
 
     torch.set_num_threads(1)
     register()
-    with coordinator(load_config(config)) as service, stop_on_signals() as stop:
+    with coordinator(load_config(arguments.config)) as service, stop_on_signals() as stop:
         say("ready")
         service.serve(stop)
 
