@@ -125,7 +125,7 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
     return app
 
 
-class _Plain:
+class _Conversion:
     """Converts text, paths and flags, as typer's `RuntimeParam` does."""
 
     def __init__(self, kind: type) -> None:
@@ -142,16 +142,16 @@ def _without_pydantic(base: type[T]) -> type[T]:
     typer loads it even where no value is given, which takes as long as everything else that 'headwater status' does.
     """
 
-    class Plain(base):  # type: ignore[misc, valid-type]
+    class Light(base):  # type: ignore[misc, valid-type]
         def get_params(self, ctx: Any) -> list[Any]:
             parameters: list[Any] = super().get_params(ctx)
             for parameter in parameters:
                 kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
                 if kind in {str, Path, bool}:
-                    parameter.get_runtime_param = functools.partial(_Plain, kind)
+                    parameter.get_runtime_param = functools.partial(_Conversion, kind)
             return parameters
 
-    return Plain
+    return Light
 
 
 def _print_version(is_given: bool) -> None:

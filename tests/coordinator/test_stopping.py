@@ -93,7 +93,7 @@ def test_a_coordinator_whose_group_is_told_to_end_starts_no_process_anew(tmp_pat
     assert "hosted_process_exited" not in words
     assert words.count("broker died") <= 1
     assert "Traceback" not in words
-    assert "stopped; the next start goes on from here" in words
+    assert "stopped; the next start resumes from here" in words
 
 
 @pytest.mark.parametrize("engine", ["serial", "pool"])
