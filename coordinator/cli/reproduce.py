@@ -17,7 +17,7 @@ from ..runs.request import Weights
 from ..simulation.plan import Plan
 from ..text import counted
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
-from .output import console, print_json, set_up_logging, show, sigterm_as_ctrl_c, table
+from .output import console, present, set_up_logging, sigterm_as_ctrl_c, table
 from .simulate import run_plan
 
 if TYPE_CHECKING:
