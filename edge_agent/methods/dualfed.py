@@ -26,10 +26,9 @@ from torch.nn import functional as F
 from ..heads.dualfed import DualFedCommonParams, DualFedHeadParams
 from ..task import Task, Tensors
 from ..training.augment import flips_and_turns
-from ..training.loops import Loss, evaluate
+from ..training.loops import Loss, OptimizerState, evaluate, train_parts
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
-from ..training.optimizers import OptimizerState, train_parts
 from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .values import Client, MethodParams, grades, ours, refreshed_stats

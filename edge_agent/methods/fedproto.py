@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from ..errors import TrainingFailed
 from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
-from ..training.loops import Loss, evaluate, features_of, train
-from ..training.optimizers import optimizer_of
+from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
 from .base import Method
 from .families import objection_to

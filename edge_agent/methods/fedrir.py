@@ -35,10 +35,9 @@ from ..errors import ConfigError
 from ..models import create
 from ..task import Task, Tensors
 from ..training.augment import mask_patches
-from ..training.loops import Loss, cross_entropy, evaluate
+from ..training.loops import Loss, OptimizerState, cross_entropy, evaluate, lasting, optimizer_of, train_parts
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
-from ..training.optimizers import OptimizerState, lasting, optimizer_of, train_parts
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
 from .base import Method
 from .values import Client, MethodParams, grades, ours, refreshed_stats

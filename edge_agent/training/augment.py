@@ -25,8 +25,12 @@ def for_task(task: Task) -> Augment:
     spec = task.input
     if not isinstance(spec, ImageInput):
         return window_views
-    mean, std = _per_channel(spec.mean, spec.channels), _per_channel(spec.std, spec.channels)
-    views = colour_views if spec.channels == 3 else grey_views
+    return _on_pixels(colour_views if spec.channels == 3 else grey_views, spec)
+
+
+def _on_pixels(views: Augment, spec: ImageInput) -> Augment:
+    """Views of pixels 0..1, as views of preprocessed inputs."""
+    mean, std = (torch.tensor(v).expand(spec.channels).view(1, -1, 1, 1).clone() for v in (spec.mean, spec.std))
 
     def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         offset, scale = mean.to(inputs), std.to(inputs)
@@ -37,16 +41,22 @@ def for_task(task: Task) -> Augment:
 
 def colour_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Views of RGB images (n, 3, h, w) with values 0..1: what contrastive learning usually takes."""
-    cropped = _warp(pixels, _resized_crop(len(pixels), generator, smallest=0.3, flip=True))
-    return _grey(_jitter(cropped, generator, strength=0.4), generator, probability=0.2)
+    n = len(pixels)
+    cropped = _warp(pixels, _resized_crop(n, generator, smallest=0.3, flip=True))
+    brightness, contrast, saturation = (_uniform((n, 1, 1, 1), generator, 0.6, 1.4).to(pixels) for _ in range(3))
+    bright = (cropped * brightness).clamp(0, 1)
+    contrasted = torch.lerp(_luma(bright).mean(dim=(2, 3), keepdim=True), bright, contrast).clamp(0, 1)
+    coloured = torch.lerp(_luma(contrasted), contrasted, saturation).clamp(0, 1)
+    is_grey = (_uniform((n, 1, 1, 1), generator, 0.0, 1.0) < 0.2).to(pixels.device)
+    return torch.where(is_grey, _luma(coloured), coloured)
 
 
-def grey_views(pixels: torch.Tensor, generator: torch.Generator, *, shift: float = 1 / 14) -> torch.Tensor:
-    """Views of grey images (n, 1, h, w), values 0..1: ``shift`` of a side (2 in 28 pixels), 10 degrees, flip, hole."""
+def grey_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Views of grey images (n, 1, h, w), values 0..1: a shift by 1/14 of a side, 10 degrees, flip, hole."""
     n = len(pixels)
     angle = _uniform(n, generator, -1.0, 1.0) * math.radians(10)
     flip = _signs(n, generator)
-    moves = _uniform((n, 2), generator, -1.0, 1.0) * 2 * shift
+    moves = _uniform((n, 2), generator, -1.0, 1.0) * 2 * (1 / 14)
     rotation = torch.stack([angle.cos() * flip, -angle.sin(), angle.sin() * flip, angle.cos()], dim=1).view(n, 2, 2)
     return _erase(_warp(pixels, torch.cat([rotation, moves[:, :, None]], dim=2)), generator, probability=0.5)
 
@@ -59,25 +69,30 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
     spec = task.input
     if not isinstance(spec, ImageInput):
         return lambda inputs, _: inputs
-    mean, std = _per_channel(spec.mean, spec.channels), _per_channel(spec.std, spec.channels)
 
-    def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        n, (height, width) = len(inputs), inputs.shape[-2:]
+    def turned(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        n, (height, width) = len(pixels), pixels.shape[-2:]
         angle = _uniform(n, generator, -1.0, 1.0) * math.radians(degrees)
         flip, stretch = _signs(n, generator), height / width
         turns = [angle.cos() * flip, -angle.sin() * stretch, angle.sin() * flip / stretch, angle.cos()]
         rotation = torch.stack(turns, dim=1).view(n, 2, 2)
-        offset, scale = mean.to(inputs), std.to(inputs)
         still = torch.zeros(n, 2, 1, device=generator.device)
-        return (_warp(inputs * scale + offset, torch.cat([rotation, still], dim=2)) - offset) / scale
+        return _warp(pixels, torch.cat([rotation, still], dim=2))
 
-    return augment
+    return _on_pixels(turned, spec)
 
 
 def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Views of standardised sensor windows (n, channels, length)."""
-    n, channels, _ = windows.shape
-    cropped = _time_crop(windows, generator, smallest=0.7)
+    n, channels, length = windows.shape
+    # A stretch of 0.7..1 of each window, brought back to full length (linear).
+    share = _uniform(n, generator, 0.7, 1.0)
+    start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
+    steps = torch.arange(length, device=generator.device)[None, :]
+    position = (start[:, None] + steps * share[:, None]).to(windows).clamp(0, length - 1)
+    before = position.floor().long().clamp(max=max(length - 2, 0))
+    index = before[:, None, :].expand_as(windows)
+    cropped = torch.lerp(windows.gather(2, index), windows.gather(2, index + 1), (position - before)[:, None, :])
     scale = 1 + 0.1 * _normal((n, channels, 1), generator)
     kept = (_uniform((n, channels, 1), generator, 0.0, 1.0) >= 0.1).float()
     noise = 0.05 * _normal(tuple(windows.shape), generator)
@@ -101,22 +116,6 @@ def _warp(pixels: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def _jitter(pixels: torch.Tensor, generator: torch.Generator, *, strength: float) -> torch.Tensor:
-    """Brightness, contrast and saturation, each times 1 - strength .. 1 + strength."""
-    brightness, contrast, saturation = (
-        _uniform((len(pixels), 1, 1, 1), generator, 1 - strength, 1 + strength).to(pixels) for _ in range(3)
-    )
-    bright = (pixels * brightness).clamp(0, 1)
-    level = _luma(bright).mean(dim=(2, 3), keepdim=True)
-    contrasted = torch.lerp(level, bright, contrast).clamp(0, 1)
-    return torch.lerp(_luma(contrasted), contrasted, saturation).clamp(0, 1)
-
-
-def _grey(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
-    chosen = (_uniform((len(pixels), 1, 1, 1), generator, 0.0, 1.0) < probability).to(pixels.device)
-    return torch.where(chosen, _luma(pixels), pixels)
-
-
 def _luma(pixels: torch.Tensor) -> torch.Tensor:
     weights = torch.tensor(_GREY, dtype=pixels.dtype, device=pixels.device)
     return torch.einsum("nchw,c->nhw", pixels, weights)[:, None]
@@ -132,24 +131,11 @@ def _erase(pixels: torch.Tensor, generator: torch.Generator, *, probability: flo
 
 
 def _stretch(n: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Which of ``size`` places (n, size) bool lie in a random stretch of 10 to 35 % of them."""
+    """Which of ``size`` positions (n, size) bool lie in a random stretch of 10 to 35 % of them."""
     length = _uniform(n, generator, 0.1, 0.35) * size
     start = _uniform(n, generator, 0.0, 1.0) * (size - length)
-    place = torch.arange(size, device=generator.device)[None, :] + 0.5
-    return (place >= start[:, None]) & (place < (start + length)[:, None])
-
-
-def _time_crop(windows: torch.Tensor, generator: torch.Generator, *, smallest: float) -> torch.Tensor:
-    """A stretch of ``smallest``..1 of each window, brought back to full length (linear)."""
-    n, _, length = windows.shape
-    share = _uniform(n, generator, smallest, 1.0)
-    start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
-    steps = torch.arange(length, device=generator.device)[None, :]
-    place = (start[:, None] + steps * share[:, None]).to(windows).clamp(0, length - 1)
-    before = place.floor().long().clamp(max=max(length - 2, 0))
-    fraction = (place - before)[:, None, :]
-    index = before[:, None, :].expand_as(windows)
-    return torch.lerp(windows.gather(2, index), windows.gather(2, index + 1), fraction)
+    position = torch.arange(size, device=generator.device)[None, :] + 0.5
+    return (position >= start[:, None]) & (position < (start + length)[:, None])
 
 
 def _uniform(shape: int | tuple[int, ...], generator: torch.Generator, low: float, high: float) -> torch.Tensor:
@@ -162,10 +148,6 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 def _signs(n: int, generator: torch.Generator) -> torch.Tensor:
     return (_uniform(n, generator, 0.0, 1.0) < 0.5).float() * 2 - 1
-
-
-def _per_channel(values: tuple[float, ...], channels: int) -> torch.Tensor:
-    return torch.tensor(values).expand(channels).view(1, channels, 1, 1).clone()
 
 
 def mask_patches(images: torch.Tensor, ratio: float, patch: int, generator: torch.Generator) -> torch.Tensor:

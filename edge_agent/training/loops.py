@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import DataError, TrainingFailed
+from ..errors import DataError, StateError, TrainingFailed
 from ..methods.values import Client, MethodParams
+from ..task import Tensors
 from .parts import Parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -205,6 +206,90 @@ def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eva
     finally:
         for weight in held:
             weight.requires_grad_(True)
+
+
+# --- moments of optimizers that outlive a round: as named arrays in a client's memory, and back bit for bit ----------
+
+OptimizerState = Literal["reset", "persist"]
+"""``reset``: every round starts without moments. ``persist``: a client continues with those of its last round."""
+
+
+def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, **options: Any) -> float:
+    """`train` of the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
+
+    Raises:
+        TrainingFailed: as `train`.
+        StateError: as `lasting`.
+    """
+    optimizer = optimizer_of(client.model, parts, params)
+    with lasting(client, optimizer, label, params.optimizer_state):
+        return train(client, loss, params, optimizer=optimizer, **options)
+
+
+def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> torch.optim.Optimizer:
+    """The optimizer that ``params`` ask for, of the weights of these parts."""
+    return local_optimizer([weight for name in parts for weight in model.part(name).parameters()], params)
+
+
+@contextlib.contextmanager
+def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: OptimizerState) -> Iterator[None]:
+    """Inside, the optimizer continues from the moments kept as ``label``; at the end they are kept again.
+
+    ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
+
+    Raises:
+        StateError: what was kept does not fit the parameters.
+    """
+    if mode == "persist":
+        restore(optimizer, client.model, client.memory, label)
+    yield
+    if mode == "persist":
+        client.memory.update(moments(optimizer, client.model, label))
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> Tensors:
+    """Copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
+    arrays: Tensors = {}
+    for prefix, parameter in _kept_as(optimizer, model, label):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                # A step counter lies on the host, moments beside their parameter and in its memory layout.
+                flat = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                arrays[prefix + key] = flat.numpy()
+    return arrays
+
+
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors, label: str) -> None:
+    """Give a fresh optimizer the state that `moments` took; parameters of which nothing was kept start afresh.
+
+    Raises:
+        StateError: an array is neither a number nor of its parameter's shape.
+    """
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for index, (prefix, parameter) in enumerate(_kept_as(optimizer, model, label)):
+        for name, array in memory.items():
+            if not name.startswith(prefix):
+                continue
+            tensor = torch.tensor(array)
+            if array.shape != ():
+                if array.shape != tuple(parameter.shape):
+                    raise StateError(
+                        f"kept '{name}' is {list(array.shape)}, its parameter {list(parameter.shape)}; remove what was "
+                        "kept of this run"
+                    )
+                # Laid out like its parameter: fused optimizers walk through both in step.
+                tensor = torch.empty_like(parameter).copy_(tensor)
+            state.setdefault(index, {})[name.removeprefix(prefix)] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's parameters in its own order, each with what the names of its arrays begin with."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(f"optimizer.{label}.{names[id(p)]}.", p) for group in optimizer.param_groups for p in group["params"]]
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def evaluate(

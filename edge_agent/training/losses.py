@@ -9,16 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-Variant = Literal["in", "out"]
-Reduction = Literal["mean", "valid_mean", "none"]
-
 
 def supervised_contrastive(
     features: torch.Tensor,
     labels: torch.Tensor,
     temperature: float,
-    variant: Variant = "in",
-    reduction: Reduction = "mean",
+    variant: Literal["in", "out"] = "in",
+    reduction: Literal["mean", "none"] = "mean",
 ) -> torch.Tensor:
     """Supervised contrastive loss of ``features`` (n, d), which are brought to unit length here.
 
@@ -26,8 +23,7 @@ def supervised_contrastive(
     ``in``: logsumexp_A S - logsumexp_P S + log |P|, the logarithm outside the mean over positives;
     ``out``: logsumexp_A S - mean_P S, the logarithm inside. ``in`` <= ``out``.
 
-    Anchors without positives contribute 0. ``mean`` divides by n, ``valid_mean`` by the number of anchors that have
-    positives, ``none`` gives one value for each anchor (n,).
+    Anchors without positives contribute 0 and count in the ``mean``; ``none`` gives one value for each anchor (n,).
     """
     unit = F.normalize(features, dim=1, eps=1e-12)
     similarity = unit @ unit.T / temperature
@@ -42,14 +38,7 @@ def supervised_contrastive(
     else:
         same = (similarity * positive).sum(dim=1) / count.clamp(min=1)
     losses = torch.where(count > 0, everyone - same, torch.zeros_like(everyone))
-    return _reduced(losses, count, reduction)
-
-
-def _reduced(losses: torch.Tensor, positives: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    if reduction == "none":
-        return losses
-    anchors = (positives > 0).sum().clamp(min=1) if reduction == "valid_mean" else len(losses)
-    return losses.sum() / anchors
+    return losses.sum() / len(losses) if reduction == "mean" else losses
 
 
 def balanced_softmax(

@@ -55,6 +55,7 @@ class Parts(nn.Module):
 NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
+_VARIANCE = ".running_var"
 
 
 def encoder_and_head(task: Task) -> Parts:
@@ -137,14 +138,10 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
         TensorsError: the model has no tensor of such a name.
     """
     state, wanted = model.state_dict(), tuple(names)
-    _reject([f"no tensor '{name}'" for name in wanted if name not in state])
-    return {name: _array(state[name]) for name in wanted}
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    array: np.ndarray = copy.numpy()
-    return array
+    if missing := [f"no tensor '{name}'" for name in wanted if name not in state]:
+        raise TensorsError(first_of(missing))
+    copies = {name: state[name].to("cpu", copy=True, memory_format=torch.contiguous_format) for name in wanted}
+    return {name: copy.numpy() for name, copy in copies.items()}
 
 
 def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
@@ -155,28 +152,27 @@ def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
     """
     state = model.state_dict()
     sources = {name: torch.tensor(array) for name, array in tensors.items()}  # copies: arrays may be read-only
-    _reject([mistake for name, source in sources.items() for mistake in _misfits(name, source, state.get(name))])
+    mistakes = []
+    for name, source in sources.items():
+        target = state.get(name)
+        if target is None:
+            mistakes.append(f"the model has no tensor '{name}'")
+        elif source.shape != target.shape or source.dtype != target.dtype:
+            mistakes.append(f"'{name}' is {_form(source)}, the model has {_form(target)}")
+    if mistakes:
+        raise TensorsError(first_of(mistakes))
     with torch.no_grad():
         for name, source in sources.items():
             state[name].copy_(source)
-
-
-def _misfits(name: str, source: torch.Tensor, target: torch.Tensor | None) -> list[str]:
-    if target is None:
-        return [f"the model has no tensor '{name}'"]
-    if source.shape != target.shape or source.dtype != target.dtype:
-        return [f"'{name}' is {_form(source)}, the model has {_form(target)}"]
-    return []
 
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _reject(mistakes: Sequence[str], shown: int = 5) -> None:
-    if mistakes:
-        more = f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else ""
-        raise TensorsError("; ".join(mistakes[:shown]) + more)
+def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
+    """The first ``shown`` mistakes, and how many more there are."""
+    return "; ".join(mistakes[:shown]) + (f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else "")
 
 
 def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
@@ -192,28 +188,25 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
     for weight, tensors in weighted:
         total += weight
         for name, array in tensors.items():
-            sums[name] = sums.get(name, 0.0) + weight * _moment(name, array, tensors)
+            # Of a variance the second moment about zero, which may be averaged.
+            moment = array.astype(np.float64) + _squared_mean(name, tensors)
+            sums[name] = sums.get(name, 0.0) + weight * moment
     if not total > 0:
         raise TensorsError(f"batch norm of {len(sums)} tensors has total weight {total}, expected more than 0")
     means = {name: array / total for name, array in sums.items()}
-    return {name: _central(name, array, means).astype(np.float32) for name, array in means.items()}
+    for name in [name for name in means if name.endswith(_VARIANCE)]:
+        means[name] = np.maximum(means[name] - _squared_mean(name, means), 0.0)
+    return {name: array.astype(np.float32) for name, array in means.items()}
 
 
-def _moment(name: str, array: np.ndarray, tensors: Tensors) -> np.ndarray:
-    """The first or second moment about zero, which may be averaged where a variance may not."""
-    exact = array.astype(np.float64)
-    return exact + _mean_of(name, tensors).astype(np.float64) ** 2 if name.endswith(".running_var") else exact
-
-
-def _central(name: str, moment: np.ndarray, means: Tensors) -> np.ndarray:
-    return np.maximum(moment - _mean_of(name, means) ** 2, 0.0) if name.endswith(".running_var") else moment
-
-
-def _mean_of(name: str, tensors: Tensors) -> np.ndarray:
+def _squared_mean(name: str, tensors: Tensors) -> np.ndarray | float:
+    """The square of the mean that belongs to a variance; 0 for other tensors."""
+    if not name.endswith(_VARIANCE):
+        return 0.0
     mean = name.removesuffix("running_var") + "running_mean"
     if mean not in tensors:
         raise TensorsError(f"'{name}' came without '{mean}'; variances can be pooled only together with their means")
-    return tensors[mean]
+    return np.square(tensors[mean].astype(np.float64))
 
 
 MOST_ROWS = 1024

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import TensorsError, WeightsError, cause
 from ..task import Tensors
 from ..wire.tensors import decode, first_non_finite
-from .parts import Parts
+from .parts import Parts, first_of
 
 CONVERT = (
     'convert it once, where you trust it: python -c "import sys, torch; from safetensors.torch import save_file; '
@@ -27,7 +27,6 @@ MOST_BYTES = 4 << 30
 _PICKLES = (b"PK", b"\x80\x02")
 _COUNTER, _VARIANCE = "num_batches_tracked", "running_var"
 _PREFIX = "encoder."
-_SHOWN = 5
 
 
 def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ...]]:
@@ -44,10 +43,10 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
     taken = {name: stored[key] for name, key in names.items() if key in stored}
     mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]
     if mistakes:
-        more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
+        examples = f", such as {', '.join(sorted(stored)[:3])}" if stored else ""
         raise WeightsError(
-            f"{path}: does not hold this encoder: {'; '.join(mistakes[:_SHOWN])}{more}. It has {len(stored)} tensors"
-            f"{_examples(stored)}; choose weights of the same network, or another encoder"
+            f"{path}: does not hold this encoder: {first_of(mistakes)}. It has {len(stored)} tensors{examples}; choose "
+            "weights of the same network, or another encoder"
         )
     weights = {name: _converted(array, expected[name]) for name, array in taken.items()}
     return weights, tuple(sorted(stored.keys() - names.values()))
@@ -67,13 +66,12 @@ def set_by_weights(model: Parts) -> tuple[str, ...]:
 
 
 def _built_alike(model: Parts) -> dict[str, nn.Module]:
-    """Place -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
-    shapes = _shapes(model.encoder)
-    return {layer: module for layer, module in model.named_modules() if _shapes(module) == shapes}
+    """Path -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
 
+    def shapes(module: nn.Module) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+    return {path: module for path, module in model.named_modules() if shapes(module) == shapes(model.encoder)}
 
 
 def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> str:
@@ -109,8 +107,3 @@ def _read(path: Path) -> Tensors:
         return decode(content)
     except TensorsError as error:
         raise WeightsError(f"{path}: is no safetensors file of weights that can be read here ({error})") from error
-
-
-def _examples(stored: Tensors) -> str:
-    names = sorted(stored)[:3]
-    return f", such as {', '.join(names)}" if names else ""

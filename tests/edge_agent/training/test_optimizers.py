@@ -8,7 +8,7 @@ from torch import nn
 from edge_agent.errors import StateError
 from edge_agent.methods.values import Client
 from edge_agent.task import Task, WindowInput
-from edge_agent.training.optimizers import lasting, moments, restore
+from edge_agent.training.loops import lasting, moments, restore
 from edge_agent.training.parts import Parts, channels_last
 from edge_agent.wire.tensors import decode, encode
 
