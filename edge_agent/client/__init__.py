@@ -199,8 +199,9 @@ class Session:
         with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
             personal = self.method.predict(client, inputs)
             scores = {"acc.personal": accuracy(personal, labels)}
-            # Where a method has no more to say, the global model is the personal one: no second pass over the samples.
-            is_same = type(self.method).predict_global is Method.predict_global and "head" in self.method.shared
+            # Where a method changes neither answer, the global model is the personal one: no second pass is needed.
+            answers = (type(self.method).predict, type(self.method).predict_global)
+            is_same = answers == (Method.predict, Method.predict_global) and self.method.shares_classifier
             shared = personal if is_same else self.method.predict_global(client, inputs)
             if shared is not None:
                 scores["acc.global"] = accuracy(shared, labels)

@@ -15,7 +15,7 @@ from ..registry import Registry
 
 if TYPE_CHECKING:
     from .base import Method, weighted_mean
-    from .values import Client, MethodParams, Update, grades, ours, paper_values
+    from .values import Client, MethodParams, Update, grades, ours, paper_values, refreshed_stats
 
 __all__ = [
     "Client",
@@ -28,6 +28,7 @@ __all__ = [
     "names",
     "ours",
     "paper_values",
+    "refreshed_stats",
     "registry",
     "weighted_mean",
 ]

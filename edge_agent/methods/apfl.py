@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from ..task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
-from ..training.loops import local_optimizer, predict_probabilities, train_by_steps
+from ..training.loops import local_optimizer, train_by_steps
+from . import Client, MethodParams, grades
 from .families import TwoNetworks
-from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
     from ..training.parts import Parts
@@ -57,7 +57,10 @@ class APFL(TwoNetworks):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Per batch one step of w, one of v and one of alpha, all from where the batch began."""
         model, params = client.model, self.params
-        alpha, optimizer = share(model), self._optimizer(model)
+        alpha = share(model)
+        optimizer = local_optimizer([weight for pair in pairs(model) for weight in pair], params)
+        if params.adaptive:
+            optimizer.add_param_group({"params": [alpha], "lr": params.alpha_lr, "momentum": 0.0, "weight_decay": 0.0})
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -72,22 +75,10 @@ class APFL(TwoNetworks):
         client.log["alpha"] = float(alpha.detach())
         return self.sent(client)
 
-    def _optimizer(self, model: Parts) -> torch.optim.Optimizer:
-        weights = [weight for pair in pairs(model) for weight in pair]
-        optimizer = local_optimizer(weights, self.params)
-        if self.params.adaptive:
-            alone = {"lr": self.params.alpha_lr, "momentum": 0.0, "weight_decay": 0.0}
-            optimizer.add_param_group({"params": [share(model)], **alone})
-        return optimizer
-
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the mixture."""
         with torch.no_grad():
             return probabilities_with(second(client.model), mixture(client.model), inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the shared network."""
-        return predict_probabilities(client.model, inputs)
 
 
 class Share(nn.Module):

@@ -12,7 +12,7 @@ that start with ``server.`` stay at the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -69,6 +69,11 @@ class Method:
         return "model"
 
     @property
+    def shares_classifier(self) -> bool:
+        """Whether the shared parts alone, encoder and head, classify."""
+        return {"encoder", "head"} <= set(self.shared)
+
+    @property
     def needs_last_round(self) -> bool:
         """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
         return False
@@ -122,14 +127,26 @@ class Method:
         """The next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
         return {**state, **self.mean(updates)}
 
-    def mean(self, updates: Iterable[Update]) -> Tensors:
-        """The mean of the updates, weighted as ``weighting`` says."""
-        return weighted_mean(self.weighted(updates))
+    def mean(
+        self, updates: Iterable[Update], note: Callable[[Update, Tensors], None] | None = None, **options: Any
+    ) -> Tensors:
+        """The mean of the updates, weighted as ``weighting`` says; ``options`` are those of `weighted_mean`.
 
-    def weighted(self, updates: Iterable[Update]) -> Iterator[tuple[float, Tensors]]:
-        """The weight and the tensors of each update."""
-        for update in updates:
-            yield (update.weight if self.weighting == "samples" else 1.0), update.tensors
+        With ``note`` it is the mean of the model's tensors alone. On the way ``note`` gets each update, and copies of
+        its ``extra.`` arrays by their names without that word: a view would keep the whole update open.
+        """
+
+        def weighted() -> Iterator[tuple[float, Tensors]]:
+            for update in updates:
+                tensors = update.tensors
+                if note is not None:
+                    extras = {name: array for name, array in tensors.items() if name.startswith("extra.")}
+                    note(update, {name.removeprefix("extra."): np.array(array) for name, array in extras.items()})
+                    tensors = {name: array for name, array in tensors.items() if name not in extras}
+                if tensors or note is None:
+                    yield (update.weight if self.weighting == "samples" else 1.0), tensors
+
+        return weighted_mean(weighted(), **options)
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -174,9 +191,9 @@ class Method:
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
         """Class probabilities (n, K) of the shared model alone, or None where a method has no shared classifier."""
-        if "head" not in self.shared:
-            return None
-        return self.predict(client, inputs)
+        from ..training.loops import predict_probabilities
+
+        return predict_probabilities(client.model, inputs) if self.shares_classifier else None
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
@@ -238,11 +255,11 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
     if not total > 0 and (sums or not may_be_empty):
         raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
     # Each sum goes as its mean comes: a 45 MB model would else lie here three times over.
-    return {name: _mean(sums.pop(name), total, dtypes[name]) for name in tuple(sums)}
-
-
-def _mean(summed: np.ndarray, total: float, dtype: np.dtype[Any]) -> np.ndarray:
-    return (summed / total).astype(dtype) if dtype.kind == "f" else summed
+    means: Tensors = {}
+    for name, dtype in dtypes.items():
+        summed = sums.pop(name)
+        means[name] = (summed / total).astype(dtype) if dtype.kind == "f" else summed
+    return means
 
 
 def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:

@@ -16,11 +16,11 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..task import Tensors
-from ..training.finetune import pairs, second, shared_weights
+from ..training.finetune import pairs, second
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
+from . import Client, MethodParams
 from .families import TwoNetworks
-from .values import Client, MethodParams
 
 
 class DittoParams(MethodParams):
@@ -40,7 +40,7 @@ class Ditto(TwoNetworks):
         model, params = client.model, self.params
         personal, anchors = zip(*pairs(model), strict=True)
         pull = proximal_gradient(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
-        shared_optimizer = local_optimizer(shared_weights(model), params)
+        shared_optimizer = local_optimizer(anchors, params)
         own_optimizer = local_optimizer(personal, params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

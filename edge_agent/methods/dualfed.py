@@ -30,8 +30,7 @@ from ..training.loops import Loss, OptimizerState, evaluate, train_parts
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from .base import Method
-from .values import Client, MethodParams, grades, ours, refreshed_stats
+from . import Client, Method, MethodParams, grades, ours, refreshed_stats
 
 Part = Literal["encoder", "projector", "personal_head", "head"]
 PARTS: tuple[Part, ...] = ("encoder", "projector", "personal_head", "head")

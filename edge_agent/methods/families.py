@@ -12,8 +12,8 @@ import numpy as np
 from ..task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
 from ..training.loops import cross_entropy, features_of, predict_probabilities, train
-from .base import SERVER_ONLY, Method
-from .values import Client, Update, grades
+from . import Client, Method, Update, grades
+from .base import SERVER_ONLY
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,6 @@ def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors
         for name in next(iter(fresh.values()))
     }
     return {names: packed(clients), **arrays}
-
-
-def split_extras(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Tensors of the model, and the ``extra.`` arrays beside them."""
-    extras = {name: array for name, array in tensors.items() if name.startswith("extra.")}
-    return {name: array for name, array in tensors.items() if name not in extras}, extras
 
 
 MOST_SAMPLES, LARGEST = 1_000_000_000, 1e6
@@ -135,10 +129,6 @@ class TwoNetworks(Method):
         """Class probabilities of the personal network."""
         return predict_probabilities(second(client.model), inputs)
 
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the shared network."""
-        return predict_probabilities(client.model, inputs)
-
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features of both encoders."""
         return {**super().views(client, inputs), PERSONAL: features_of(second(client.model), inputs)}
@@ -168,10 +158,6 @@ class Tuned(Method, ABC):
             self.personalize(client, {})
         with with_copy_loaded(client):
             return super().predict(client, inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the shared model as it was received."""
-        return super().predict(client, inputs)
 
 
 class FineTuned(Tuned):

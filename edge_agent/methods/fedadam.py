@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import Field
 
 from ..task import State, Tensors
+from . import MethodParams, grades
 from .families import ServerSteps
-from .values import MethodParams, grades
 
 
 class FedAdamParams(MethodParams):

@@ -12,7 +12,7 @@ round's training, and is made once for each model received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 from ..task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
-from ..training.loops import cross_entropy, predict_probabilities, train
+from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from .base import Method
-from .values import Client, MethodParams, grades
+from . import Client, Method, MethodParams, grades
+
+Weights = dict[str, torch.Tensor]
 
 _OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
 
@@ -69,10 +70,6 @@ class FedALA(Method):
         """Class probabilities of the mixture, which is made first if the model has changed since."""
         return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
 
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the model as it was received."""
-        return predict_probabilities(client.model, inputs)
-
     def _mixed(self, client: Client) -> Tensors:
         """The mixed upper tensors for the model that the client has now.
 
@@ -108,13 +105,14 @@ class FedALA(Method):
         is_first = not any(name.startswith(_SHARES) for name in client.memory)
         model.eval()
         for _ in range(params.ala_most_epochs if is_first else 1):
-            losses.append(_pass(model, sides, part, params))
+            sides[2], loss = one_pass(model, sides, part, params)
+            losses.append(loss)
             if len(losses) > params.ala_window and np.std(losses[-params.ala_window :]) < params.ala_threshold:
                 break
         return {name: share.cpu().numpy() for name, share in sides[2].items()}
 
 
-def _on(device: torch.device, arrays: Tensors) -> dict[str, torch.Tensor]:
+def _on(device: torch.device, arrays: Tensors) -> Weights:
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
 
@@ -128,35 +126,20 @@ def mix(own: np.ndarray, received: np.ndarray, shares: np.ndarray) -> np.ndarray
     return np.asarray(received + (shares - 1) * (received - own))
 
 
-def _pass(model: Parts, sides: list[dict[str, torch.Tensor]], data: list[torch.Tensor], params: FedALAParams) -> float:
-    """One step of the shares for each batch; returns the loss of the last, as the official code does."""
-    pieces = [torch.split(part, params.batch_size) for part in data]
-    return [learn(model, sides, batch, params.ala_lr) for batch in zip(*pieces, strict=True)][-1]
-
-
-def learn(
-    model: Parts,
-    sides: list[dict[str, torch.Tensor]],
-    batch: tuple[torch.Tensor, ...],
-    rate: float,
-) -> float:
-    """One step of the shares, in place: the third of ``sides`` (own, received, shares); returns the loss before it."""
+def one_pass(
+    model: Parts, sides: Sequence[Weights], data: Sequence[torch.Tensor], params: FedALAParams
+) -> tuple[Weights, float]:
+    """The shares, the third of ``sides`` (own, received, shares), after a step for each batch, and the last loss."""
     own, received, shares = sides
     held = {name: weight.detach() for name, weight in model.named_parameters()}
-    mixed = {n: (received[n] + (s - 1) * (received[n] - own[n])).requires_grad_() for n, s in shares.items()}
-    value = F.cross_entropy(functional_call(model, {**held, **mixed}, (batch[0],)), batch[1])
-    slopes = dict(zip(mixed, torch.autograd.grad(value, list(mixed.values())), strict=True))
-    moved = stepped(own, received, shares, slopes, rate)
-    shares.update(moved)
-    return float(value.detach())
+    for inputs, labels in zip(*(torch.split(part, params.batch_size) for part in data), strict=True):
+        mixed = {n: (received[n] + (s - 1) * (received[n] - own[n])).requires_grad_() for n, s in shares.items()}
+        value = F.cross_entropy(functional_call(model, {**held, **mixed}, (inputs,)), labels)
+        slopes = dict(zip(mixed, torch.autograd.grad(value, list(mixed.values())), strict=True))
+        shares = stepped(own, received, shares, slopes, params.ala_lr)
+    return shares, float(value.detach())
 
 
-def stepped(
-    own: Mapping[str, torch.Tensor],
-    received: Mapping[str, torch.Tensor],
-    shares: Mapping[str, torch.Tensor],
-    slopes: Mapping[str, torch.Tensor],
-    rate: float,
-) -> dict[str, torch.Tensor]:
+def stepped(own: Weights, received: Weights, shares: Weights, slopes: Weights, rate: float) -> Weights:
     """W - eta * gradient * (received - own), held within 0..1 (Eqs. 4 and 5)."""
     return {n: (s - rate * slopes[n] * (received[n] - own[n])).clamp(0.0, 1.0) for n, s in shares.items()}

@@ -10,8 +10,7 @@ Differs from the paper: a last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from .base import Method
-from .values import grades
+from . import Method, grades
 
 
 class FedAvg(Method):

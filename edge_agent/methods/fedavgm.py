@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from ..task import State, Tensors
+from . import MethodParams, grades
 from .families import ServerSteps
-from .values import MethodParams, grades
 
 
 class FedAvgMParams(MethodParams):

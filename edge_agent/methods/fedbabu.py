@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from . import MethodParams, grades
 from .families import FineTuned
-from .values import MethodParams, grades
 
 
 class FedBABUParams(MethodParams):

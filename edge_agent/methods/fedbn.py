@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .base import Method
-from .values import MethodParams
+from . import Method, MethodParams
 
 
 class FedBNParams(MethodParams):

@@ -21,11 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, predict_probabilities, train
+from ..training.loops import Loss, evaluate, train
 from ..training.networks import gumbel
 from ..training.parts import Parts, encoder_and_head, feature_dim, to_arrays
-from .base import Method
-from .values import Client, MethodParams, grades
+from . import Client, Method, MethodParams, grades
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 """Of the kernels in the alignment, as in the official code."""
@@ -99,10 +98,6 @@ class FedCP(Method):
             return torch.softmax(logits, dim=1)
 
         return evaluate(both, model, inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the shared head on all features, without a gate."""
-        return predict_probabilities(client.model, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and the personal head's share of each of them."""

@@ -26,8 +26,8 @@ from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax
 from ..training.networks import simplex
 from ..training.parts import Parts, encoder_and_head, feature_dim
+from . import Client, MethodParams
 from .families import Tuned
-from .values import Client, MethodParams
 
 
 class FedETFParams(MethodParams):

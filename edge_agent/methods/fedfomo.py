@@ -15,7 +15,7 @@ serve for both. Distances are those of the learned weights; batch norm statistic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +28,8 @@ from ..task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from .base import weighted_mean
-from .families import TwoNetworks, is_learned, names_in, rng_of, split_extras, with_rows
-from .values import Client, MethodParams, Update, grades
+from . import Client, MethodParams, Update, grades
+from .families import TwoNetworks, is_learned, names_in, rng_of, with_rows
 
 _NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
 _PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."
@@ -100,26 +99,26 @@ class FedFomo(TwoNetworks):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The latest model of each client, the affinities with the reported help of the offers, and the mean model."""
-        news: dict[str, tuple[Tensors, np.ndarray]] = {}
-        mean = weighted_mean(_taken(updates, news))
-        models = {who: {_MODEL + name: array for name, array in model.items()} for who, (model, _) in news.items()}
-        rows = with_rows(state, _NAMES, models)
-        number = state.get(_ROUND, np.zeros(1, np.int64)) + 1
-        affinities = self._affinities(state, names_in(rows, _NAMES), news)
-        return {**state, **mean, **rows, _ROUND: number, _AFFINITY: affinities}
+        models, helped = dict[str, Tensors](), dict[str, np.ndarray]()
 
-    def _affinities(
-        self, state: State, clients: Sequence[str], news: dict[str, tuple[Tensors, np.ndarray]]
-    ) -> np.ndarray:
-        """P (m, m) float64: how much client j's models have helped client i so far."""
-        table, before = np.zeros((len(clients), len(clients))), names_in(state, _NAMES)
+        def take(update: Update, extras: Tensors) -> None:
+            model = {name: array for name, array in update.tensors.items() if name != _HELPED}
+            models[update.client] = {_MODEL + name: np.array(array) for name, array in model.items()}
+            helped[update.client] = extras["helped"]
+
+        mean = self.mean(updates, take)
+        rows = with_rows(state, _NAMES, models)
+        # P (m, m): how much client j's models have helped client i so far.
+        clients, before = names_in(rows, _NAMES), names_in(state, _NAMES)
+        affinities = np.zeros((len(clients), len(clients)))
         if before:
             old = [clients.index(name) for name in before]
-            table[np.ix_(old, old)] = state[_AFFINITY]
-        for client, (_, helped) in news.items():
-            for peer, amount in zip(self.offered(state, client), helped, strict=False):
-                table[clients.index(client), clients.index(peer)] += amount
-        return table
+            affinities[np.ix_(old, old)] = state[_AFFINITY]
+        for client, amounts in helped.items():
+            for peer, amount in zip(self.offered(state, client), amounts, strict=False):
+                affinities[clients.index(client), clients.index(peer)] += amount
+        number = state.get(_ROUND, np.zeros(1, np.int64)) + 1
+        return {**state, **mean, **rows, _ROUND: number, _AFFINITY: affinities}
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -130,19 +129,14 @@ class FedFomo(TwoNetworks):
         helped = self._federate(client, received)
         names = self.shared_names(client.model)
         client.memory.update({_BEGAN + name: array for name, array in to_arrays(client.model, names).items()})
-        self._train(client)
+        rows, _ = held_back(client)
+        part = replace(client, train_inputs=client.train_inputs[rows], train_labels=client.train_labels[rows])
+        params = self.params
+        train(part, cross_entropy(client.model), params, lr=params.lr * params.lr_decay ** (client.round - 1))
         copy_tensors(client.model, second(client.model))
-        padded = np.zeros(self.params.peers)
+        padded = np.zeros(params.peers)
         padded[: len(helped)] = helped
         return {**to_arrays(client.model, names), _HELPED: padded}
-
-    def _train(self, client: Client) -> None:
-        train_rows, _ = held_back(client)
-        params, rate = self.params, self.params.lr * self.params.lr_decay ** (client.round - 1)
-        part = replace(
-            client, train_inputs=client.train_inputs[train_rows], train_labels=client.train_labels[train_rows]
-        )
-        train(part, cross_entropy(client.model), params, lr=rate)
 
     def personalize(self, client: Client, received: Tensors) -> None:
         """Mix the last models into the client's own, without training."""
@@ -160,7 +154,9 @@ class FedFomo(TwoNetworks):
         """
         model, names = client.model, self.shared_names(client.model)
         copy_tensors(second(model), model)
-        peers = unstacked({n.removeprefix(_PEER): a for n, a in received.items() if n.startswith(_PEER)})
+        stacks = {name.removeprefix(_PEER): array for name, array in received.items() if name.startswith(_PEER)}
+        count = len(stacks[names[0]]) if stacks else 0
+        peers = [{name: array[row] for name, array in stacks.items()} for row in range(count)]
         if _BEGAN + names[0] not in client.memory or not client.samples:
             return np.zeros(len(peers))
         old = {name: client.memory[_BEGAN + name] for name in names}
@@ -208,20 +204,3 @@ def validation_loss(client: Client, tensors: Tensors) -> float:
     load_arrays(model, tensors)
     logits = evaluate(model, model, client.train_inputs[rows])
     return float(F.cross_entropy(logits, client.train_labels[rows]))
-
-
-def unstacked(stacks: Tensors) -> list[Tensors]:
-    """The models out of arrays that hold one in each row."""
-    count = len(next(iter(stacks.values()))) if stacks else 0
-    return [{name: array[row] for name, array in stacks.items()} for row in range(count)]
-
-
-def _taken(updates: Iterable[Update], news: dict[str, tuple[Tensors, np.ndarray]]) -> Iterator[tuple[float, Tensors]]:
-    """The models with their weights; on the way models and what helped are copied into ``news``.
-
-    Copied, because a view keeps its whole update open.
-    """
-    for update in updates:
-        model = {name: np.array(array) for name, array in split_extras(update.tensors)[0].items()}
-        news[update.client] = (model, np.array(update.tensors[_HELPED]))
-        yield update.weight, model

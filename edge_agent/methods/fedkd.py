@@ -29,9 +29,9 @@ from ..task import State, Task, Tensors
 from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from .base import SERVER_ONLY, Method
+from . import Client, Method, MethodParams, Update, grades
+from .base import SERVER_ONLY
 from .families import is_learned
-from .values import Client, MethodParams, Update, grades
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:
@@ -63,13 +63,13 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
 
 def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
     """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
-    compressed_tensors, total = dict[str, np.ndarray](), 0
+    result, total = dict[str, np.ndarray](), 0
     for name, array in tensors.items():
         start = base.get(name)
         low, taken = truncated(array if start is None else array - start, energy)
-        compressed_tensors[name] = low if start is None else (start + low).astype(array.dtype)
+        result[name] = low if start is None else (start + low).astype(array.dtype)
         total += taken
-    return compressed_tensors, total
+    return result, total
 
 
 _ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", SERVER_ONLY + "base."
@@ -124,8 +124,9 @@ class FedKD(Method):
         student = {name: array for name, array in state.items() if not name.startswith(("extra.", SERVER_ONLY))}
         if _ENERGY not in state:
             return {**student, _DOWN: np.array([float(sum(array.nbytes for array in student.values()))])}
-        compressed_tensors, taken = self._cut(student, _base(state), float(state[_ENERGY][0]))
-        return {**compressed_tensors, _DOWN: np.array([float(taken)])}
+        base = {name.removeprefix(_BASE): array for name, array in state.items() if name.startswith(_BASE)}
+        cut, taken = compressed(student, base, float(state[_ENERGY][0]))
+        return {**cut, _DOWN: np.array([float(taken)])}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The even mean, the energy to truncate it at, and what it is a change from: what clients received last."""
@@ -134,9 +135,6 @@ class FedKD(Method):
             return {**state, **mean}
         had = {name: array for name, array in self.broadcast(state).items() if is_learned(name, array)}
         return {**state, **mean, **{_BASE + name: array for name, array in had.items()}}
-
-    def _cut(self, tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
-        return compressed(tensors, base if self.params.decomposed == "updates" else {}, energy)
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -151,23 +149,17 @@ class FedKD(Method):
                 nn.utils.clip_grad_norm_(weights, params.clip)
 
         train(client, mutual_loss(model), params, before_step=clip)
-        energy = self._energy(client)
-        student = self.sent(client)
-        sent, taken = self._cut(student, {n: a for n, a in received.items() if is_learned(n, a)}, energy)
+        passed = (client.round - 1) / max(1, client.rounds - 1)
+        energy = float(params.energy_start + passed * (params.energy_end - params.energy_start))
+        is_change = params.decomposed == "updates"
+        base = {name: array for name, array in received.items() if is_change and is_learned(name, array)}
+        sent, taken = compressed(self.sent(client), base, energy)
         client.log |= {"svd.up_bytes": float(taken), "svd.down_bytes": float(received[_DOWN][0])}
         return {**sent, _ENERGY: np.array([energy])}
-
-    def _energy(self, client: Client) -> float:
-        passed = (client.round - 1) / max(1, client.rounds - 1)
-        return float(self.params.energy_start + passed * (self.params.energy_end - self.params.energy_start))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the teacher."""
         return predict_probabilities(teacher(client.model), inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the student."""
-        return predict_probabilities(client.model, inputs)
 
 
 def teacher(model: Parts) -> Parts:
@@ -199,7 +191,3 @@ def learned_from(pupil: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
     target = F.log_softmax(other.detach(), dim=1)
     return F.kl_div(F.log_softmax(pupil, dim=1), target, reduction="batchmean", log_target=True)
-
-
-def _base(state: State) -> Tensors:
-    return {name.removeprefix(_BASE): array for name, array in state.items() if name.startswith(_BASE)}

@@ -22,7 +22,7 @@ unless ``class_weighting`` is label_prior or the temperature is below 1.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,10 +36,9 @@ from ..heads import fedpac as steps
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
+from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
-from .base import Method, weighted_mean
-from .families import LARGEST, names_in, objection_to, packed, split_extras, with_rows
-from .values import Client, MethodParams, Update, grades
+from .families import LARGEST, names_in, objection_to, packed, with_rows
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +115,14 @@ class FedPAC(Method):
         params, labels = self.params, client.train_labels.cpu().numpy()
         before = _finite_features(client)
         self.train_head(client, before)
-        loss = self.aligned_loss(client.model, self._targets(client, received, before))
+        # Features are drawn to the common centroids, and to the client's own means of classes without one; while there
+        # are no centroids at all, to nothing: the paper's first round aligns nothing.
+        counts, targets = received.get("extra.counts"), None
+        if counts is not None and counts.any() and params.alignment_weight:
+            own, _ = steps.class_means(before, labels, client.task.num_classes)
+            chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
+            targets = torch.from_numpy(chosen.astype(np.float32)).to(client.device)
+        loss = self.aligned_loss(client.model, targets)
         train(client, loss, params, frozen=("head",), weights={"alignment_weight (lambda)": params.alignment_weight})
         after = _finite_features(client) if params.local_epochs else before
         head, is_qp, least = to_arrays(client.model, _HEAD), params.weights == "qp", params.min_class_count
@@ -140,18 +146,6 @@ class FedPAC(Method):
             return value
 
         return loss
-
-    def _targets(self, client: Client, received: Tensors, features: np.ndarray) -> torch.Tensor | None:
-        """Where features are drawn to (K, d): common centroids, and the client's own means of classes without one.
-
-        None as long as there are no centroids at all: the paper's first round aligns nothing.
-        """
-        counts = received.get("extra.counts")
-        if counts is None or not counts.any() or not self.params.alignment_weight:
-            return None
-        own, _ = steps.class_means(features, client.train_labels.cpu().numpy(), client.task.num_classes)
-        chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
-        return torch.from_numpy(chosen.astype(np.float32)).to(client.device)
 
     def head_params(self, head: str) -> dict[str, Any]:
         """Those of the classifier's epoch for the head of the same name."""
@@ -178,7 +172,7 @@ class FedPAC(Method):
         Updates without tensors of the encoder are left out of its mean and take part in all else.
         """
         members: list[Update] = []
-        mean = weighted_mean(_encoders(updates, members), may_be_empty=True)
+        mean = self.mean(updates, lambda one, arrays: members.append(replace(one, tensors=arrays)), may_be_empty=True)
         if not members:
             raise TrainingFailed("no update to aggregate; the round keeps its state")
         members.sort(key=lambda member: member.client)
@@ -259,18 +253,6 @@ def prototype_losses(members: Sequence[Update], *, by_prior: bool) -> np.ndarray
         each = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top - logits[np.arange(len(labels)), labels]
         np.divide(np.bincount(owners, shares * each, len(members)), sums, out=row, where=sums > 0)
     return losses
-
-
-def _encoders(updates: Iterable[Update], members: list[Update]) -> Iterator[tuple[float, Tensors]]:
-    """The encoders of the updates that carry one; their small arrays are copied into ``members`` on the way.
-
-    Copied, because a view keeps its whole update open.
-    """
-    for update in updates:
-        encoder, extras = split_extras(update.tensors)
-        members.append(replace(update, tensors={n.removeprefix("extra."): np.array(a) for n, a in extras.items()}))
-        if encoder:
-            yield update.weight, encoder
 
 
 def _finite_features(client: Client) -> np.ndarray:

@@ -10,8 +10,7 @@ Differs from the paper: one linear layer is personal (the paper also tries more 
 
 from __future__ import annotations
 
-from .base import Method
-from .values import grades
+from . import Method, grades
 
 
 class FedPer(Method):

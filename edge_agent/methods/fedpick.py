@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +26,11 @@ from torch.nn import functional as F
 from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
 from ..task import Task, Tensors
-from ..training.loops import Loss, evaluate, features_of, train
+from ..training.loops import evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
-from ..training.networks import drawn_mask, ensemble, mask_noise, steady_mask
+from ..training.networks import ensemble, feature_mask, mask_noise
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from .base import Method
-from .values import Client, MethodParams, grades, ours, refreshed_stats
+from . import Client, Method, MethodParams, grades, ours, refreshed_stats
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ class FedPick(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
-        params = self.params
+        params, model = self.params, client.model
         if params.selector == "fisher" and client.samples:
             scores = fisher_score(
                 features_of(client.model, client.train_inputs).cpu().numpy(), client.train_labels.cpu().numpy()
@@ -98,23 +96,13 @@ class FedPick(Method):
             client.model.part("mask").get_buffer("kept").copy_(kept)
         steps = -(-client.samples // params.batch_size)  # the share of picked features is that of the last epoch
         shares: deque[torch.Tensor] = deque(maxlen=max(1, steps))
-        weights = {"irrelevant_weight": params.irrelevant_weight}
-        train(client, self._eq15(client, shares.append), params, weights=weights)
-        if shares:
-            share = client.log["mask.selected"] = float(torch.stack(list(shares)).mean())
-            if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
-                _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
-        return self.sent(client)
-
-    def _eq15(self, client: Client, note_share: Callable[[torch.Tensor], object]) -> Loss:
-        params, model = self.params, client.model
         cut = {"temperature": params.temperature, "threshold": params.threshold}
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
             scores = model.part("mask")(features)
             picked = self._mask(scores, client.generator)
-            note_share(picked.mean() if params.selector == "fisher" else steady_mask(scores.detach(), **cut).mean())
+            shares.append(picked.mean() if params.selector == "fisher" else feature_mask(scores.detach(), **cut).mean())
             whole = model.head(features)
             relevant = model.part("relevant_head")(features * picked)
             irrelevant = model.part("irrelevant_head")(features * (1 - picked))
@@ -126,7 +114,12 @@ class FedPick(Method):
             )
             return terms
 
-        return loss
+        train(client, loss, params, weights={"irrelevant_weight": params.irrelevant_weight})
+        if shares:
+            share = client.log["mask.selected"] = float(torch.stack(list(shares)).mean())
+            if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
+                _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
+        return self.sent(client)
 
     def _mask(self, scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         """Eqs. 9 and 10: with noise from ``generator`` in training, without at inference; a Fisher mask as it is."""
@@ -134,9 +127,7 @@ class FedPick(Method):
         if params.selector == "fisher":
             return scores
         how = {"temperature": params.temperature, "threshold": params.threshold, "hard": params.mask == "hard"}
-        if generator is None:
-            return steady_mask(scores, **how)
-        return drawn_mask(scores, mask_noise(scores, generator), **how)
+        return feature_mask(scores, None if generator is None else mask_noise(scores, generator), **how)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
@@ -151,10 +142,6 @@ class FedPick(Method):
             return ensemble(whole, relevant, kind)
 
         return evaluate(both, model, inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the global classifier on all features."""
-        return super().predict(client, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """All features, and the mask that picks among them without noise."""

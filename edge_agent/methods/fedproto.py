@@ -28,9 +28,8 @@ from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from .base import Method
+from . import Client, Method, MethodParams, Update
 from .families import objection_to
-from .values import Client, MethodParams, Update
 
 _MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
 
@@ -112,8 +111,19 @@ class FedProto(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
-        features, labels = (tensor.cpu().numpy() for tensor in self._train(client))
-        means, counts = class_means(features, labels, client.task.num_classes, self.params.min_class_count)
+        params, batches = self.params, list[tuple[torch.Tensor, torch.Tensor]]()
+        optimizer = optimizer_of(client.model, ("encoder", "head"), params)
+        loss, weights = self.aligned_loss(client.model, batches), {"alignment_weight (lambda)": params.alignment_weight}
+        for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
+            batches.clear()
+            train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
+        features, labels = (
+            (features_of(client.model, client.train_inputs), client.train_labels)
+            if params.prototypes == "after" or not batches
+            else (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        )
+        classes, least = client.task.num_classes, params.min_class_count
+        means, counts = class_means(features.cpu().numpy(), labels.cpu().numpy(), classes, least)
         if not np.isfinite(means).all():
             raise TrainingFailed(
                 f"client '{client.id}': prototypes hold NaN or infinity in round {client.round}; expected finite "
@@ -127,20 +137,6 @@ class FedProto(Method):
         if self.params.inference == "head" or not prototypes.get_buffer("counts").any():
             return super().predict(client, inputs)
         return evaluate(lambda piece: torch.softmax(prototypes(model.features(piece)), dim=1), model, inputs)
-
-    def _train(self, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train; returns the features (m, d) and labels (m,) that the client's prototypes are means of."""
-        params = self.params
-        batches: list[tuple[torch.Tensor, torch.Tensor]] = []
-        optimizer = optimizer_of(client.model, ("encoder", "head"), params)
-        loss, weights = self.aligned_loss(client.model, batches), {"alignment_weight (lambda)": params.alignment_weight}
-        for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
-            batches.clear()
-            train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
-        if params.prototypes == "after" or not batches:
-            return features_of(client.model, client.train_inputs), client.train_labels
-        features, labels = zip(*batches, strict=True)
-        return torch.cat(features), torch.cat(labels)
 
     def aligned_loss(self, model: Parts, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Loss:
         """Cross entropy plus lambda times the distance to prototypes; puts features and labels into ``batches``."""

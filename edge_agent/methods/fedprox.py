@@ -16,8 +16,7 @@ from pydantic import Field
 
 from ..task import Tensors
 from ..training.loops import cross_entropy, train
-from .base import Method
-from .values import Client, MethodParams
+from . import Client, Method, MethodParams
 
 
 class FedProxParams(MethodParams):

@@ -18,8 +18,8 @@ from pydantic import Field
 from ..task import Tensors
 from ..training.finetune import on_features
 from ..training.loops import cross_entropy, train
+from . import Client, MethodParams, grades
 from .fedper import FedPer
-from .values import Client, MethodParams, grades
 
 
 class FedRepParams(MethodParams):
@@ -53,11 +53,12 @@ class FedRep(FedPer):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """``head_epochs`` of the head with the encoder frozen, then E epochs the other way round."""
-        self._train_head(client)
+        self.train_head(client)
         train(client, cross_entropy(client.model), self.params, frozen=("head",))
         return self.sent(client)
 
-    def _train_head(self, client: Client) -> None:
+    def train_head(self, client: Client) -> None:
+        """The head's stage: on features that are computed once, or under an encoder in train mode."""
         params = self.params
         options: dict[str, Any] = {"epochs": params.head_epochs, "lr": params.head_lr, "log": "loss.head"}
         if params.frozen_norm == "eval":

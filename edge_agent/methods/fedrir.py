@@ -39,8 +39,7 @@ from ..training.loops import Loss, OptimizerState, cross_entropy, evaluate, last
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
-from .base import Method
-from .values import Client, MethodParams, grades, ours, refreshed_stats
+from . import Client, Method, MethodParams, grades, ours, refreshed_stats
 
 
 class FedRIRParams(MethodParams):

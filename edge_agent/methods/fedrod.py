@@ -20,8 +20,7 @@ from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from .base import Method
-from .values import Client, MethodParams
+from . import Client, Method, MethodParams
 
 
 class FedRoDParams(MethodParams):
@@ -52,10 +51,6 @@ class FedRoD(Method):
             return torch.softmax(model.head(features) + model.part("personal_head")(features), dim=1)
 
         return evaluate(both, model, inputs)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the generic head."""
-        return super().predict(client, inputs)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Both losses in one sum: step for step the same as one after the other, as they share no weight."""

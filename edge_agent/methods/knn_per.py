@@ -23,8 +23,7 @@ from ..heads.knn import MIXES, quality, votes
 from ..task import Tensors
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
-from .base import Method
-from .values import Client, MethodParams, grades
+from . import Client, Method, MethodParams, grades
 
 _STAMP, _FEATURES, _LABELS, _CHOSEN = "memorized.from", "memorized.features", "memorized.labels", "memorized.chosen"
 
@@ -80,10 +79,6 @@ class KNNPer(Method):
         near = votes(queries.astype(np.float64), *stored, client.task.num_classes, int(neighbours), scale)
         mixed = mix * near + (1 - mix) * _probabilities(client, queries)
         return torch.from_numpy(mixed.astype(np.float32)).to(inputs.device)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the shared model alone."""
-        return super().predict(client, inputs)
 
     def head_params(self, head: str) -> dict[str, Any]:
         """For the head that does the same: its own choice of lambda, the first k and scale that are offered."""

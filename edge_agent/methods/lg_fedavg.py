@@ -13,14 +13,8 @@ new device is not answered by an ensemble of all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..task import State, Tensors
-from .base import Method
-from .values import Client
-
-if TYPE_CHECKING:
-    import torch
+from . import Method
 
 
 class LGFedAvg(Method):
@@ -30,10 +24,6 @@ class LGFedAvg(Method):
     source = "Liang et al., LG-FedAvg, arXiv 2001.01523"
     heads = ()
 
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """None: the shared head means nothing without a personal encoder."""
-        return None
-
     def global_head(self, state: State) -> Tensors | None:
-        """None, for the same reason."""
+        """None: the shared head means nothing without a personal encoder."""
         return None

@@ -9,7 +9,7 @@ Differs from the paper: nothing known.
 
 from __future__ import annotations
 
-from .base import Method
+from . import Method
 
 
 class Local(Method):

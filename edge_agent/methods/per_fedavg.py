@@ -21,9 +21,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..task import Tensors
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import cross_entropy, local_optimizer, train, train_by_steps
+from . import Client, MethodParams, grades
 from .families import Tuned
-from .values import Client, MethodParams, grades
 
 if TYPE_CHECKING:
     from ..training.parts import Parts
@@ -89,16 +89,8 @@ class PerFedAvg(Tuned):
         """One step, or some, of plain SGD with alpha."""
         params, model = self.params, client.model
         optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
-
-        def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            value = F.cross_entropy(model(inputs), labels)
-            torch.autograd.backward(value)
-            optimizer.step()
-            return value
-
-        suspects = {"adapt_lr": params.adapt_lr}
-        train_by_steps(client, step, params, epochs=1, steps=params.adapt_steps, suspects=suspects)
+        weights, steps = {"adapt_lr": params.adapt_lr}, params.adapt_steps
+        train(client, cross_entropy(model), params, optimizer=optimizer, epochs=1, steps=steps, weights=weights)
 
 
 def halves(samples: int) -> tuple[slice, slice]:

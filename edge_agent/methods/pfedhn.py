@@ -17,21 +17,20 @@ again: this is for models of some hundred thousand weights.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from pydantic import Field, field_validator
 from torch import nn
-from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..task import State, Tensors
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
-from .base import Method, weighted_mean
+from . import Client, Method, MethodParams, Update, grades
 from .families import is_learned, names_in, rng_of, with_rows
-from .values import Client, MethodParams, Norm, Update, grades
+from .values import Norm
 
 _HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
 _EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"
@@ -91,7 +90,13 @@ class PFedHN(Method):
 
     def start(self, tensors: Tensors) -> State:
         """A fresh hypernetwork whose outputs lie around the fresh model; its random numbers come from that model."""
-        self._check_size(tensors)
+        size = sum(int(np.prod(shape)) for shape in _shapes(tensors).values())
+        needed = 8 * size * (self.params.hidden_units + 1)
+        if needed > _MOST_BYTES:
+            allowed = f"at most {_MOST_BYTES >> 20} are allowed"
+            too_much = f"take {needed >> 20} MiB here, {allowed}; choose fewer units or a smaller encoder"
+            mistake = f"hidden_units: {self.params.hidden_units} for {size} weights {too_much}"
+            raise ConfigError("parameters of method 'pfedhn'", [mistake])
         network = Hypernetwork(_shapes(tensors), self.params)
         seed = 0
         for name in sorted(tensors):
@@ -116,40 +121,27 @@ class PFedHN(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """One step of the hypernetwork and of the embeddings of the round's clients."""
-        network, slopes = self._network(state), dict[str, np.ndarray]()
+        network, embeddings = self._network(state), dict[str, Tensors]()
         summed = [torch.zeros_like(weight) for weight in network.parameters()]
-        mean = weighted_mean(self._differentiated(state, updates, network, (summed, slopes)))
-        result = {**state, **mean}
+        before = names_in(state, _NAMES)
+
+        def differentiate(update: Update, _: Tensors) -> None:
+            old = self._embedding(state, update.client)
+            embedding = torch.from_numpy(old.copy()).requires_grad_()
+            weights = [*network.parameters(), embedding]
+            *products, slope = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
+            for total, product in zip(summed, products, strict=True):
+                total.add_(product)
+            known = update.client in before
+            speed = state[_EMBEDDING_SPEED][before.index(update.client)] if known else np.zeros_like(old)
+            moved = self._step(old, speed, slope.numpy())
+            embeddings[update.client] = dict(zip((_EMBEDDING, _EMBEDDING_SPEED), moved, strict=True))
+
+        result = {**state, **self.mean(updates, differentiate)}
         for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
             old, speed = state[_HYPER + name], state[_SPEED + name]
             result[_HYPER + name], result[_SPEED + name] = self._step(old, speed, slope.numpy())
-        return {**result, **self._stepped_embeddings(state, slopes)}
-
-    def _differentiated(
-        self,
-        state: State,
-        updates: Iterable[Update],
-        network: Hypernetwork,
-        sums: tuple[list[torch.Tensor], dict[str, np.ndarray]],
-    ) -> Iterator[tuple[float, Tensors]]:
-        """The updates with their weights; on the way their products are added to ``sums``."""
-        summed, slopes = sums
-        for update in updates:
-            embedding = torch.from_numpy(self._embedding(state, update.client)).requires_grad_()
-            weights = [*network.parameters(), embedding]
-            products = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
-            for index, product in enumerate(products[:-1]):
-                summed[index] += product
-            slopes[update.client] = products[-1].numpy()
-            yield update.weight, update.tensors
-
-    def _stepped_embeddings(self, state: State, slopes: Mapping[str, np.ndarray]) -> Tensors:
-        before, rows = names_in(state, _NAMES), dict[str, Tensors]()
-        for client, slope in slopes.items():
-            old = self._embedding(state, client)
-            speed = state[_EMBEDDING_SPEED][before.index(client)] if client in before else np.zeros_like(old)
-            rows[client] = dict(zip((_EMBEDDING, _EMBEDDING_SPEED), self._step(old, speed, slope), strict=True))
-        return with_rows(state, _NAMES, rows)
+        return {**result, **with_rows(state, _NAMES, embeddings)}
 
     def _step(self, weights: np.ndarray, speed: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """SGD with momentum and weight decay: the new weights and the new speed."""
@@ -171,33 +163,16 @@ class PFedHN(Method):
         fresh: np.ndarray = rng_of(client).standard_normal(self.params.embedding_size).astype(np.float32)
         return fresh
 
-    def _check_size(self, tensors: Tensors) -> None:
-        size = sum(int(np.prod(shape)) for shape in _shapes(tensors).values())
-        needed = 8 * size * (self.params.hidden_units + 1)
-        if needed > _MOST_BYTES:
-            allowed = f"at most {_MOST_BYTES >> 20} are allowed"
-            too_much = f"take {needed >> 20} MiB here, {allowed}; choose fewer units or a smaller encoder"
-            raise ConfigError(
-                "parameters of method 'pfedhn'",
-                [f"hidden_units: {self.params.hidden_units} for {size} weights {too_much}"],
-            )
-
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """K steps of SGD from H(e)."""
         model, params = client.model, self.params
-        optimizer = local_optimizer(model.parameters(), params)
 
-        def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            value = F.cross_entropy(model(inputs), labels)
-            torch.autograd.backward(value)
+        def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), params.clip)
-            optimizer.step()
-            return value
 
-        train_by_steps(client, step, params, steps=params.local_steps, suspects={"lr": params.lr})
+        train(client, cross_entropy(model), params, before_step=clip, steps=params.local_steps)
         return self.sent(client)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from ..task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
-from ..training.loops import Step, local_optimizer, train_by_steps
+from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
+from . import Client, MethodParams, Update
 from .families import TwoNetworks, towards
-from .values import Client, MethodParams, Update
 
 
 class PFedMeParams(MethodParams):
@@ -54,20 +54,11 @@ class PFedMe(TwoNetworks):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """R batches: K steps of theta, then one of w; returns w."""
-        params, model = self.params, client.model
-        copy_tensors(model, second(model))
-        suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}
-        train_by_steps(client, self._step(client), params, steps=params.local_steps, suspects=suspects)
-        for part in ("encoder", "head"):
-            copy_tensors(second(model).part(part), model.part(part), buffers_only=True)
-        return self.sent(client)
-
-    def _step(self, client: Client) -> Step:
-        params, both = self.params, pairs(client.model)
-        own, shared = [theta for theta, _ in both], [w for _, w in both]
+        params, model, network = self.params, client.model, second(client.model)
+        copy_tensors(model, network)
+        own, shared = zip(*pairs(model), strict=True)
         optimizer = local_optimizer(own, params, lr=params.personal_lr)
         pull = proximal_gradient(own, shared, params.proximal_weight)
-        network = second(client.model)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             values = []
@@ -80,7 +71,11 @@ class PFedMe(TwoNetworks):
             follow(shared, own, params.lr * params.proximal_weight)
             return values[0]
 
-        return step
+        suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}
+        train_by_steps(client, step, params, steps=params.local_steps, suspects=suspects)
+        for part in ("encoder", "head"):
+            copy_tensors(network.part(part), model.part(part), buffers_only=True)
+        return self.sent(client)
 
 
 def follow(shared: Iterable[torch.Tensor], own: Iterable[torch.Tensor], rate: float) -> None:

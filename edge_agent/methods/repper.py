@@ -14,7 +14,6 @@ without labels has something to start from; off by default.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Literal
 
 import numpy as np
@@ -26,11 +25,11 @@ from .. import heads
 from ..heads import FitData, Head
 from ..task import Task, Tensors
 from ..training import augment
-from ..training.loops import Loss, evaluate, features_of, local_optimizer, train
+from ..training.finetune import fingerprint
+from ..training.loops import Loss, features_of, local_optimizer, train
 from ..training.losses import supervised_contrastive
 from ..training.parts import Parts, encoder_alone, encoder_and_head
-from .base import Method
-from .values import Client, MethodParams, grades
+from . import Client, Method, MethodParams, grades
 
 _STAMP = "personal.encoder"
 _HEAD = "personal.head."
@@ -86,12 +85,18 @@ class RepPer(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Stage CRL: E epochs of the supervised contrastive loss."""
-        train(client, self.loss(client, received), self.params, optimizer=self._optimizer(client))
+        params, model = self.params, client.model
+        shrink = params.lr_decay ** sum(client.round > share * client.rounds for share in params.decay_at)
+        optimizer = local_optimizer(model.encoder.parameters(), params, lr=params.lr * shrink)
+        if params.global_head:
+            own = {"params": list(model.head.parameters()), "lr": params.global_head_lr * shrink}
+            optimizer.add_param_group(own)
+        train(client, self.loss(client, received), params, optimizer=optimizer)
         return self.sent(client)
 
     def personalize(self, client: Client, received: Tensors) -> None:
         """Stage PCL: fit the head on the client's own un-augmented data, the encoder frozen in eval mode."""
-        stamp = _stamp(client.model)
+        stamp = fingerprint(client.model.encoder, with_counters=True)
         head = self._head()
         features = features_of(client.model, client.train_inputs).cpu().numpy()
         # Seeded by the encoder: an evaluation that fits a head between rounds must not shift training's random numbers.
@@ -103,19 +108,13 @@ class RepPer(Method):
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the personal head, which is fitted first if the encoder has changed since."""
-        if not np.array_equal(client.memory.get(_STAMP, ()), _stamp(client.model)):
+        if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model.encoder, with_counters=True)):
             self.personalize(client, {})
         head = self._head()
         arrays = {name.removeprefix(_HEAD): a for name, a in client.memory.items() if name.startswith(_HEAD)}
         head.load(arrays, client.task.num_classes)
         probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
         return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
-
-    def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of the shared classifier; None without ``global_head``."""
-        if not self.params.global_head:
-            return None
-        return evaluate(lambda piece: torch.softmax(client.model(piece), dim=1), client.model, inputs)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Eq. 5 on two views of each image; with ``global_head`` also the cross entropy of that classifier."""
@@ -141,20 +140,3 @@ class RepPer(Method):
 
     def _head(self) -> Head:
         return heads.create(self.params.head, self.head_params(self.params.head))
-
-    def _optimizer(self, client: Client) -> torch.optim.Optimizer:
-        passed = sum(client.round > share * client.rounds for share in self.params.decay_at)
-        shrink = self.params.lr_decay**passed
-        optimizer = local_optimizer(client.model.encoder.parameters(), self.params, lr=self.params.lr * shrink)
-        if self.params.global_head:
-            head = {"params": list(client.model.head.parameters()), "lr": self.params.global_head_lr * shrink}
-            optimizer.add_param_group(head)
-        return optimizer
-
-
-def _stamp(model: Parts) -> np.ndarray:
-    """SHA-256 (32,) uint8 of the encoder's tensors: identifies the features that a head was fitted on."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.encoder.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return np.frombuffer(digest.digest(), dtype=np.uint8)

@@ -24,9 +24,9 @@ from pydantic import Field
 from ..task import State, Task, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, to_arrays
-from .base import SERVER_ONLY, Method, weighted_mean
+from . import Client, Method, MethodParams, Update, grades
+from .base import SERVER_ONLY
 from .families import is_learned, names_in, packed, towards
-from .values import Client, MethodParams, Update, grades
 
 _SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
 
@@ -62,7 +62,13 @@ class Scaffold(Method):
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """One step of the model, and the control variate after the changes of the round's clients."""
         seen: list[str] = []
-        mean = weighted_mean(_noted(updates, seen))
+
+        def noted() -> Iterator[Update]:
+            for update in updates:
+                seen.append(update.client)
+                yield update
+
+        mean = self.mean(noted())
         known = names_in(state, _SEEN)
         clients = sorted({*known, *seen})
         for name in [name for name in mean if name.startswith(_SENT)]:
@@ -76,21 +82,12 @@ class Scaffold(Method):
         """E epochs of corrected SGD; then the control variate becomes the mean gradient of the way that was taken."""
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
         own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
-        steps = self._train(client, {name: array - own[name] for name, array in controls.items()})
-        sent = self.sent(client)
-        pace = 1.0 / (max(steps, 1) * self.params.lr)
-        for name, control in controls.items():
-            # Option II: c_i+ - c_i = (x - y_i) / (K lr) - c; without any step nothing is known and nothing changes.
-            change = (received[name] - sent[name]) * pace - control if steps else np.zeros_like(control)
-            sent[_SENT + name] = change.astype(np.float32)
-            client.memory[_OWN + name] = own[name] + sent[_SENT + name]
-        return sent
-
-    def _train(self, client: Client, corrections: Tensors) -> int:
-        """Returns the number of steps, K."""
-        weights = dict(client.model.named_parameters())
-        shifts = [(weights[n], torch.from_numpy(a).to(client.device)) for n, a in corrections.items() if n in weights]
-        steps = 0
+        weights, steps = dict(client.model.named_parameters()), 0
+        shifts = [
+            (weights[name], torch.from_numpy(control - own[name]).to(client.device))
+            for name, control in controls.items()
+            if name in weights
+        ]
 
         def correct() -> None:
             nonlocal steps
@@ -100,15 +97,15 @@ class Scaffold(Method):
                     weight.grad.add_(shift)
 
         train(client, cross_entropy(client.model), self.params, before_step=correct)
-        return steps
+        sent = self.sent(client)
+        pace = 1.0 / (max(steps, 1) * self.params.lr)
+        for name, control in controls.items():
+            # Option II: c_i+ - c_i = (x - y_i) / (K lr) - c; without any step nothing is known and nothing changes.
+            change = (received[name] - sent[name]) * pace - control if steps else np.zeros_like(control)
+            sent[_SENT + name] = change.astype(np.float32)
+            client.memory[_OWN + name] = own[name] + sent[_SENT + name]
+        return sent
 
 
 def _zeros(tensors: Tensors) -> Tensors:
     return {_SENT + name: np.zeros_like(array) for name, array in tensors.items() if is_learned(name, array)}
-
-
-def _noted(updates: Iterable[Update], seen: list[str]) -> Iterator[tuple[float, Tensors]]:
-    """Even weights; on the way the names of the clients are written down."""
-    for update in updates:
-        seen.append(update.client)
-        yield 1.0, update.tensors

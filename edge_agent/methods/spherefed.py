@@ -16,7 +16,7 @@ over classes) are ours. A last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +31,7 @@ from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
-from .base import Method, weighted_mean
-from .families import split_extras
-from .values import Client, MethodParams, Update
+from . import Client, Method, MethodParams, Update
 
 _GRAM, _CROSS = "extra.gram", "extra.cross"
 
@@ -116,11 +114,18 @@ class SphereFed(Method):
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Mean encoder; where the updates carry statistics, the classifier that fits them best."""
+        """Mean encoder; where the updates carry statistics, the classifier W with W' = (A + ridge I)^-1 B."""
         sums: Tensors = {}
-        mean = weighted_mean(_without_statistics(updates, sums))
-        if _GRAM in sums and sums[_GRAM].any():
-            mean["head.weight"] = calibrated(sums[_GRAM], sums[_CROSS], self.params.ridge)
+
+        def add(_: Update, statistics: Tensors) -> None:
+            for name, array in statistics.items():
+                sums[name] = sums.get(name, 0.0) + array
+
+        mean = self.mean(updates, add)
+        if sums and sums["gram"].any():
+            gram = unpacked(sums["gram"], len(sums["cross"]))
+            weights = np.linalg.solve(gram + self.params.ridge * np.eye(len(gram)), sums["cross"]).T
+            mean["head.weight"] = weights.astype(np.float32)
         return {**state, **mean}
 
     def global_head(self, state: State) -> Tensors | None:
@@ -135,12 +140,18 @@ class SphereFed(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of the encoder; in the last round none, but the statistics of what was received."""
-        params = self.params
+        """E epochs of the encoder; in the last round none, but A and B of what was received."""
+        params, labels, classes = self.params, client.train_labels, client.task.num_classes
         calibrates = params.calibrate and client.round >= client.rounds > 1
         train(client, self.loss(client, received), params, epochs=0 if calibrates else None, frozen=self.frozen)
-        extras = statistics(client, params.min_class_count) if calibrates else self.sends(client.model, client.task)
-        return {**self.sent(client), **extras}
+        if not calibrates:
+            return {**self.sent(client), **self.sends(client.model, client.task)}
+        # Under the encoder in eval mode, summed in float64, of classes of enough samples.
+        counted = (torch.bincount(labels, minlength=classes) >= params.min_class_count)[labels]
+        unit = F.normalize(features_of(client.model, client.train_inputs)[counted].double(), dim=1)
+        targets = F.one_hot(labels[counted], classes).double()
+        gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
+        return {**self.sent(client), _GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Squared error of W z / |z| to one-hot labels, or cross entropy."""
@@ -150,35 +161,8 @@ class SphereFed(Method):
         return lambda inputs, labels: F.mse_loss(model(inputs) / scale, F.one_hot(labels, classes).float())
 
 
-def statistics(client: Client, least: int = 1) -> Tensors:
-    """A (upper triangle) and B under the encoder in eval mode, summed in float64, of classes of ``least`` samples."""
-    counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
-    counted = (counts >= least)[client.train_labels]
-    features = features_of(client.model, client.train_inputs)[counted]
-    unit = F.normalize(features.double(), dim=1)
-    targets = F.one_hot(client.train_labels[counted], client.task.num_classes).double()
-    gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
-    return {_GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
-
-
-def calibrated(packed: np.ndarray, cross: np.ndarray, ridge: float) -> np.ndarray:
-    """W (K, d) float32 with W' = (A + ridge I)^-1 B, from the upper triangle of A."""
-    gram = unpacked(packed, len(cross))
-    weights: np.ndarray = np.linalg.solve(gram + ridge * np.eye(len(gram)), cross).T
-    return weights.astype(np.float32)
-
-
 def unpacked(packed: np.ndarray, size: int) -> np.ndarray:
     """The symmetric matrix (size, size) of an upper triangle, row by row."""
     upper = np.zeros((size, size))
     upper[np.triu_indices(size)] = packed
     return np.asarray(upper + np.triu(upper, 1).T)
-
-
-def _without_statistics(updates: Iterable[Update], sums: Tensors) -> Iterator[tuple[float, Tensors]]:
-    """The shared tensors of the updates; on the way their statistics are added up in ``sums``."""
-    for update in updates:
-        for name in (_GRAM, _CROSS):
-            if name in update.tensors:
-                sums[name] = sums.get(name, 0.0) + update.tensors[name]
-        yield update.weight, split_extras(update.tensors)[0]

@@ -84,19 +84,24 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
 
 def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Views of standardised sensor windows (n, channels, length)."""
-    n, channels, length = windows.shape
-    # A stretch of 0.7..1 of each window, brought back to full length (linear).
+    n, channels, _ = windows.shape
+    cropped = _time_crop(windows, generator)
+    scale = 1 + 0.1 * _normal((n, channels, 1), generator)
+    kept = (_uniform((n, channels, 1), generator, 0.0, 1.0) >= 0.1).float()
+    noise = 0.05 * _normal(tuple(windows.shape), generator)
+    return cropped * (scale * kept).to(windows) + noise.to(windows)
+
+
+def _time_crop(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A stretch of 0.7..1 of each window, brought back to full length (linear)."""
+    n, _, length = windows.shape
     share = _uniform(n, generator, 0.7, 1.0)
     start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
     steps = torch.arange(length, device=generator.device)[None, :]
     position = (start[:, None] + steps * share[:, None]).to(windows).clamp(0, length - 1)
     before = position.floor().long().clamp(max=max(length - 2, 0))
     index = before[:, None, :].expand_as(windows)
-    cropped = torch.lerp(windows.gather(2, index), windows.gather(2, index + 1), (position - before)[:, None, :])
-    scale = 1 + 0.1 * _normal((n, channels, 1), generator)
-    kept = (_uniform((n, channels, 1), generator, 0.0, 1.0) >= 0.1).float()
-    noise = 0.05 * _normal(tuple(windows.shape), generator)
-    return cropped * (scale * kept).to(windows) + noise.to(windows)
+    return torch.lerp(windows.gather(2, index), windows.gather(2, index + 1), (position - before)[:, None, :])
 
 
 def _resized_crop(n: int, generator: torch.Generator, *, smallest: float, flip: bool) -> torch.Tensor:

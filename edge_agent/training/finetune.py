@@ -26,11 +26,14 @@ _KEPT = "tuned."
 _STAMP = "tuned_from"
 
 
-def fingerprint(model: nn.Module) -> np.ndarray:
-    """SHA-256 (32,) uint8 of a model's tensors without batch norm counters: identifies what a copy was made from."""
+def fingerprint(model: nn.Module, *, with_counters: bool = False) -> np.ndarray:
+    """SHA-256 (32,) uint8 of a model's tensors: identifies what a copy was made from.
+
+    Batch norm counters, which change nothing, are left out unless asked for.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        if not name.endswith("num_batches_tracked"):
+        if with_counters or not name.endswith("num_batches_tracked"):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return np.frombuffer(digest.digest(), dtype=np.uint8)
 
@@ -46,8 +49,13 @@ def make_copy(client: Client, tune: Callable[[Client], object], parts: Sequence[
     """
     model, stamp = client.model, fingerprint(client.model)
     names = [name for name in model.state_dict() if name.split(".", 1)[0] in parts]
-    with put_back(model), _seeded(client, stamp) as apart:
-        tune(apart)
+    seed = int.from_bytes(stamp[:7].tobytes(), "little")
+    generator = torch.Generator(device=client.device)
+    generator.manual_seed(seed)
+    devices = [client.device] if client.device.type == "cuda" else []
+    with put_back(model), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)  # which dropout draws from
+        tune(replace(client, rng=np.random.default_rng(seed), generator=generator, memory={}, log={}))
         arrays = to_arrays(model, names)
     model.zero_grad(set_to_none=True)
     client.memory.update({_STAMP: stamp, **{_KEPT + name: array for name, array in arrays.items()}})
@@ -91,18 +99,6 @@ def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[N
                 state[name].copy_(tensor)
 
 
-@contextlib.contextmanager
-def _seeded(client: Client, stamp: np.ndarray) -> Iterator[Client]:
-    """The client with generators of its own, torch's global one (which dropout draws from) included."""
-    seed = int.from_bytes(stamp[:7].tobytes(), "little")
-    generator = torch.Generator(device=client.device)
-    generator.manual_seed(seed)
-    devices = [client.device] if client.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield replace(client, rng=np.random.default_rng(seed), generator=generator, memory={}, log={})
-
-
 PERSONAL = "personal"
 
 
@@ -131,11 +127,6 @@ def pairs(model: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The weights of the personal network, each with its counterpart in the shared one."""
     shared = dict(model.named_parameters())
     return [(weight, shared[name]) for name, weight in second(model).named_parameters()]
-
-
-def shared_weights(model: Parts) -> list[torch.Tensor]:
-    """The weights of encoder and head."""
-    return [weight for _, weight in pairs(model)]
 
 
 def copy_tensors(source: nn.Module, target: nn.Module, *, buffers_only: bool = False) -> None:

@@ -140,10 +140,18 @@ def train_by_steps(
         for epoch in range(1, (steps or epochs) + 1):
             split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
             split = split[: steps - done] if steps else split
-            mean_loss, means = _epoch(client, step, split, terms)
+            # Sums stay on the device: no wait for the GPU in each step.
+            total, sums = torch.zeros((), device=client.device), dict[str, torch.Tensor]()
+            for indices in split:
+                value = _value(client, step, torch.from_numpy(indices).to(client.device))
+                total += value.detach() * len(indices)
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, torch.zeros_like(total)) + term.detach() * len(indices)
+            samples = sum(map(len, split))
+            mean_loss = float(total) / samples
             if not math.isfinite(mean_loss):
                 raise diverged(client, mean_loss, f"{epoch} of {epochs}", suspects)
-            client.log |= {**means, log: mean_loss}
+            client.log |= {**{name: float(added) / samples for name, added in sums.items()}, log: mean_loss}
             done += len(split)
             if done == steps:
                 break
@@ -157,21 +165,6 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
         f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
         f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
     )
-
-
-def _epoch(
-    client: Client, step: Step, split: Sequence[np.ndarray], terms: Mapping[str, torch.Tensor]
-) -> tuple[float, dict[str, float]]:
-    """The mean loss of an epoch, and the means of its terms."""
-    total, sums = torch.zeros((), device=client.device), dict[str, torch.Tensor]()
-    for indices in split:
-        chosen = torch.from_numpy(indices).to(client.device)
-        value = _value(client, step, chosen)
-        total += value.detach() * len(indices)  # stays on the device: no wait for the GPU in each step
-        for name, term in terms.items():
-            sums[name] = sums.get(name, torch.zeros_like(total)) + term.detach() * len(indices)
-    samples = sum(map(len, split))
-    return float(total) / samples, {name: float(added) / samples for name, added in sums.items()}
 
 
 def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:

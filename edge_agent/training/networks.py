@@ -95,26 +95,26 @@ def mask_noise(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return gumbel(first) - gumbel(second)
 
 
-def drawn_mask(
-    logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, threshold: float = 0.5, hard: bool = True
+def feature_mask(
+    logits: torch.Tensor,
+    noise: torch.Tensor | None = None,
+    *,
+    temperature: float,
+    threshold: float = 0.5,
+    hard: bool = True,
 ) -> torch.Tensor:
-    """Mask like ``logits`` from m = sigmoid((logits + noise) / temperature), for training.
+    """Mask like ``logits`` from m = sigmoid((logits + noise) / temperature).
 
-    ``hard``: 1 where m > ``threshold``, else 0, with the gradient of m (straight through). Otherwise m itself.
+    ``hard``: 1 where m > ``threshold``, else 0; with noise, as in training, it has the gradient of m (straight
+    through). Without noise, for inference, and with threshold 0.5 it is exactly 1 where logits > 0. Otherwise m itself.
     """
-    noisy = logits + noise
+    noisy = logits if noise is None else logits + noise
     soft = torch.sigmoid(noisy / temperature)
     if not hard:
         return soft
+    picked = (noisy > cut(temperature, threshold)).to(soft.dtype)
     # soft - soft is exactly 0, so the mask is exactly 0 or 1; (mask + soft) - soft would not be.
-    return (noisy > cut(temperature, threshold)).to(soft.dtype) + (soft - soft.detach())
-
-
-def steady_mask(logits: torch.Tensor, *, temperature: float, threshold: float = 0.5, hard: bool = True) -> torch.Tensor:
-    """Mask like ``logits`` without noise, for inference; ``hard`` with threshold 0.5: exactly 1 where logits > 0."""
-    if not hard:
-        return torch.sigmoid(logits / temperature)
-    return (logits > cut(temperature, threshold)).to(logits.dtype)
+    return picked if noise is None else picked + (soft - soft.detach())
 
 
 def cut(temperature: float, threshold: float) -> float:

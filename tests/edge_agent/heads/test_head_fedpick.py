@@ -39,7 +39,7 @@ def test_mask_and_classifiers_are_torchs_over_twenty_steps(options, shared, dtyp
     from torch.nn import functional as F
 
     from edge_agent.training import losses
-    from edge_agent.training.networks import drawn_mask
+    from edge_agent.training.networks import feature_mask
 
     params = Params(
         lr=0.05, relevant_weight=1.2, irrelevant_weight=0.3, distillation_weight=0.8, mask_width=5, **options
@@ -59,7 +59,7 @@ def test_mask_and_classifiers_are_torchs_over_twenty_steps(options, shared, dtyp
         noise = logistic_noise(np.empty((n, 8), np.float32), rng).astype(dtype)
         known = _layers.log_softmax(rng.normal(size=(n, 3)).astype(dtype)) if shared else None
         x, y = torch.from_numpy(z), torch.from_numpy(labels)
-        b = drawn_mask(
+        b = feature_mask(
             net["mask"](x), torch.from_numpy(noise), temperature=params.temperature, threshold=params.threshold,
             hard=params.mask == "hard",
         )  # fmt: skip

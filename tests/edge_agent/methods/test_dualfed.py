@@ -216,6 +216,7 @@ def test_parts_trained_here_answer_the_same_in_the_device_head(federation, image
 
 def test_training_on_cached_features_is_training_with_the_encoder_frozen(federation):
     """What a device does without torch equals stage one with the encoder frozen in eval mode, batch for batch."""
+    from edge_agent.heads._layers import batches
     from edge_agent.heads.dualfed import DualFedHeadParams as HeadParams
     from edge_agent.heads.dualfed import Trainer
 
@@ -227,10 +228,11 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
     trained = ("projector", "personal_head")
     names = [name for name in client.model.state_dict() if name.split(".")[0] in trained]
     arrays = {name: a for name, a in to_arrays(client.model, names).items() if not name.endswith("tracked")}
-    trainer = Trainer(arrays, HeadParams(**method.head_params("dualfed"), batch_size=16), 17)
-    rng = copy.deepcopy(client.rng)
+    params, labels = HeadParams(**method.head_params("dualfed"), batch_size=16), client.train_labels.numpy()
+    trainer, rng = Trainer(arrays, params, 17), copy.deepcopy(client.rng)
     for _ in range(5):
-        trainer.epoch(features, client.train_labels.numpy(), rng)
+        for rows in batches(len(labels), 16, rng, params.smallest_batch):
+            trainer.step(features[rows], labels[rows])
     optimizer = local_optimizer([w for part in trained for w in client.model.part(part).parameters()], method.params)
     loss = method.personal_loss(client)
     train(client, loss, method.params, optimizer=optimizer, epochs=5, batch_size=16, frozen=("encoder", "head"))

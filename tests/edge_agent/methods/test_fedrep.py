@@ -20,7 +20,7 @@ def test_the_heads_stage_leaves_the_encoder_untouched(federation, mode):
     fed = federation(methods.create("fedrep", {"batch_size": 4, "head_epochs": 2, "frozen_norm": mode}))
     client = fed.clients["a"]
     before = tensors_of(client.model, "")
-    fed.method._train_head(client)
+    fed.method.train_head(client)
     moved = {name for name, tensor in client.model.state_dict().items() if not torch.equal(tensor, before[name])}
     # With "train" batch norm goes on counting and averaging, but no weight of it moves.
     statistics = {name for name in before if "running" in name or "num_batches" in name}
@@ -52,7 +52,7 @@ def test_without_head_epochs_it_is_fedper_on_a_frozen_head(tiny):
 def test_features_computed_once_give_the_same_head(tiny):
     once, each = (tiny("fedrep", LABELS, head_epochs=4, head_lr=0.2, frozen_norm=mode) for mode in ("eval", "train"))
     for fed in (once, each):
-        fed.method._train_head(fed.clients["a"])
+        fed.method.train_head(fed.clients["a"])
     heads = [fed.clients["a"].model.head.weight for fed in (once, each)]
     assert not torch.equal(heads[0], once.fresh_model(1).head.weight)
     torch.testing.assert_close(*heads, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import torch
 from edge_agent import heads, methods
 from edge_agent.errors import ConfigError, UnknownName
 from edge_agent.heads import FitData
+from edge_agent.methods import repper as repper_module
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import encode
 
@@ -151,12 +152,15 @@ def test_both_forms_of_the_loss_train_differently(federation):
 
 
 @pytest.mark.parametrize("round_number, expected", [(1, 0.1), (5, 0.1), (6, 0.01), (8, 0.01), (9, 0.001)])
-def test_the_step_size_falls_after_the_given_shares_of_the_run(federation, round_number, expected):
+def test_the_step_size_falls_after_the_given_shares_of_the_run(federation, monkeypatch, round_number, expected):
     # Ten rounds, shares 0.5 and 0.8: rounds 6 and 9 are the first with a smaller step.
     fed = federation(repper(lr=0.1, decay_at=(0.5, 0.8)), rounds=10)
     client = fed.clients["a"]
     client.round = round_number
-    assert fed.method._optimizer(client).param_groups[0]["lr"] == pytest.approx(expected)
+    used = []
+    monkeypatch.setattr(repper_module, "train", lambda *_, optimizer: used.append(optimizer))
+    fed.method.local_update(client, {})
+    assert used[0].param_groups[0]["lr"] == pytest.approx(expected)
 
 
 def test_one_step_of_adam_moves_each_weight_by_the_step_size(federation):
