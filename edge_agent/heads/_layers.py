@@ -172,9 +172,14 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
 
 def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator) -> Tensors:
     """Arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
-    bound = 1.0 / np.sqrt(inputs)
-    weight, bias = rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
+    weight, bias = uniform(inputs, outputs, rng)
     return {f"{name}.weight": weight.astype(np.float32), f"{name}.bias": bias.astype(np.float32)}
+
+
+def uniform(inputs: int, outputs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Weights (outputs, inputs) and biases (outputs,) float64 of a linear layer as torch starts them."""
+    bound = 1.0 / np.sqrt(inputs)
+    return rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
 
 
 def fresh_norm(name: str, size: int) -> Tensors:

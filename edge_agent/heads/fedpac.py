@@ -67,8 +67,7 @@ class FedPACHead(Head):
         params = data.method_params
         head = train(_start(data, received), data.features, data.labels, settings(params), rng)
         heads = {f"head.{name}": array for name, array in head.items()}
-        is_qp, least = params.get("weights", "qp") == "qp", int(params.get("min_class_count", 2))
-        return extras(heads, (data.features, data.features), data.labels, with_statistics=is_qp, least=least)
+        return extras(heads, data.features, data.features, data.labels, params)
 
 
 def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
@@ -77,23 +76,17 @@ def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
 
 
 def extras(
-    head: Tensors,
-    features: tuple[np.ndarray, np.ndarray],
-    labels: np.ndarray,
-    *,
-    with_statistics: bool,
-    least: int,
+    head: Tensors, before: np.ndarray, after: np.ndarray, labels: np.ndarray, method_params: Mapping[str, Any]
 ) -> Tensors:
     """The arrays that an update carries beside the encoder.
 
-    ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,), ``features`` those before and after local training,
-    (n, d) each. Classes of fewer than ``least`` samples appear nowhere: they have count 0.
+    ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,); ``before`` and ``after`` are the features (n, d) as
+    they are before and after local training. Classes of fewer than ``min_class_count`` samples have count 0.
     """
-    before, after = features
-    num_classes = len(head["head.bias"])
+    num_classes, least = len(head["head.bias"]), int(method_params.get("min_class_count", 2))
     means, counts = class_means(after, labels, num_classes, least)
     arrays = {"centroids": means.astype(np.float32), "counts": counts, **head}
-    if with_statistics:
+    if method_params.get("weights", "qp") == "qp":
         variance, weighted = statistics(before, labels, num_classes, least)
         arrays |= {"variance": np.array([variance]), "weighted_means": weighted.astype(np.float32)}
     return {f"extra.{name}": array for name, array in arrays.items()}

@@ -39,7 +39,8 @@ class FedPickCommonParams(HeadParams):
 
     mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones (Eq. 10), or weights 0..1 (Eq. 21)")
     selector: Literal["learned", "fisher"] = Field(
-        "learned", description="mask network (Eq. 9), or the features of highest Fisher score (Eq. 5), anew each round"
+        "learned",
+        description="mask network (Eq. 9), or the features of highest Fisher score (Eq. 5), chosen in each round",
     )
     keep_ratio: float = Field(0.5, gt=0, le=1, description="share of features that selector fisher keeps")
     ensemble: Literal["probs", "logits", "none"] = Field(
@@ -228,12 +229,12 @@ def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[fl
     """
     log_q = layers.log_softmax(logits)
     q, p = np.exp(log_q), np.exp(known)
-    apart = log_q - known
-    backward = (q * apart).sum(axis=1, keepdims=True)
-    value = float((backward[:, 0] - (p * apart).sum(axis=1)).mean())
+    ratio = log_q - known
+    backward = (q * ratio).sum(axis=1, keepdims=True)
+    value = float((backward[:, 0] - (p * ratio).sum(axis=1)).mean())
     error = q - p
     if both:
-        error += q * (apart - backward)
+        error += q * (ratio - backward)
     error /= len(logits)
     return value, error
 

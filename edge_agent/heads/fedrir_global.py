@@ -36,9 +36,7 @@ class FedRIRGlobalHead(NormedHead):
     source = "FedRIR, WWW 2025: ablation w/o MCSL, encoder frozen"
 
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        bound = 1.0 / np.sqrt(inputs.shape[1])
-        weight = rng.uniform(-bound, bound, (classes, inputs.shape[1]))
-        layer = {"weight": weight, "bias": rng.uniform(-bound, bound, classes)}
+        layer = dict(zip(("weight", "bias"), layers.uniform(inputs.shape[1], classes, rng), strict=True))
         train(layer, inputs, np.eye(classes)[labels], self.params, rng)
         return layer
 

@@ -36,9 +36,7 @@ class PerceptronHead(NormedHead):
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
         params, arrays = self.params, dict[str, np.ndarray]()
         for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
-            bound = 1.0 / np.sqrt(size)
-            arrays[f"weight{number}"] = rng.uniform(-bound, bound, (outputs, size))
-            arrays[f"bias{number}"] = rng.uniform(-bound, bound, outputs)
+            arrays[f"weight{number}"], arrays[f"bias{number}"] = layers.uniform(size, outputs, rng)
         chain = perceptron(arrays, params.batch_size)
         sgd = layers.Sgd(chain.pairs(), params)
 

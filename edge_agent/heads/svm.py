@@ -110,7 +110,7 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # The working folder comes first on a child's import path: nobody else may write there.
+        # The working folder comes first on a child's import path: no other user may write there.
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -91,7 +91,7 @@ class FedALA(Method):
     def _learned(
         self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """Shares after passes over a random part of the local data: one, or the first time until losses rest.
+        """Shares after passes over a random part of the local data: one, or the first time until losses settle.
 
         The official code takes a stretch of data that were shuffled before; a stretch of data that lie class by class
         would leave some out.

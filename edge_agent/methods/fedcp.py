@@ -149,7 +149,7 @@ def discrepancy(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Squared maximum mean discrepancy of two sets of vectors (n, d), summed over Gaussian kernels; 0 if equal."""
     rows = torch.cat([first, other])
     squares = rows.square().sum(dim=1)
-    apart = squares[:, None] + squares[None, :] - 2 * rows @ rows.T
-    kernel = torch.stack([torch.exp(-0.5 * apart / width) for width in BANDWIDTHS]).sum(dim=0)
+    distances = squares[:, None] + squares[None, :] - 2 * rows @ rows.T
+    kernel = torch.stack([torch.exp(-0.5 * distances / width) for width in BANDWIDTHS]).sum(dim=0)
     n = len(first)
     return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()

@@ -7,8 +7,8 @@ batch norm statistics included.
 Stays: the tuned copy.
 Server: mean of the updates, weighted by sample counts; equal classifiers stay as they are.
 Differs from the paper: in fine-tuning, the steps on classifier and projection run on features that were computed once,
-with the encoder in eval mode; the momentum of the projection starts anew in each of them. A last batch of one sample
-joins the batch before it.
+with the encoder in eval mode; the momentum of the projection starts from zero in each of them. A last batch of one
+sample joins the batch before it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Server: the mean encoder by sample counts (Eq. 9), centroids (Eq. 11), and one q
 whose optimum combines the classifiers of all participants (Eq. 10).
 Differs from the paper: class means of fewer than ``min_class_count`` samples are withheld (one sample's mean is that
 sample), and clients without class means keep their own classifier and are excluded from the combination. A class that
-nobody has in a round keeps its centroid (the code fails). The programme is solved exactly in numpy; where that fails
+no client has in a round keeps its centroid (the code fails). The programme is solved exactly in numpy; where that fails
 the client keeps its own classifier, as in the code. Among more than 100 clients weights are cut off at 0.1 / m. The
 classifier's epoch runs on features that were computed once. Devices that train no encoder may take part in all else.
 ``global_head`` is ours. The report's Eq. 12-13 have slips: with its formula's loss F[t, s] of target t's classifier on
@@ -125,9 +125,8 @@ class FedPAC(Method):
         loss = self.aligned_loss(client.model, targets)
         train(client, loss, params, frozen=("head",), weights={"alignment_weight (lambda)": params.alignment_weight})
         after = _finite_features(client) if params.local_epochs else before
-        head, is_qp, least = to_arrays(client.model, _HEAD), params.weights == "qp", params.min_class_count
-        extras = steps.extras(head, (before, after), labels, with_statistics=is_qp, least=least)
-        return {**self.sent(client), **extras}
+        head = to_arrays(client.model, _HEAD)
+        return {**self.sent(client), **steps.extras(head, before, after, labels, params.model_dump())}
 
     def train_head(self, client: Client, features: np.ndarray) -> None:
         """Eq. 6 on cached features: the encoder is frozen, so they are the same in every batch."""

@@ -194,7 +194,7 @@ class Hypernetwork(nn.Module):
         self.outputs = nn.ModuleList([nn.Linear(params.hidden_units, size) for size in sizes])
 
     def begin(self, tensors: Tensors, spread: float) -> None:
-        """Draw all weights anew; the last layers' biases become the model ``tensors``."""
+        """Draw fresh weights; the last layers' biases become the model ``tensors``."""
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()

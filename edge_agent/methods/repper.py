@@ -44,7 +44,9 @@ class RepPerParams(MethodParams):
     batch_size: int = Field(256, ge=1, description="images in a batch; with two views each, twice as many vectors")
     local_epochs: int = Field(10, ge=0, description="E")
     temperature: float = Field(0.1, gt=0, description="tau in Eq. 5")
-    sc_variant: Literal["in", "out"] = Field("in", description="place of the logarithm; 'in' is Eq. 5, 'out' is usual")
+    sc_variant: Literal["in", "out"] = Field(
+        "in", description="position of the logarithm; 'in' is Eq. 5, 'out' is usual"
+    )
     augment: bool = Field(True, description="two random views of each image; false: the image itself, once")
     decay_at: tuple[float, ...] = Field((), description="shares of the run (0..1) after which lr falls by lr_decay")
     lr_decay: float = Field(0.1, gt=0, le=1)

@@ -8,7 +8,7 @@ Stays: nothing but the batch counters of batch norm layers.
 Server: mean of the updates, weighted by sample counts; after the last round W = (sum A + ridge I)^-1 sum B.
 Differs from the paper: calibration takes the place of the last round's training, as an exchange after the last round
 does not exist: clients send the encoder back untouched, and A and B of it. So W fits the final encoder exactly, but
-speaks for the clients of that round only, and a run of R rounds trains R - 1; in other rounds A and B are zeros. A run
+rests on the clients of that round only, and a run of R rounds trains R - 1; in other rounds A and B are zeros. A run
 of one round trains and does not calibrate. Samples of a class of which a client has fewer than ``min_class_count`` are
 left out of A and B: the column of B of one sample is that sample's features. ``ridge`` and the scale of the loss (mean
 over classes) are ours. A last batch of one sample joins the batch before it.

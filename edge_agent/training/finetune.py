@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,7 +20,7 @@ from torch.func import functional_call
 from ..methods.values import Client
 from ..task import Task
 from .loops import evaluate, features_of
-from .parts import Parts, encoder_and_head, load_arrays, to_arrays
+from .parts import Parts, encoder_and_head, load_arrays, put_back, to_arrays
 
 _KEPT = "tuned."
 _STAMP = "tuned_from"
@@ -84,19 +84,6 @@ def on_features(client: Client) -> Client:
     above = {name: part for name, part in client.model.named_children() if name != "encoder"}
     inputs = features_of(client.model, client.train_inputs) if client.samples else client.train_inputs
     return replace(client, model=Parts(**above), train_inputs=inputs)
-
-
-@contextlib.contextmanager
-def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
-    """At the end the named tensors of the model, by default all, are what they were before, bit for bit."""
-    state = model.state_dict()
-    before = {name: state[name].clone() for name in (state if names is None else names)}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, tensor in before.items():
-                state[name].copy_(tensor)
 
 
 PERSONAL = "personal"

@@ -110,7 +110,7 @@ def proximal_gradient(
 ) -> Callable[[], None]:
     """What adds ``strength * (w - anchor)`` to each gradient: the gradient of strength / 2 * |w - anchor|^2.
 
-    To be called before each step of an optimizer. There is one anchor for each parameter, read anew in each call;
+    To be called before each step of an optimizer. There is one anchor for each parameter, read in each call;
     parameters without a gradient are left alone.
     """
     pairs = list(zip(parameters, anchors, strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..models.base import Layers
 from ..models.papers import FEDRIR_CHANNELS, FEDRIR_KERNEL, fedrir_padding, fedrir_stages
 from ..task import Task
 
@@ -30,26 +31,24 @@ class SpecificEncoder(nn.Module):
         return mean, logvar
 
 
-class Generator(nn.Module):
-    """Codes (n, dim) to images: one linear layer and two transposed convolutions, which undo the two stages."""
+class Generator(Layers):
+    """Codes (n, dim) to images (n, c, h, w), unbounded: one linear layer and two transposed convolutions.
+
+    These undo the two stages of the encoder.
+    """
 
     def __init__(self, task: Task, dim: int) -> None:
-        super().__init__()
         _, shape = fedrir_stages(task)
         wide, narrow = FEDRIR_CHANNELS[::-1]
         padding = fedrir_padding(task)
-        self.layers = nn.Sequential(
+        layers = [
             nn.Linear(dim, math.prod(shape)),
             nn.Unflatten(1, shape),
             nn.ConvTranspose2d(wide, narrow, FEDRIR_KERNEL, stride=2, padding=padding, output_padding=1),
             nn.ReLU(),
             nn.ConvTranspose2d(narrow, task.input.channels, FEDRIR_KERNEL, stride=2, padding=padding, output_padding=1),
-        )
-
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Images (n, c, h, w), unbounded."""
-        images: torch.Tensor = self.layers(codes)
-        return images
+        ]
+        super().__init__(math.prod(task.input_shape), layers)
 
 
 def unfit_images(task: Task, patch: int) -> list[str]:

@@ -170,6 +170,19 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+@contextlib.contextmanager
+def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
+    """At the end the named tensors of the model, by default all, are what they were before, bit for bit."""
+    state = model.state_dict()
+    before = {name: state[name].clone() for name in (state if names is None else names)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in before.items():
+                state[name].copy_(tensor)
+
+
 def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
     """The first ``shown`` mistakes, and how many more there are."""
     return "; ".join(mistakes[:shown]) + (f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else "")
@@ -257,14 +270,11 @@ def statistics_of(
     layers: Collection[Norm], forward: Callable[[torch.Tensor], object], inputs: torch.Tensor
 ) -> Iterator[None]:
     """Inside, ``layers`` have the statistics of ``inputs``; afterwards those from before, bit for bit."""
-    before = [{name: buffer.clone() for name, buffer in layer.named_buffers()} for layer in layers]
-    take_statistics(layers, forward, inputs)
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(put_back(layer))
+        take_statistics(layers, forward, inputs)
         yield
-    finally:
-        for layer, buffers in zip(layers, before, strict=True):
-            for name, buffer in buffers.items():
-                layer.get_buffer(name).copy_(buffer)
 
 
 def _use_batch(layer: nn.Module, _: Any) -> None:
