@@ -52,7 +52,7 @@ class Rounds(list[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, which notebooks show."""
+    """A picture, which notebooks display."""
 
     svg: str
 
@@ -62,7 +62,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What came out of a simulation. ``summary`` holds all figures, as 'headwater simulate --json' prints them.
+    """The result of a simulation. ``summary`` holds all figures, as 'headwater simulate --json' prints them.
 
     ``clients``: client -> accuracies 0..1 on its own held-out samples after the run: ``acc.local`` (logistic regression
     on raw inputs, alone), ``acc.global`` (the shared model), ``acc.personal`` (after personalization).
@@ -89,14 +89,14 @@ class SimulationResult:
         """
         from .simulation.results import curves
 
-        made = Plot(curves(self.summary))
+        plot = Plot(curves(self.summary))
         if path is not None:
             target = Path(path)
             if target.suffix != ".svg":
                 raise UsageError(f"{target}: expected a file name that ends in .svg")
             check_writable(target.parent)
-            write_atomic(target, made.svg.encode())
-        return made
+            write_atomic(target, plot.svg.encode())
+        return plot
 
     def export(self, path: str | Path) -> Path:
         """The encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
@@ -172,52 +172,41 @@ def _plan(
     fields: dict[str, Any],
     folder: Path,
 ) -> Plan:
-    """The plan of a simulation in ``folder``, with the caller's own parts made known and its samples written."""
+    """The plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
     from .simulation import own_parts
     from .simulation.setup import planned
 
     if planned(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
-    in_process = []
+    in_process = []  # parts that worker processes cannot import
     for name, part, add in (
         ("method", method, own_parts.add_method),
         ("encoder", encoder, own_parts.add_encoder),
     ):
-        if part is None or isinstance(part, str):
-            fields |= {} if part is None else {name: absolute(part)}
-            continue
-        fields[name], is_loadable = own_parts.reference(part, add)
-        in_process += [] if is_loadable else [f"{name} {fields[name]}"]
-    if in_process:
-        _keep_in_process(fields, in_process)
+        if isinstance(part, str):
+            fields[name] = absolute(part)
+        elif part is not None:
+            fields[name], is_loadable = own_parts.reference(part, add)
+            in_process += [] if is_loadable else [f"{name} {fields[name]}"]
+    if in_process and fields.get("engine") not in {"serial", "stacked"}:
+        if fields.get("engine") is not None or fields.get("workers") is not None:
+            raise UsageError(
+                f"{' and '.join(in_process)}: defined in this program, so worker processes cannot import it; put it "
+                "into a file and give 'path.py:Name', or use engine='serial'"
+            )
+        fields["engine"] = "serial"
     if isinstance(data, Mapping):
         if wrong := [name for name in ("partition", "clients") if name in fields]:
             raise UsageError(f"{' and '.join(wrong)}: a mapping of clients is a partition already; leave that out")
         share = float(fields.pop("test_fraction", 0.25))
-        place = folder.with_name(f"{folder.name}-data")
+        samples = folder.with_name(f"{folder.name}-data")
         source, fields["partition"] = own_parts.save_clients(
-            data, place, test_fraction=share, seed=int(fields.get("seed", 0))
+            data, samples, test_fraction=share, seed=int(fields.get("seed", 0))
         )
         fields["data"] = (source,)
     else:
         fields["data"] = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
     return parse(Plan, fields, where="simulate()")
-
-
-def _keep_in_process(fields: dict[str, Any], parts: Sequence[str]) -> None:
-    """Choose an engine that computes in this process.
-
-    Raises:
-        UsageError: another one was asked for.
-    """
-    if fields.get("engine") in {"serial", "stacked"}:
-        return
-    if fields.get("engine") is not None or fields.get("workers") is not None:
-        raise UsageError(
-            f"{' and '.join(parts)}: defined in this program, so worker processes cannot import it; put it into a file "
-            "and give 'path.py:Name', or use engine='serial'"
-        )
-    fields["engine"] = "serial"
 
 
 def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationResult:
@@ -238,16 +227,12 @@ def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationRe
     clients = {
         one["id"]: {f"acc.{scope}": one["acc"].get(scope) for scope in scopes} for one in recorded.get("agents", [])
     }
-    return SimulationResult(Rounds(map(_row, summary["rounds"])), clients, summary, folder)
-
-
-def _row(one: Mapping[str, Any]) -> dict[str, Any]:
-    accuracies = {f"acc.{scope}": result["clients_mean"] for scope, result in one["acc"].items()}
-    return {
-        "round": one["round"],
-        **accuracies,
-        **{name: one[name] for name in ("loss", "seconds", "bytes_up", "bytes_down")},
-    }
+    rounds = Rounds()
+    for one in summary["rounds"]:
+        accuracies = {f"acc.{scope}": result["clients_mean"] for scope, result in one["acc"].items()}
+        others = {name: one[name] for name in ("loss", "seconds", "bytes_up", "bytes_down")}
+        rounds.append({"round": one["round"], **accuracies, **others})
+    return SimulationResult(rounds, clients, summary, folder)
 
 
 def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
@@ -308,9 +293,9 @@ def federate(
             member.start()
         try:
             while state.journal.unfinished():
-                heard = [member.step(0.0) for member in members]
-                if not any(heard):
-                    members[0].step(0.01)  # nobody has a message: wait for one
+                events = [member.step(0.0) for member in members]
+                if not any(events):
+                    members[0].step(0.01)  # wait for a message
         finally:
             for member in members:
                 member.close()
@@ -388,7 +373,11 @@ class TrainedModel:
         from .simulation.setup import planned
 
         with StateFolder(folder).look() as state:
-            record = _latest(state, run)
+            closed = (state.journal.replay(name) for name in ([run] if run else reversed(state.journal.runs())))
+            record = next((one for one in closed if one.round and one.checkpoint), None)
+            if record is None:
+                which = f"run '{run}' has" if run else "there are no runs with"
+                raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
             weights = decode(state.blobs.read(record.checkpoint or ""))
             pooled = pooled_before(state, record.run, record.round)
         if (plan := planned(folder)) is not None:
@@ -398,12 +387,3 @@ class TrainedModel:
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
         return cls(record, request, method, model, weights, bool(pooled))
-
-
-def _latest(folder: StateFolder, run: str | None) -> RunRecord:
-    for name in [run] if run else reversed(folder.journal.runs()):
-        record = folder.journal.replay(name)
-        if record.round and record.checkpoint:
-            return record
-    which = f"run '{run}' has" if run else "there are no runs with"
-    raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")

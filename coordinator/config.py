@@ -23,6 +23,10 @@ from edge_agent.config import (
 from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, Task
 
+Count = Annotated[int, Field(ge=0, le=1_000_000)]
+PositiveCount = Annotated[int, Field(ge=1, le=1_000_000)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+
 
 class EmbeddedConfig(Frozen):
     """The broker that the coordinator starts and watches itself; meant for trials and single hosts."""
@@ -39,13 +43,10 @@ class RunConfig(Frozen):
 
     method: str = Field("fedavg", max_length=64, description="a file name in edge_agent/methods")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that method")
-    rounds: int = Field(10, ge=1, le=1_000_000, description="rounds of one run")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of initial weights, cohorts and agents")
-    keep_every: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="keep checkpoints of every n-th round, for 'headwater analyze'; 0 = the newest only",
+    rounds: PositiveCount = Field(10, description="rounds of one run")
+    seed: Seed = Field(0, description="seed of initial weights, cohorts and agents")
+    keep_every: Count = Field(
+        0, description="keep checkpoints of every n-th round, for 'headwater analyze'; 0 = the newest only"
     )
     weights: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
         None,
@@ -64,13 +65,10 @@ class CohortConfig(Frozen):
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
-    min_agents: int = Field(
-        1,
-        ge=1,
-        le=1_000_000,
-        description="a round starts with this many agents, and waits while fewer can deliver",
+    min_agents: PositiveCount = Field(
+        1, description="a round starts with this many agents, and waits while fewer can deliver"
     )
-    max_agents: int | None = Field(None, ge=1, le=1_000_000, description="upper bound of agents in a round")
+    max_agents: PositiveCount | None = Field(None, description="upper bound of agents in a round")
     over_selection: float = Field(
         1.0, ge=1, le=4, description="select this many times the agents needed; 1.3 covers 10 % that drop out"
     )
@@ -109,12 +107,7 @@ class ExportConfig(Frozen):
     exporter: Literal["auto", "dynamo", "legacy"] = Field(
         "auto", description="auto: torch's dynamo exporter where onnxscript is installed, else the older one"
     )
-    every: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="also release every n-th round to devices of tier head; 0 = only after the run",
-    )
+    every: Count = Field(0, description="also release every n-th round to devices of tier head; 0 = only after the run")
     patience: int = Field(
         0,
         ge=0,
@@ -155,32 +148,34 @@ class HostedConfig(Frozen):
         )
 
 
-class WarmStartConfig(Frozen):
-    """What the encoder learns before the first round, from data that the coordinator has."""
+class OwnDataConfig(Frozen):
+    """Samples of the coordinator itself, and the device that computes on them."""
 
     data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
     folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
+    device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
+
+
+class WarmStartConfig(OwnDataConfig):
+    """What the encoder learns before the first round, from data that the coordinator has."""
+
     epochs: int = Field(5, ge=1, le=100_000, description="passes over the data")
     lr: float = Field(0.01, gt=0, le=1000, description="step size of SGD")
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.0, ge=0, le=1000, description="of SGD")
-    batch_size: int = Field(50, ge=1, le=1_000_000, description="samples in one step")
+    batch_size: PositiveCount = Field(50, description="samples in one step")
     test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held out for evaluation")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of that split")
-    device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
+    seed: Seed = Field(0, description="seed of that split")
     threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
 
 
-class ProxyConfig(Frozen):
+class ProxyConfig(OwnDataConfig):
     """Samples of the coordinator on which the shared model is evaluated after rounds, beside the next one.
 
     Where rounds are faster, the newest one is evaluated next, and those before it are left out.
     """
 
-    data: str = Field(max_length=1000, description="data source, as in an agent's configuration")
-    folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
-    every: int = Field(1, ge=1, le=1_000_000, description="evaluate every n-th round; the last one always")
-    device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
+    every: PositiveCount = Field(1, description="evaluate every n-th round; the last one always")
 
 
 class CoordinatorConfig(Frozen):
@@ -197,9 +192,7 @@ class CoordinatorConfig(Frozen):
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
-    evaluate_every: int = Field(
-        1, ge=0, le=1_000_000, description="agents evaluate every n-th round; 0 = only after the last"
-    )
+    evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
         (), max_length=10_000, description="clients with data on this machine; they take part like agents"
     )

@@ -1,4 +1,4 @@
-"""Numbers and lists as people write them."""
+"""Numbers and lists as text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def listed(names: Sequence[str], nobody: str = "nobody") -> str:
+def listed(names: Sequence[str], empty: str = "none") -> str:
     """Names with commas between them, and how many more there are beyond the first ten."""
     if not names:
-        return nobody
+        return empty
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -5,9 +5,3 @@ the same state and speak the same protocol; only the transport differs: a pipe i
 pass the same checks, they count for the same quorum, and a run with them ends in the same bits. Nothing here imports
 torch in the coordinator's own process.
 """
-
-from __future__ import annotations
-
-from .transport import CombinedTransport, HostedTransport
-
-__all__ = ["CombinedTransport", "HostedTransport"]

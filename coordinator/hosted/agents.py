@@ -1,7 +1,7 @@
 """Hosted clients: several agents in one child process, each with its state folder, all with one worker and model.
 
-Torch is imported with the first job, as on a device. When the owner of the process is gone, the process exits at once:
-what its clients have saved is complete on disk, and nobody could receive the rest.
+Torch is imported with the first job, as on a device. The process exits as soon as its owner does: what its clients
+have saved is complete on disk, and the rest could not be delivered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edge_agent.config import AgentConfig
 from edge_agent.storage import folder_lock, sweep
 from edge_agent.task import Task, Tensors
 from edge_agent.wire.messages import Job, Report, Topics, UpdateManifest
-from edge_agent.wire.transport import MemoryBroker, MemoryTransport, Message
+from edge_agent.wire.transport import MemoryBroker, Message
 from edge_agent.worker import ThreadWorker, Worker
 
 from ..processes.pipe import Frame, Pipe
@@ -68,7 +68,7 @@ class ProcessResources:
 
 
 class HostedResources(Resources):
-    """A client's own, but for the model and the pool, which all clients of the process share."""
+    """The resources of one client; model and pool are those of the process."""
 
     def __init__(self, config: AgentConfig, shared: ProcessResources) -> None:
         super().__init__(config)
@@ -90,7 +90,7 @@ class HostedResources(Resources):
 
 
 class HostedTaskRunner(TaskRunner):
-    """Tells ``note`` what it runs."""
+    """Calls ``note`` before and after each task."""
 
     def __init__(self, config: AgentConfig, shared: ProcessResources, note: Note = lambda *_: None) -> None:
         super().__init__(config, "train", resources=HostedResources(config, shared))
@@ -121,7 +121,11 @@ class HostedAgents:
         note: Note = lambda *_: None,
     ) -> None:
         self.broker, shared = MemoryBroker(), ProcessResources()
-        self.agents = [self._agent(config, HostedTaskRunner(config, shared, note), worker, clock) for config in configs]
+        self.agents = []
+        for config in configs:
+            boot, tasks = secrets.token_hex(8), HostedTaskRunner(config, shared, note)
+            transport = self.broker.transport(will_of(config, boot))
+            self.agents.append(Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot))
 
     def start(self) -> None:
         """Connect all agents."""
@@ -135,11 +139,6 @@ class HostedAgents:
     def idle_s(self) -> float:
         """Seconds in which nothing is due unless a message arrives."""
         return min(agent.idle_s() for agent in self.agents)
-
-    def _agent(self, config: AgentConfig, tasks: TaskRunner, worker: Worker, clock: Callable[[], float]) -> Agent:
-        boot = secrets.token_hex(8)
-        transport = self.broker.transport(will_of(config, boot))
-        return Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot)
 
 
 def serve(pipe: Pipe) -> None:
@@ -168,14 +167,9 @@ def serve(pipe: Pipe) -> None:
         agents.start()
         while True:
             wake.clear()
-            while agents.step():
-                _forward(gate, pipe)
-            _forward(gate, pipe)
-            wake.wait(agents.idle_s())
-
-
-def _forward(gate: MemoryTransport, pipe: Pipe) -> None:
-    """Send everything that the agents have published so far."""
-    while (event := gate.receive(0)) is not None:
-        if isinstance(event, Message):
-            pipe.send(event.topic, event.payload)
+            is_busy = agents.step()
+            while (event := gate.receive(0)) is not None:
+                if isinstance(event, Message):
+                    pipe.send(event.topic, event.payload)
+            if not is_busy:
+                wake.wait(agents.idle_s())

@@ -24,10 +24,9 @@ from edge_agent.client import choose_device
 from edge_agent.config import parse
 from edge_agent.errors import DataError
 from edge_agent.heads import FitData
-from edge_agent.methods import Method
 from edge_agent.methods.values import Client, MethodParams
 from edge_agent.storage import read_tensors, write_tensors
-from edge_agent.task import Task, Tensors
+from edge_agent.task import Task
 from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
@@ -36,18 +35,19 @@ from ..config import WarmStartConfig
 from ..runs.request import Weights
 
 _SALT = 0xAA
+PROBE = "prototype"
 
 
-def train_warm(question: dict[str, Any]) -> dict[str, Any]:
+def train_warm(request: dict[str, Any]) -> dict[str, Any]:
     """Train; the method's first state is then in the file ``into``, and the result has its accuracy.
 
-    ``question``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
+    ``request``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
 
     Raises:
         HeadwaterError: the data do not fit the task, or training diverged.
     """
-    settings = parse(WarmStartConfig, question["settings"], where="[warm_start]")
-    method, task = methods.create(question["method"], question["params"]), Task.model_validate(question["task"])
+    settings = parse(WarmStartConfig, request["settings"], where="[warm_start]")
+    method, task = methods.create(request["method"], request["params"]), Task.model_validate(request["task"])
     if settings.threads:
         torch.set_num_threads(settings.threads)
     samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
@@ -55,112 +55,93 @@ def train_warm(question: dict[str, Any]) -> dict[str, Any]:
     if not len(train):
         raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
     device = choose_device(settings.device)
-    torch.manual_seed(question["seed"])
+    torch.manual_seed(request["seed"])
     model = method.build(task)
-    if question.get("weights") is not None:
-        Weights.model_validate(question["weights"]).load_into(model)
+    if request.get("weights") is not None:
+        Weights.model_validate(request["weights"]).load_into(model)
     model = model.to(device)
-    trained, is_own = _with_head(method, model, task)
-    client = _client(trained.to(device), task, train, question["seed"], device)
-    loss = train_model(client, cross_entropy(client.model), _params(settings))
-    write_tensors(Path(question["into"]), method.start(to_arrays(model, method.shared_names(model))))
+    shared = to_arrays(model, method.shared_names(model))
+    is_own = "head" in method.shared and method.global_head(method.start(shared)) is not None
+    head = model.head if is_own else nn.Linear(feature_dim(model.encoder), task.num_classes)
+    trained = Parts(encoder=model.encoder, head=head).to(device)
+    generator = torch.Generator(device=device)
+    generator.manual_seed(request["seed"])
+    client = Client(
+        id="warm start",
+        model=trained,
+        train_inputs=torch.from_numpy(train.inputs).to(device),
+        train_labels=torch.from_numpy(train.labels).to(device),
+        task=task,
+        device=device,
+        rng=np.random.default_rng([request["seed"], _SALT]),
+        generator=generator,
+    )
+    fields = ("lr", "momentum", "weight_decay", "batch_size")
+    params = MethodParams(local_epochs=settings.epochs, **{name: getattr(settings, name) for name in fields})
+    loss = train_model(client, cross_entropy(client.model), params)
+    write_tensors(Path(request["into"]), method.start(to_arrays(model, method.shared_names(model))))
+    score = None
+    if len(test):
+        probabilities = predict_probabilities(trained, torch.from_numpy(test.inputs).to(device))
+        score = round(accuracy(probabilities, torch.from_numpy(test.labels).to(device)), 6)
     return {
         "data": settings.data,
         "samples": len(train),
         "tested": len(test),
         "epochs": settings.epochs,
         "loss": round(loss, 6),
-        "accuracy": _score(trained, test, device),
+        "accuracy": score,
         "head": "shared" if is_own else "discarded",
         "device": str(device),
     }
 
 
-def _with_head(method: Method, model: Parts, task: Task) -> tuple[Parts, bool]:
-    """The encoder with a classifier, and whether that is the method's own."""
-    shared = to_arrays(model, method.shared_names(model))
-    if "head" in method.shared and method.global_head(method.start(shared)) is not None:
-        return Parts(encoder=model.encoder, head=model.head), True
-    return Parts(encoder=model.encoder, head=nn.Linear(feature_dim(model.encoder), task.num_classes)), False
-
-
-def _client(model: Parts, task: Task, train: data.Samples, seed: int, device: torch.device) -> Client:
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed)
-    return Client(
-        id="warm start",
-        model=model,
-        train_inputs=torch.from_numpy(train.inputs).to(device),
-        train_labels=torch.from_numpy(train.labels).to(device),
-        task=task,
-        device=device,
-        rng=np.random.default_rng([seed, _SALT]),
-        generator=generator,
-    )
-
-
-def _params(settings: WarmStartConfig) -> MethodParams:
-    fields = ("lr", "momentum", "weight_decay", "batch_size")
-    return MethodParams(local_epochs=settings.epochs, **{name: getattr(settings, name) for name in fields})
-
-
-def _score(model: Parts, test: data.Samples, device: torch.device) -> float | None:
-    """Accuracy on held-out samples; None where there are none."""
-    if not len(test):
-        return None
-    result = predict_probabilities(model, torch.from_numpy(test.inputs).to(device))
-    return round(accuracy(result, torch.from_numpy(test.labels).to(device)), 6)
-
-
-PROBE = "prototype"
-
-
-def evaluate_on_proxy(question: dict[str, Any]) -> dict[str, Any]:
+def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
     """``acc`` (0..1), on how many samples, ``by`` what, and where batch norm had its statistics from.
 
-    ``question``: method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
+    ``request``: method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
 
     Raises:
         HeadwaterError: the data do not fit the task, or the state is damaged.
     """
-    method, task = methods.create(question["method"], question["params"]), Task.model_validate(question["task"])
-    state = read_tensors(Path(question["state"]))
-    samples = _samples(question["data"], question["folder"], task)
-    device = choose_device(question["device"])
-    model = _model(method, task, state).to(device)
+    method, task = methods.create(request["method"], request["params"]), Task.model_validate(request["task"])
+    state = read_tensors(Path(request["state"]))
+    samples = _samples(request["data"], request["folder"], task.model_dump_json())
+    device = choose_device(request["device"])
+    torch.manual_seed(0)
+    model = method.build(task)
+    known = model.state_dict().keys()
+    load_arrays(model, {name: array for name, array in state.items() if name in known})
+    model = model.to(device)
     inputs = torch.from_numpy(samples.inputs).to(device)
     if is_local := bool(norm_names(model, method.shared_names(model))):
         _take_statistics(model.encoder, inputs)
     features = features_of(model, inputs).cpu().numpy()
     if not np.isfinite(features).all():
         raise DataError("features hold NaN or infinity: the shared encoder has diverged")
-    head = method.global_head(state)
-    acc, scored = _linear(head, features, samples) if head is not None else _probe(features, samples, task)
+    labels = samples.labels
+    if (head := method.global_head(state)) is not None:
+        predictions = (features @ head["weight"].T + head["bias"]).argmax(axis=1)
+    else:
+        rows = data.Samples(features, labels, samples.class_names, samples.input)
+        train, test = data.split(rows, 0.5, 0)
+        if not len(test):
+            raise DataError(f"{len(samples)} samples are too few for a probe; give two of a class or more")
+        probe = heads.create(PROBE, {})
+        probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
+        predictions, labels = probe.predict_proba(test.inputs).argmax(axis=1), test.labels
     return {
-        "acc": round(acc, 6),
-        "samples": scored,
+        "acc": round(float(np.mean(predictions == labels)), 6),
+        "samples": len(labels),
         "by": "global head" if head is not None else f"{PROBE} probe",
         "norm": "proxy" if is_local else "shared",
     }
 
 
 @functools.lru_cache(maxsize=1)
-def _read(source: str, folder: str, task: str) -> data.Samples:
-    known = Task.model_validate_json(task)
-    return data.load(source, known.input, known.class_names, folder=Path(folder))
-
-
-def _samples(source: str, folder: str, task: Task) -> data.Samples:
-    """The samples; only the last source is kept."""
-    return _read(source, folder, task.model_dump_json())
-
-
-def _model(method: Method, task: Task, state: Tensors) -> Parts:
-    torch.manual_seed(0)
-    model = method.build(task)
-    known = model.state_dict().keys()
-    load_arrays(model, {name: array for name, array in state.items() if name in known})
-    return model
+def _samples(source: str, folder: str, task_json: str) -> data.Samples:
+    task = Task.model_validate_json(task_json)
+    return data.load(source, task.input, task.class_names, folder=Path(folder))
 
 
 def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512) -> None:
@@ -176,18 +157,3 @@ def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512)
         for piece in torch.split(inputs, batch):
             if len(piece) > 1 or len(inputs) == 1:
                 encoder(piece)
-
-
-def _linear(head: Tensors, features: np.ndarray, samples: data.Samples) -> tuple[float, int]:
-    told = (features @ head["weight"].T + head["bias"]).argmax(axis=1)
-    return float(np.mean(told == samples.labels)), len(samples)
-
-
-def _probe(features: np.ndarray, samples: data.Samples, task: Task) -> tuple[float, int]:
-    rows = data.Samples(features, samples.labels, samples.class_names, samples.input)
-    train, test = data.split(rows, 0.5, 0)
-    if not len(test):
-        raise DataError(f"{len(samples)} samples are too few for a probe; give two of a class or more")
-    probe = heads.create(PROBE, {})
-    probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
-    return float(np.mean(probe.predict_proba(test.inputs).argmax(axis=1) == test.labels)), len(test)

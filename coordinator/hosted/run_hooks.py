@@ -1,6 +1,6 @@
-"""What the coordinator computes on its own data: warm starts before a run, accuracy on proxy samples after a round.
+"""Hooks that compute on the coordinator's own data: warm starts before a run, proxy accuracy after a round.
 
-Both in one child process, one request at a time. A run waits for its warm start; no round waits for the proxy.
+Both run in one child process, one request at a time. A run waits for its warm start; no round waits for the proxy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edge_agent.worker import Worker
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of
 from ..processes.compute import ComputeProcess
-from ..runs.context import Run, RunHooks, Steps, Waiting
+from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import counted
@@ -68,7 +68,7 @@ class OwnDataHooks(RunHooks):
         self._next: _Evaluation | None = None
 
     def start(self, state: StateFolder) -> None:
-        """Remove states that were kept for evaluations of runs that are over by now."""
+        """Remove states that were retained for evaluations of runs that have ended since."""
         unfinished = set(state.journal.unfinished())
         for name in (_PROXY.format("*"), _WARM):
             for path in (state.path / "runs").glob(f"*/{name}"):
@@ -76,16 +76,19 @@ class OwnDataHooks(RunHooks):
                     _remove(path)
 
     def before_run(self, run: Run) -> Generator[Waiting, None, Run]:
-        """Make the requested warm start, unless it has been made; repeat evaluations that a kill has interrupted.
+        """Do the requested warm start, unless it is done; repeat evaluations that a kill has interrupted.
 
         Raises:
-            RunFailed: the warm start cannot be made.
+            RunFailed: the warm start has failed.
         """
         entries = run.context.state.journal.entries(run.id, ("warm_started", "round_closed"))
         closed = max((entry.round or 0 for entry in entries), default=0)
         if closed:
             for number, path in _pending_states(run.context.state.run(run.id).folder):
-                self._evaluate(run, number, path)
+                if self._is_due(run, number):
+                    self._evaluate(run, number, path)
+                else:
+                    _remove(path)
             self.after_round(run, closed)
         elif run.request.warm_start is not None and not entries:
             return (yield from self._warm(run, run.request.warm_start))
@@ -96,8 +99,14 @@ class OwnDataHooks(RunHooks):
         if not self._is_due(run, number):
             return
         path = run.context.state.run(run.id).folder / _PROXY.format(number)
-        try:
-            _link(run.context.state.blobs.path(run.checkpoint), path)
+        blob = run.context.state.blobs.path(run.checkpoint)
+        try:  # under another name, because the store removes the blob after the next round
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                os.link(blob, path)
+            except OSError:  # a file system without links
+                shutil.copyfile(blob, path)
         except OSError as error:
             _note_failure(run, number, reason_of(error))
             _remove(path)
@@ -126,7 +135,7 @@ class OwnDataHooks(RunHooks):
             _remove(evaluation.path)
 
     def collect(self) -> None:
-        """Take the results that have arrived."""
+        """Record the results that have arrived."""
         self._worker.collect()
 
     def close(self) -> None:
@@ -145,31 +154,24 @@ class OwnDataHooks(RunHooks):
             "settings": settings.model_dump(mode="json"),
             **_request(run),
         }
-        results: list[tuple[dict[str, Any] | None, BaseException | None]] = []
         begin = run.context.stopwatch()
-        self._worker.submit("warm start", lambda: self._process.submit(request), lambda r, e: results.append((r, e)))
-        long = counted(settings.epochs, "epoch")
-        what = f"a warm start on {settings.data}, {long}, before the first round"
+        what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
+        waiting, result = Waiting(what, WHOM, None, "warm start"), None
         try:
-            while not results:
-                yield Waiting(what, WHOM, None, "warm start")
+            result = yield from computed(self._worker, "warm start", lambda: self._process.submit(request), waiting)
+        except Exception as error:
+            raise RunFailed(f"warm start: {reason_of(error)}") from error
         finally:
-            if not results:  # the run was cancelled
+            if result is None:  # perhaps the run was cancelled
                 self._process.cancel(request)
-        answer, error = results[0]
-        if answer is None:
-            raise RunFailed(f"warm start: {reason_of(error) if error is not None else 'no answer'}")
-        return self._adopt(run, path, {**answer, "seconds": round(run.context.stopwatch() - begin, 3)})
-
-    def _adopt(self, run: Run, path: Path, result: dict[str, Any]) -> Run:
-        """The run continues from this state; journaled before it is used."""
         journal, blobs = run.context.state.journal, run.context.state.blobs
         state = read_tensors(path)
         digest = blobs.put(*pieces(state))
         run = replace(run, state=state, checkpoint=digest)
         retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
-        body = {**result, "encoder_sha256": encoder_sha256(run)}
-        journal.append("warm_started", run=run.id, digest=digest, body=body)
+        seconds = round(run.context.stopwatch() - begin, 3)
+        body = {**result, "seconds": seconds, "encoder_sha256": encoder_sha256(run)}
+        journal.append("warm_started", run=run.id, digest=digest, body=body)  # before the state is used
         prune_blobs(run.context.state, digest)
         path.unlink(missing_ok=True)
         known = "unknown" if result["accuracy"] is None else result["accuracy"]
@@ -179,72 +181,53 @@ class OwnDataHooks(RunHooks):
     # --- proxy -----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, run: Run, number: int, path: Path) -> None:
-        """Evaluate the state in the file ``path``."""
-        if not self._is_due(run, number):
-            _remove(path)
-            return
+        """Evaluate the state in the file ``path``, unless a newer one replaces it before."""
+        where = {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
         request = {
             "do": "coordinator.hosted.own_data:evaluate_on_proxy",
             "state": str(path),
             **_request(run),
-            **self._where(),
+            **where,
         }
-        evaluation = _Evaluation(run, number, path, request)
-        if self._running is None:
-            self._ask(evaluation)
-            return
         if self._next is not None:
             log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.run.id, self._next.number)
             _remove(self._next.path)
-        self._next = evaluation
+        self._next = _Evaluation(run, number, path, request)
+        if self._running is None:
+            self._start_next()
 
-    def _ask(self, evaluation: _Evaluation) -> None:
-        self._running = evaluation
-        self._worker.submit(
-            "proxy", lambda: self._process.submit(evaluation.request), functools.partial(self._take, evaluation)
-        )
+    def _start_next(self) -> None:
+        started, self._next = self._next, None
+        self._running = started
+        if started is not None:
+            done = functools.partial(self._record, started)
+            self._worker.submit("proxy", lambda: self._process.submit(started.request), done)
 
-    def _take(self, evaluation: _Evaluation, answer: dict[str, Any] | None, error: BaseException | None) -> None:
-        """Record a result, unless its run is over."""
+    def _record(self, evaluation: _Evaluation, answer: dict[str, Any] | None, error: BaseException | None) -> None:
+        """Record a result, unless its run has ended."""
         if evaluation is not self._running:
             return
-        self._running = None
+        run, number = evaluation.run, evaluation.number
         _remove(evaluation.path)
         if answer is None:
-            _note_failure(evaluation.run, evaluation.number, reason_of(error) if error is not None else "no answer")
+            _note_failure(run, number, reason_of(error) if error is not None else "no answer")
         else:
-            _note(evaluation.run, evaluation.number, answer)
-        following, self._next = self._next, None
-        if following is not None:
-            self._ask(following)
+            with _only_logged(run.id, number):
+                run.context.state.journal.append("proxy_evaluated", run=run.id, round=number, body=answer)
+                run.context.state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
+            log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
+        self._start_next()
 
     def _of(self, run: str) -> list[_Evaluation]:
         """The evaluations of a run that are not done."""
-        return [
-            evaluation
-            for evaluation in (self._running, self._next)
-            if evaluation is not None and evaluation.run.id == run
-        ]
+        return [one for one in (self._running, self._next) if one is not None and one.run.id == run]
 
     def _is_due(self, run: Run, number: int) -> bool:
         if self._proxy is None or (number % self._proxy.every and number != run.request.rounds):
             return False
-        if not run.has_encoder:
-            return False
-        if number in (evaluation.number for evaluation in self._of(run.id)):
+        if not run.has_encoder or number in (evaluation.number for evaluation in self._of(run.id)):
             return False
         return not run.context.state.journal.entries(run.id, ("proxy_evaluated",), round=number)
-
-    def _where(self) -> dict[str, Any]:
-        return {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
-
-
-def _note(run: Run, number: int, answer: dict[str, Any]) -> None:
-    with _only_logged(run.id, number):
-        state = run.context.state
-        state.journal.append("proxy_evaluated", run=run.id, round=number, body=answer)
-        state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
-    log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
 
 
 def _note_failure(run: Run, number: int, why: str) -> None:
@@ -252,20 +235,17 @@ def _note_failure(run: Run, number: int, why: str) -> None:
     log.warning("proxy_failed run=%s round=%d reason=%s", run.id, number, why)
     with _only_logged(run.id, number):
         state = run.context.state
-        known = {_pattern(str(e.body.get("reason"))) for e in state.journal.entries(run.id, ("proxy_failed",))}
-        if _pattern(why) in known or len(known) >= MOST_REASONS:
+        recorded = [str(e.body.get("reason")) for e in state.journal.entries(run.id, ("proxy_failed",))]
+        # Reasons are compared without numbers: those of rounds and processes differ each time.
+        *known, new = (re.sub(r"\d+", "#", reason) for reason in (*recorded, why))
+        if new in known or len(known) >= MOST_REASONS:
             return
         state.journal.append("proxy_failed", run=run.id, round=number, body={"reason": why})
         state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
 
 
-def _pattern(reason: str) -> str:
-    """A reason without its numbers: those of rounds and processes differ each time."""
-    return re.sub(r"\d+", "#", reason)
-
-
 def _request(run: Run) -> dict[str, Any]:
-    """What both requests tell of the run."""
+    """The part of both requests that describes the run."""
     request = run.request
     params, task = run.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
     weights = None if request.weights is None else request.weights.model_dump(mode="json")
@@ -273,7 +253,7 @@ def _request(run: Run) -> dict[str, Any]:
 
 
 def _pending_states(folder: Path) -> list[tuple[int, Path]]:
-    """Round and path of the states that were kept for evaluations, the oldest first."""
+    """Round and path of the states that were retained for evaluations, the oldest first."""
     result = ((re.fullmatch(r"proxy-(\d+)\.safetensors", path.name), path) for path in folder.glob("proxy-*"))
     return sorted((int(match[1]), path) for match, path in result if match is not None)
 
@@ -285,19 +265,9 @@ def _remove(path: Path) -> None:
         log.warning("not_removed path=%s reason=%s", path, reason_of(error))
 
 
-def _link(blob: Path, path: Path) -> None:
-    """Link the blob under another name, because the store removes it after the next round."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    try:
-        os.link(blob, path)
-    except OSError:  # a file system without links
-        shutil.copyfile(blob, path)
-
-
 @contextlib.contextmanager
 def _only_logged(run: str, number: int) -> Iterator[None]:
-    """An accuracy that cannot be written ends nothing."""
+    """Log an accuracy that cannot be written; the run continues."""
     try:
         yield
     except (HeadwaterError, OSError) as error:

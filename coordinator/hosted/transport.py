@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 COMMAND = worker_command("coordinator.hosted.agents:serve")
 
 TASK_TOPIC = "task"
-"""Topic of what only the owner of a process receives: which client runs which task; null when it is done."""
+"""Topic of frames for the owner of a process alone: which client runs which task; null when it is done."""
 
 MAX_QUEUED_BYTES = 64 << 20
 """Most bytes queued for a process that does not receive; the rest is dropped, as a broker drops it."""
@@ -49,7 +49,7 @@ class CombinedTransport:
     def __init__(
         self,
         main: Transport,
-        side: Transport,
+        side: HostedTransport,
         topics: Topics,
         hosted: Collection[str],
         away: Callable[[], Mapping[str, str]] = dict,
@@ -82,17 +82,15 @@ class CombinedTransport:
         self._main.close()
 
     def subscribe(self, *filters: str) -> None:
-        """Subscribe with both."""
-        self._side.subscribe(*filters)
+        """Subscribe at the broker; all messages of hosted clients arrive."""
         self._main.subscribe(*filters)
 
     def unsubscribe(self, *filters: str) -> None:
-        """Unsubscribe with both."""
-        self._side.unsubscribe(*filters)
+        """Unsubscribe at the broker."""
         self._main.unsubscribe(*filters)
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        """Publish to whom the topic concerns: one hosted client, the broker, or both.
+        """Publish to one hosted client, to the broker, or to both, by the topic.
 
         Raises:
             MessageError: the payload is larger than ``max_payload_bytes``.
@@ -125,7 +123,7 @@ class CombinedTransport:
 
     def _from_side(self, timeout_s: float) -> Event | None:
         while (event := self._side.receive(timeout_s)) is not None:
-            if isinstance(event, Message):  # that a client is connected to its own process is not an event here
+            if isinstance(event, Message):  # connections of clients to their own process are not events here
                 return event
         return None
 
@@ -147,31 +145,25 @@ class CombinedTransport:
                 f"an agent at the broker has the id '{agent}', too, was first heard at {at}, and is rejected: this "
                 "client is hosted here; give one of them another id"
             )
+        hello = None
         if kind == "up" and not message.retained:
-            self._reject(agent, message.payload)
+            with contextlib.suppress(HeadwaterError):
+                hello = wire.parse_from_agent(message.payload)
+        if isinstance(hello, wire.Hello):  # other messages get no answer
+            self._seq += 1
+            why = (
+                f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
+                f"{hello.boot}) cannot use it; give one of them another id in its configuration"
+            )
+            rejection = wire.Refused(
+                boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=why, whom=hello.boot
+            )
+            self._main.publish(self._topics.down(agent), wire.encode(rejection))
         return True
-
-    def _reject(self, agent: str, payload: bytes) -> None:
-        """Answer an agent that introduces itself; its other messages get no answer."""
-        try:
-            hello = wire.parse_from_agent(payload)
-        except HeadwaterError:
-            return
-        if not isinstance(hello, wire.Hello):
-            return
-        self._seq += 1
-        message = (
-            f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
-            f"{hello.boot}) cannot use it; give one of them another id in its configuration"
-        )
-        rejection = wire.Refused(
-            boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=message, whom=hello.boot
-        )
-        self._main.publish(self._topics.down(agent), wire.encode(rejection))
 
 
 class HostedTransport:
-    """A `wire.transport.Transport` to clients in child processes, which are restarted when they exit.
+    """Messages to and from clients in child processes, which are restarted when they exit.
 
     ``wake`` is called when there is a message to receive.
     """
@@ -194,43 +186,40 @@ class HostedTransport:
 
     @classmethod
     def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
-        """To the hosted clients of a configuration."""
+        """To the hosted clients of a configuration; by default in a process for each core, or in one with a GPU.
+
+        On a GPU each process would need a context of its own.
+        """
         agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
-        return cls(agents, config.hosted_processes or _default_processes(agents), config.state / "hosted", wake)
+        able = capabilities.find()
+        uses_gpu = able.accelerators and any(agent.training.device != "cpu" for agent in agents)
+        processes = config.hosted_processes or (1 if uses_gpu else able.cores)
+        return cls(agents, processes, config.state / "hosted", wake)
 
     def start(self) -> None:
         """Start the processes; none is waited for."""
         for process in self.processes:
-            process.start()
+            process.supervisor.start()
 
     def close(self) -> None:
         """Kill the processes; the state of their clients is on disk."""
         for process in self.processes:
-            process.close()
+            process.supervisor.stop()
 
-    def subscribe(self, *filters: str) -> None:
-        """Nothing to do: a process sends everything to its owner."""
-
-    def unsubscribe(self, *filters: str) -> None:
-        """Nothing to do."""
-
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
+    def publish(self, topic: str, payload: bytes) -> None:
         """Publish to the process of the client whose topic it is, or to all."""
         one = self._process_of.get(topic)
         for process in self.processes if one is None else (one,):
             if not process.send(topic, payload):
                 self.traffic.dropped += 1
 
-    def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - whoever waits is woken
+    def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - `wake` is called
         """The next message, if there is one; never waits."""
-        self._is_called = False  # before the queue is read: whoever adds a message afterwards calls again
+        self._is_called = False  # before the queue is read: a message that is added afterwards calls again
         try:
             return self._events.get_nowait()
         except queue.Empty:
             return None
-
-    def wake(self) -> None:
-        """Nothing to do: `receive` never waits."""
 
     def away(self) -> dict[str, str]:
         """Client -> why it is offline, for those whose process is starting or restarting."""
@@ -266,14 +255,6 @@ class HostedProcess:
         child = self.supervisor.child
         return None if child is None else child.pid
 
-    def start(self) -> None:
-        """Start it; it is not waited for."""
-        self.supervisor.start()
-
-    def close(self) -> None:
-        """Kill it."""
-        self.supervisor.stop()
-
     def away(self) -> dict[str, str]:
         """Client -> why it is offline, for those that have not reported their presence."""
         online = self._boots.copy()
@@ -289,7 +270,7 @@ class HostedProcess:
     def _spawn(self) -> ChildProcess:
         outgoing = _SendQueue()
         outgoing.put("configure", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
-        self._outgoing = outgoing  # only now: the first message that the process receives is its configuration
+        self._outgoing = outgoing  # only now: the first message must be the configuration
         child = ChildProcess(COMMAND, self._log)
         clients = listed(tuple(config.id for config in self.configs))
         log.info("hosted_process_started number=%d pid=%d clients=%s", self.number, child.pid, clients)
@@ -326,7 +307,7 @@ class HostedProcess:
         self._deliver(Message(frame.topic, frame.payload))
 
     def _on_exit(self, reason: str, pause_s: float) -> None:
-        """Report what the clients cannot report any more: that they are offline, and that a task has failed."""
+        """Report for the clients that they are offline, and that a task has failed."""
         later = f" in {pause_s:.0f} s" if pause_s >= 1 else ""
         self._problem = f"its process exited ({reason}) and is restarted{later}"
         log.warning("hosted_process_exited number=%d reason=%s restart_in_s=%.1f", self.number, reason, pause_s)
@@ -370,15 +351,8 @@ class _SendQueue:
         self._waiting.put(None)
 
     def write_to(self, pipe: Pipe) -> None:
-        with contextlib.suppress(OSError):  # the process is gone, which its reader notices, too
+        with contextlib.suppress(OSError):  # the process has exited, which its reader notices, too
             while (item := self._waiting.get()) is not None:
                 pipe.send(*item)
                 with self._lock:
                     self._bytes -= len(item[1])
-
-
-def _default_processes(agents: Sequence[AgentConfig]) -> int:
-    """One process for each core; but a single one for a GPU, where each process would need a context of its own."""
-    able = capabilities.find()
-    uses_gpu = able.accelerators and any(agent.training.device != "cpu" for agent in agents)
-    return 1 if uses_gpu else able.cores

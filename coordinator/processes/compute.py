@@ -48,14 +48,30 @@ class ComputeProcess:
         Raises:
             RunFailed: the function failed, the process crashed repeatedly, or the request was cancelled.
         """
-        self._running = request
+        self._running, reason = request, ""
         try:
-            topic, result = self._result(request)
+            for _ in range(MAX_CRASHES):
+                try:
+                    with self._starting:
+                        self._check_is_wanted(request)
+                        if self._child is None:
+                            self._child = ChildProcess(COMMAND, self._log_file, self._limits)
+                        pipe = self._child.pipe
+                    pipe.send("request", json.dumps(request).encode())
+                    frame = pipe.receive()
+                    result: dict[str, Any] = json.loads(frame.payload)
+                except (EOFError, OSError, ValueError) as error:
+                    reason = self._on_exit() or cause(error)
+                    log.warning("compute_process_exited reason=%s", reason)
+                    continue
+                if frame.topic == "failed":
+                    raise RunFailed(str(result["message"]))
+                return result
+            with self._starting:
+                self._check_is_wanted(request)
+            raise RunFailed(f"the compute process crashed {MAX_CRASHES} times, the last time with {reason}")
         finally:
             self._running = None
-        if topic == "failed":
-            raise RunFailed(str(result["message"]))
-        return result
 
     def cancel(self, request: Request) -> None:
         """Cancel this request (the same object), also while it runs; `submit` then fails."""
@@ -73,32 +89,10 @@ class ComputeProcess:
         if self._running is None:  # otherwise `submit` notices
             self._on_exit()
 
-    def _result(self, request: Request) -> tuple[str, dict[str, Any]]:
-        reason = ""
-        for _ in range(MAX_CRASHES):
-            try:
-                pipe = self._pipe(request)
-                pipe.send("request", json.dumps(request).encode())
-                frame = pipe.receive()
-                return frame.topic, json.loads(frame.payload)
-            except (EOFError, OSError, ValueError) as error:
-                reason = self._on_exit() or cause(error)
-            log.warning("compute_process_exited reason=%s", reason)
-        with self._starting:
-            self._check_is_wanted(request)
-        raise RunFailed(f"the compute process crashed {MAX_CRASHES} times, the last time with {reason}")
-
     def _check_is_wanted(self, request: Request) -> None:
         """Called under ``_starting``."""
         if self._is_closed or any(request is one for one in self._cancelled):
             raise RunFailed("request cancelled")
-
-    def _pipe(self, request: Request) -> Pipe:
-        with self._starting:
-            self._check_is_wanted(request)
-            if self._child is None:
-                self._child = ChildProcess(COMMAND, self._log_file, self._limits)
-            return self._child.pipe
 
     def _on_exit(self) -> str:
         """Release the process; why it exited, empty where there was none."""

@@ -75,7 +75,7 @@ class Limits:
     """Threads of BLAS and OpenMP, torch's included."""
 
     def environment(self) -> dict[str, str]:
-        """Environment variables that tell the child its limits; `worker_main` applies them."""
+        """Environment variables with the limits of the child; `worker_main` applies them."""
         known = {
             "HEADWATER_MEMORY_MB": self.memory_mb,
             "HEADWATER_CPU_S": self.cpu_s,
@@ -88,7 +88,7 @@ NO_LIMITS = Limits()
 
 
 class ChildProcess:
-    """A child process. Its standard input is the pipe: when the owner is gone, however it ended, the child exits.
+    """A child process. Its standard input is the pipe: when the owner exits, for whatever reason, the child does, too.
 
     Output and errors go to the file ``log``; without one, `follow_output` has to read them.
     """
@@ -173,7 +173,7 @@ class ChildProcess:
 
 
 def exit_reason(code: int, output: Path | Sequence[str]) -> str:
-    """Exit code or signal in words, and the last lines of the output (a log file, or its last lines)."""
+    """Exit code or signal as text, and the last lines of the output (a log file, or its last lines)."""
     how = f"exit code {code}"
     if code < 0:
         known = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have no name
@@ -192,7 +192,7 @@ class Supervisor:
     """A thread that keeps one child process running: restarted when it exits, after growing pauses, until `stop`.
 
     ``spawn`` starts the child, ``serve`` communicates with it and returns when it has exited or closed its pipe,
-    ``on_exit`` is told the reason and the pause in seconds before the restart. All are called in the thread, which is
+    ``on_exit`` gets the reason and the pause in seconds before the restart. All are called in the thread, which is
     the parent of every child.
     """
 

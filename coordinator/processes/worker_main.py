@@ -24,7 +24,14 @@ def main() -> None:
     """Serve until the owner closes the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _apply_limits()
+    memory_mb, cpu_s = os.environ.get("HEADWATER_MEMORY_MB"), os.environ.get("HEADWATER_CPU_S")
+    if memory_mb or cpu_s:  # limits that a process can set for itself only, see `supervisor.Limits`
+        import resource
+
+        if memory_mb:
+            resource.setrlimit(resource.RLIMIT_DATA, (int(memory_mb) * 10**6,) * 2)
+        if cpu_s:
+            resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s),) * 2)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     pipe = Pipe(socket.socket(fileno=os.dup(sys.stdin.fileno())))
     module, _, name = sys.argv[1].partition(":")
@@ -33,7 +40,7 @@ def main() -> None:
 
 
 def listen(pipe: Pipe, on_frame: Callable[[Frame], None]) -> None:
-    """Call ``on_frame`` for each frame in a thread of its own; when the owner is gone, this process exits at once."""
+    """Call ``on_frame`` for each frame in a thread of its own; this process exits at once when its owner does."""
 
     def receive() -> None:
         try:
@@ -43,18 +50,6 @@ def listen(pipe: Pipe, on_frame: Callable[[Frame], None]) -> None:
             os._exit(0)
 
     threading.Thread(target=receive, name="listen", daemon=True).start()
-
-
-def _apply_limits() -> None:
-    """Those of `supervisor.Limits` that a process can set for itself only."""
-    memory_mb, cpu_s = os.environ.get("HEADWATER_MEMORY_MB"), os.environ.get("HEADWATER_CPU_S")
-    if memory_mb or cpu_s:
-        import resource
-
-        if memory_mb:
-            resource.setrlimit(resource.RLIMIT_DATA, (int(memory_mb) * 10**6,) * 2)
-        if cpu_s:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s),) * 2)
 
 
 if __name__ == "__main__":

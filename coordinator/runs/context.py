@@ -1,14 +1,16 @@
-"""What a run consists of: its context, its values, the agents' reports, and hooks around its rounds."""
+"""The values of a run, its context, the reports of its agents, and hooks around its rounds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from edge_agent.methods import Method
 from edge_agent.task import State, Tensors
 from edge_agent.wire.messages import Command, Report
+from edge_agent.worker import Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.registry import Roster
@@ -22,16 +24,31 @@ REPORT_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a run waits for. ``until`` is monotonic seconds, None: no time limit."""
+    """What a run waits for, and for which agents (``whom``). ``until``: monotonic seconds; None: no time limit."""
 
     what: str
     whom: tuple[str, ...] = ()
     until: float | None = None
     about: str = ""
-    """Waits about the same thing get one line in the log; empty: each new text is a new wait."""
+    """Waits with the same subject get one line in the log; empty: each new text is a new wait."""
 
 
 Steps = Iterator[Waiting]
+Result = TypeVar("Result")
+
+
+def computed(
+    worker: Worker, name: str, job: Callable[[], Result], waiting: Waiting
+) -> Generator[Waiting, None, Result]:
+    """Compute ``job`` in the worker; returns its result (as the generator's value), or raises its error."""
+    outcome: list[tuple[Result, BaseException | None]] = []
+    worker.submit(name, job, lambda result, error: outcome.append((result, error)))
+    while not outcome:
+        yield waiting
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
 
 
 @dataclass
@@ -44,6 +61,7 @@ class RunContext:
     distributor: Distributor
     collector: Collector
     send: Callable[[str, Command], None]
+    worker: Worker
     clock: Callable[[], float] = time.monotonic
     stopwatch: Callable[[], float] = time.monotonic
     """Measures reported times; in a simulation the clock of leases and deadlines stands still meanwhile."""
@@ -75,7 +93,7 @@ class Reports:
         self.faults[agent] = reason
 
     def is_asked(self, agent: str) -> bool:
-        """Whether a report of this agent is being waited for, or has come while others are waited for."""
+        """Whether this agent is among those whose reports are being collected."""
         return agent in self._asked
 
     def expect(self, bundle_id: str) -> None:
@@ -89,7 +107,7 @@ class Reports:
         """
         self._asked, self._ask = agents, ask
         until = self._context.roster.heard_s() + limit_s
-        while (pending := self.pending()) and self._context.roster.heard_s() < until:
+        while (pending := tuple(filter(self._is_pending, agents))) and self._context.roster.heard_s() < until:
             limit = until + self._context.roster.deaf_s
             yield Waiting("agents evaluate the final model", pending, limit, about="reports")
         self._asked, self._ask = (), None
@@ -100,10 +118,6 @@ class Reports:
         for agent in asked:
             self.faults.pop(agent, None)
         return {agent: self.reports.pop(agent) for agent in sorted(asked & self.reports.keys())}
-
-    def pending(self) -> tuple[str, ...]:
-        """Agents that were asked, are present, and have not answered."""
-        return tuple(agent for agent in self._asked if self._is_pending(agent))
 
     def ask_again(self, agent: str) -> None:
         """Ask an idle agent again whose answer is pending: the message or the answer was lost."""
@@ -138,7 +152,7 @@ class Run:
 
 
 class RunHooks:
-    """Work beside the rounds; this class does nothing. No hook delays a round that has been opened."""
+    """Called around the rounds of runs; this class does nothing. No hook delays an open round."""
 
     def start(self, state: StateFolder) -> None:
         """The coordinator starts on this state folder."""
@@ -156,7 +170,7 @@ class RunHooks:
         yield from ()
 
     def on_end(self, run: str) -> None:
-        """A run has ended, for whatever reason: cancel what is still computed for it."""
+        """A run has ended, for whatever reason: cancel computations for it."""
 
     def collect(self) -> None:
         """Called regularly in the coordinator's own thread."""

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from edge_agent.errors import ExportRejected, HeadwaterError, StateError
-from edge_agent.storage import sha256_file
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Command, Install, Report, Who
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
-from edge_agent.worker import Worker
 
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
 from ..state.journal import Entry, Journal, utc_now
 from ..state.store import StateFolder, prune_blobs
-from .context import Run, Steps, Waiting
+from .context import Run, Steps, Waiting, computed
 
 if TYPE_CHECKING:
     from export import Report as ExportReport
@@ -43,104 +41,91 @@ NORM_NOTES = {
 """How batch norm that stays on devices was combined for one common encoder, for the bundle's manifest."""
 
 Purpose = Literal["release", "round"]
-"""``release``: with everything that a device may use for months. ``round``: fp32 alone, for one round."""
+"""``release``: with all variants, for long use on devices. ``round``: fp32 alone, for one round."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """A bundle that was exported for release."""
+    """A bundle that was exported for release; ``body`` describes it as JSON, for journal and summary."""
 
     path: Path
     bundle_id: str
-    size_bytes: int
-    parity_max_abs: float
-    int8_cosine: float | None
-
-    def body(self) -> dict[str, Any]:
-        """As JSON, for the summary."""
-        return {
-            "path": str(self.path),
-            "bundle_id": self.bundle_id,
-            "bytes": self.size_bytes,
-            "parity_max_abs": self.parity_max_abs,
-            "int8_cosine": self.int8_cosine,
-        }
+    body: dict[str, Any]
 
 
-class EncoderReleaser:
-    """Exports in the worker, so that messages of agents are handled meanwhile."""
+def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
+    """Export the run's encoder as ``<name>.hwb`` in the run's folder; returns it (as the generator's value).
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    The worker does that, so that messages of agents are handled meanwhile.
 
-    def export(self, run: Run, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
-        """Export the run's encoder as ``<name>.hwb`` in the run's folder; returns it (as the generator's value).
+    Raises:
+        ExportRejected: a check failed, or the exporter did.
+    """
+    folder = run.context.state.run(run.id).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.hwb"
+    waiting = Waiting("the encoder is being exported and checked", (), run.context.clock() + EXPORT_LIMIT_S)
+    try:
+        report = yield from computed(run.context.worker, "export", lambda: export_run(run, path, purpose), waiting)
+    except (HeadwaterError, OSError):
+        raise
+    except Exception as error:
+        raise ExportRejected(f"export failed: {error!r}") from error
+    bundle_id, parity = report.manifest.bundle_id, report.manifest.parity
+    body = {
+        "path": str(path),
+        "bundle_id": bundle_id,
+        "bytes": path.stat().st_size,
+        "parity_max_abs": float(parity.max_abs),
+        "int8_cosine": parity.int8_cosine,
+    }
+    return Released(path, bundle_id, body)
 
-        Raises:
-            ExportRejected: a gate failed, or the exporter broke.
-        """
-        folder = run.context.state.run(run.id).folder
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.hwb"
-        outcome: list[tuple[ExportReport | None, BaseException | None]] = []
-        self._worker.submit("export", lambda: export_run(run, path, purpose), lambda r, e: outcome.append((r, e)))
-        until = run.context.clock() + EXPORT_LIMIT_S
-        while not outcome:
-            yield Waiting("the encoder is being exported and checked", (), until)
-        report, error = outcome[0]
-        if report is None:
-            raise error if isinstance(error, HeadwaterError | OSError) else ExportRejected(f"export failed: {error!r}")
-        parity = report.manifest.parity
-        size = path.stat().st_size
-        return Released(path, report.manifest.bundle_id, size, float(parity.max_abs), parity.int8_cosine)
 
-    def freeze(self, run: Run) -> Generator[Waiting, None, Outgoing]:
-        """The current encoder, for one round, as a blob on disk; the next round's replaces it."""
-        frozen = yield from self.export(run, "round", "round")
-        digest = run.context.state.blobs.put(frozen.path.read_bytes())
-        return Outgoing.open(run.context.state.blobs.path(digest), digest)
+def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
+    """The current encoder as a blob on disk, for one round; the next round replaces it."""
+    frozen = yield from export_bundle(run, "round", "round")
+    digest = run.context.state.blobs.put(frozen.path.read_bytes())
+    return Outgoing.open(run.context.state.blobs.path(digest), digest)
 
-    def release(self, run: Run, released: Released, number: int) -> Steps:
-        """Offer the bundle to every head-tier device that is present, and wait for the reports."""
-        context = run.context
-        digest = sha256_file(released.path)
-        context.state.blobs.put(released.path.read_bytes())
-        context.state.journal.append("release_made", run=run.id, round=number, digest=digest, body=released.body())
-        agents = tuple(context.roster.present("head"))
-        run.reports.pop(agents)
-        run.reports.expect(released.bundle_id)
-        if not agents:
-            return
-        blob = Outgoing.open(context.state.blobs.path(digest), digest)
-        context.distributor.offer(blob, agents)
-        number = release_number(context.state.journal)
-        install = Install(run=run.id, bundle_id=released.bundle_id, release=number, blob=blob.ref)
 
-        def ask(agent: str) -> None:
-            context.send(agent, install)
+def release(run: Run, released: Released, number: int) -> Steps:
+    """Offer the bundle to every head-tier device that is present, and wait for the reports."""
+    context, blobs = run.context, run.context.state.blobs
+    digest = blobs.put(released.path.read_bytes())
+    context.state.journal.append("release_made", run=run.id, round=number, digest=digest, body=released.body)
+    agents = tuple(context.roster.present("head"))
+    run.reports.pop(agents)
+    run.reports.expect(released.bundle_id)
+    if not agents:
+        return
+    blob = Outgoing.open(blobs.path(digest), digest)
+    context.distributor.offer(blob, agents)
+    number = len(releases_of(context.state.journal))
+    install = Install(run=run.id, bundle_id=released.bundle_id, release=number, blob=blob.ref)
+    for agent in agents:
+        context.send(agent, install)
+    yield from run.reports.collect(agents, lambda agent: context.send(agent, install), RELEASE_DEADLINE_S)
 
-        for agent in agents:
-            ask(agent)
-        yield from run.reports.collect(agents, ask, RELEASE_DEADLINE_S)
 
-    def interim(self, run: Run, number: int) -> Steps:
-        """Release during the run, and record the accuracies of head-tier devices after this round in its metrics.
+def release_during_run(run: Run, number: int) -> Steps:
+    """Release during the run, and record the accuracies of head-tier devices after this round in its metrics.
 
-        A rejected export costs this release and nothing else.
-        """
-        folder = run.context.state.run(run.id)
-        for older in folder.folder.glob(f"{run.id}-round-*.hwb"):
-            older.unlink()
-        try:
-            released = yield from self.export(run, f"{run.id}-round-{number}")
-        except ExportRejected as error:
-            log.error("export_rejected run=%s round=%d reason=%s", run.id, number, reason_of(error))
-            return
-        yield from self.release(run, released, number)
-        reports = run.reports.pop(run.context.roster.present("head"))
-        record = release_record(number, released, reports)
-        folder.append_metrics(record)
-        log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), record["mean"])
+    A rejected export costs this release and nothing else.
+    """
+    folder = run.context.state.run(run.id)
+    for older in folder.folder.glob(f"{run.id}-round-*.hwb"):
+        older.unlink()
+    try:
+        released = yield from export_bundle(run, f"{run.id}-round-{number}")
+    except ExportRejected as error:
+        log.error("export_rejected run=%s round=%d reason=%s", run.id, number, reason_of(error))
+        return
+    yield from release(run, released, number)
+    reports = run.reports.pop(run.context.roster.present("head"))
+    record = release_record(number, released, reports)
+    folder.append_metrics(record)
+    log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), record["mean"])
 
 
 def release_record(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
@@ -151,7 +136,7 @@ def release_record(number: int, released: Released, reports: dict[str, Report]) 
         "kind": "release",
         "round": number,
         "bundle_id": released.bundle_id,
-        "bytes": released.size_bytes,
+        "bytes": released.body["bytes"],
         "acc": {"personal": acc},
         "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
         "mean": round(sum(known) / len(known), 6) if known else None,
@@ -216,9 +201,9 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
     )
 
 
-def release_number(journal: Journal) -> int:
-    """The number of the newest release, counted from 1; 0 before the first."""
-    return len(journal.entries(kinds=("release_made",)))
+def releases_of(journal: Journal) -> list[Entry]:
+    """The journal's entries of all releases; their numbers count from 1."""
+    return journal.entries(kinds=("release_made",))
 
 
 class ReleaseOffers:
@@ -230,8 +215,7 @@ class ReleaseOffers:
 
     def current(self) -> Entry | None:
         """The journal's entry of the newest release; None before the first."""
-        releases = self._state.journal.entries(kinds=("release_made",))
-        return releases[-1] if releases else None
+        return next(reversed(releases_of(self._state.journal)), None)
 
     def offer(self, agent: str, running: str) -> None:
         """Send the released bundle to a head-tier device that runs another one.
@@ -243,8 +227,7 @@ class ReleaseOffers:
         if release is None or release.digest is None or release.body.get("bundle_id") == running:
             return
         blob = self._put_on_offer(release.digest, agent)
-        number = release_number(self._state.journal)
-        bundle_id = release.body["bundle_id"]
+        number, bundle_id = len(releases_of(self._state.journal)), release.body["bundle_id"]
         self._send(agent, Install(run=release.run or "", bundle_id=bundle_id, release=number, blob=blob.ref))
 
     def offer_again(self, agent: str, digest: str) -> None:
@@ -259,7 +242,7 @@ class ReleaseOffers:
             try:
                 self._state.blobs.check(digest)
             except StateError as error:
-                what = "this is the released bundle, and no device can get it"
+                what = "this is the released bundle, which no device can get now"
                 raise StateError(f"{error}, or make a new release with a run: {what}") from error
             self._checked = digest
         blob = Outgoing.open(self._state.blobs.path(digest), digest)
@@ -295,7 +278,7 @@ def with_pooled_norm(
 
 
 def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
-    """What was pooled after a round of a run; empty when nothing was."""
+    """The pooled tensors after a round of a run; empty when there are none."""
     for entry in state.journal.entries(run, ("norm_pooled",), round=number):
         if entry.digest is not None and entry.digest in state.blobs:
             return decode(state.blobs.read(entry.digest))

@@ -11,22 +11,22 @@ from edge_agent.errors import ExportRejected, HeadwaterError
 from edge_agent.wire.messages import Report
 
 from ..fleet.transfers import Collection, reason_of
-from ..state.journal import FINAL, Accepted, Journal, OpenRound, RunRecord, step, utc_now
+from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
 from .context import Run, RunContext, Steps
-from .release import EncoderReleaser, Released, encoder_sha256
+from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import absent_of, coordinator_metrics, lines, warnings_of
 from .selection import Exclusions
 
 log = logging.getLogger(__name__)
 
 FIGURES = ("seconds", "waiting_s", "bytes_up", "bytes_down", "late")
-"""What only the process that did the round knows; it goes into the journal with the round's end."""
+"""What only the process that executed the round knows; it is journaled with the round's end."""
 
 
 @dataclass
-class RoundStats:
-    """Time and bytes at the start of a round, and how much of the time went by in waiting for agents to come."""
+class Stats:
+    """Time and bytes since the start of a round or a run, and how much of the time was spent waiting for agents."""
 
     started_at: float
     bytes_up: dict[str, int]
@@ -34,26 +34,37 @@ class RoundStats:
     waiting_s: float = 0.0
 
     @classmethod
-    def begin(cls, context: RunContext) -> RoundStats:
-        """As they stand now."""
-        return cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
+    def begin(cls, context: RunContext, run: str | None = None) -> Stats:
+        """From now on; for a ``run`` together with the rounds that earlier processes have closed.
 
-    def traffic(self, context: RunContext) -> dict[str, list[int]]:
-        """Bytes up and down since then, by agent."""
-        up, down = context.collector.bytes_from, context.distributor.bytes_to
-        return {
-            agent: [up.get(agent, 0) - self.bytes_up.get(agent, 0), down.get(agent, 0) - self.bytes_down.get(agent, 0)]
-            for agent in sorted({*up, *down})
-        }
+        What a process did in a round before it was killed does not count, nor does the time until the next process.
+        """
+        stats = cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
+        for entry in [] if run is None else context.state.journal.entries(run, ("round_closed",)):
+            stats.started_at -= entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)
+            for agent, (up, down) in entry.body.get("traffic", {}).items():
+                stats.bytes_up[agent] = stats.bytes_up.get(agent, 0) - up
+                stats.bytes_down[agent] = stats.bytes_down.get(agent, 0) - down
+        return stats
+
+    def seconds(self, context: RunContext) -> float:
+        """Time since the start, without waiting for agents."""
+        return context.stopwatch() - self.started_at - self.waiting_s
+
+    def traffic(self, context: RunContext, agent: str) -> tuple[int, int]:
+        """Bytes from an agent and to it."""
+        up = context.collector.bytes_from.get(agent, 0) - self.bytes_up.get(agent, 0)
+        return up, context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
 
     def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """The round's `FIGURES`: ``seconds`` from sending out the work to the end, ``waiting_s`` before that.
+        """The round's `FIGURES`: ``seconds`` from sending the tasks to the end, ``waiting_s`` before that.
 
         Beside them ``traffic``: the bytes of each agent.
         """
-        traffic = {agent: moved for agent, moved in self.traffic(context).items() if any(moved)}
+        agents = sorted({*context.collector.bytes_from, *context.distributor.bytes_to})
+        traffic = {agent: [up, down] for agent in agents for up, down in [self.traffic(context, agent)] if up or down}
         return {
-            "seconds": round(context.stopwatch() - self.started_at - self.waiting_s, 4),
+            "seconds": round(self.seconds(context), 4),
             "waiting_s": round(self.waiting_s, 4),
             "bytes_up": sum(up for up, _ in traffic.values()),
             "bytes_down": sum(down for _, down in traffic.values()),
@@ -62,116 +73,69 @@ class RoundStats:
         }
 
 
-@dataclass(frozen=True)
-class RunStats:
-    """What a run takes, from its start on: rounds that earlier processes have closed are in it.
+def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a closed round in ``metrics.jsonl``."""
 
-    What a process did in a round before it was killed is nowhere, and the time until the next one came does not count.
-    """
+    def metric(name: str) -> dict[str, float]:
+        updates = sorted(closed.updates.items())
+        return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
 
-    earlier_s: float
-    earlier: Mapping[str, tuple[int, int]]
-    now: RoundStats
+    def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
+        return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
 
-    @classmethod
-    def begin(cls, context: RunContext, run: str) -> RunStats:
-        """State when this process starts or resumes the run."""
-        seconds, earlier = 0.0, dict[str, tuple[int, int]]()
-        for entry in context.state.journal.entries(run, ("round_closed",)):
-            seconds += entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)
-            for agent, (up, down) in entry.body.get("traffic", {}).items():
-                before = earlier.get(agent, (0, 0))
-                earlier[agent] = (before[0] + up, before[1] + down)
-        return cls(seconds, earlier, RoundStats.begin(context))
-
-    def seconds(self, context: RunContext) -> float:
-        """Time at work on the run."""
-        return self.earlier_s + context.stopwatch() - self.now.started_at
-
-    def traffic(self, context: RunContext, agent: str) -> tuple[int, int]:
-        """Bytes that came from an agent and that went to it."""
-        (up, down), (more_up, more_down) = self.earlier.get(agent, (0, 0)), self.now.traffic(context).get(agent, (0, 0))
-        return up + more_up, down + more_down
-
-
-def round_record(
-    number: int,
-    figures: Mapping[str, Any],
-    accepted: Mapping[str, Accepted],
-    rejected: Mapping[str, str],
-    missing: tuple[str, ...],
-    left_out: Mapping[str, str],
-) -> dict[str, Any]:
-    """The round's line in ``metrics.jsonl``."""
     return {
         "kind": "round",
-        "round": number,
+        "round": closed.round,
         **{name: figures.get(name) for name in FIGURES},
-        "agents": sorted(accepted),
-        "missing": list(missing),
-        "rejected": [{"agent": agent, "reason": why} for agent, why in sorted(rejected.items())],
-        "left_out": [{"agent": agent, "reason": why} for agent, why in sorted(left_out.items())],
-        "acc": {scope: _metric(accepted, f"acc.{scope}") for scope in ("global", "personal")},
-        "loss": _metric(accepted, "loss"),
+        "agents": sorted(closed.updates),
+        "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected],
+        "rejected": reasons(closed.rejected),
+        "left_out": reasons(closed.body.get("left_out", {})),
+        "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
+        "loss": metric("loss"),
     }
 
 
 def restore(state: StateFolder, run: str) -> None:
-    """Put the lines of closed rounds that ``metrics.jsonl`` lacks into it: a kill came between journal and figures.
+    """Add closed rounds to ``metrics.jsonl`` that are missing there after a kill between journal and figures.
 
     Raises:
-        StateError: the figures that are there are damaged.
+        StateError: the file is damaged.
     """
-    closed = {entry.round for entry in state.journal.entries(run, ("round_closed",)) if entry.round is not None}
+    closed = {entry.round or 0: entry for entry in state.journal.entries(run, ("round_closed",))}
     if not closed:
         return
     folder = state.run(run)
-    there = {record.get("round") for record in folder.metrics() if record.get("kind") == "round"}
-    for number in sorted(closed - there):
-        folder.append_metrics(_from_journal(state.journal, run, number))
+    recorded = {record.get("round") for record in folder.metrics() if record.get("kind") == "round"}
+    for number in sorted(closed.keys() - recorded):
+        record = RunRecord(run, {}, round=number - 1)
+        for entry in state.journal.entries(run, round=number):
+            if entry.id < closed[number].id:  # what comes after it was late
+                record = step(record, entry)
+        if record.open_round is not None:
+            folder.append_metrics(round_record(record.open_round, closed[number].body))
 
 
-def _from_journal(journal: Journal, run: str, number: int) -> dict[str, Any]:
-    record, figures = RunRecord(run, {}, round=number - 1), dict[str, Any]()
-    for entry in journal.entries(run, round=number):
-        if entry.kind == "round_closed":
-            figures = entry.body
-            break  # what comes after it was late
-        record = step(record, entry)
-    opened = record.open_round or OpenRound(number, 1, (), {})
-    missing = tuple(a for a in opened.cohort if a not in opened.updates and a not in opened.rejected)
-    return round_record(number, figures, opened.updates, opened.rejected, missing, opened.body.get("left_out", {}))
-
-
-def _metric(accepted: Mapping[str, Accepted], name: str) -> dict[str, float]:
-    return {agent: update.metrics[name] for agent, update in sorted(accepted.items()) if name in update.metrics}
-
-
-def finish_run(run: Run, releaser: EncoderReleaser, stats: RunStats, exclusions: Exclusions, stopped: str) -> Steps:
+def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> Steps:
     """Export and release where the configuration says so, then write summary and report.
 
     ``stopped``: why the run ended before its last round; empty when it did not.
     """
+    from ..report import write_report
+
+    state, request, context = run.context.state, run.request, run.context
     released: Released | None = None
     why_not = "export.after_run is false"
-    if run.context.config.export.after_run and run.has_encoder:
+    if context.config.export.after_run and run.has_encoder:
         try:
-            released = yield from releaser.export(run, run.id)
+            released = yield from export_bundle(run, run.id)
         except ExportRejected as error:
             why_not = reason_of(error)
             log.error("export_rejected run=%s reason=%s", run.id, why_not)
-    elif run.context.config.export.after_run:
+    elif context.config.export.after_run:
         why_not = f"method '{run.method.name}' shares no encoder"
     if released is not None:
-        yield from releaser.release(run, released, run.request.rounds)
-    bundle = {"bundle": released.body() if released else None, "bundle_why_not": None if released else why_not}
-    _write_result(run, stats, exclusions, {"stopped": stopped or None, **bundle})
-
-
-def _write_result(run: Run, stats: RunStats, exclusions: Exclusions, outcome: dict[str, Any]) -> None:
-    from ..report import write_report
-
-    state, request = run.context.state, run.request
+        yield from release(run, released, run.request.rounds)
     folder = state.run(run.id)
     agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
     for record in agents:
@@ -180,7 +144,8 @@ def _write_result(run: Run, stats: RunStats, exclusions: Exclusions, outcome: di
     sha = encoder_sha256(run)
     records = [record for record in folder.metrics() if record.get("kind") == "round"]
     losses = [record["loss"] for record in records]
-    absent = absent_of(records, request.rounds, lambda agent: _is_offline(run, agent), exclusions.failing)
+    present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
+    absent = absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing)
     warnings = [*absent, *warnings_of(agents, losses, request.task.num_classes)]
     for line in lines(warnings):
         log.warning("result_warning run=%s: %s", run.id, line)
@@ -194,29 +159,25 @@ def _write_result(run: Run, stats: RunStats, exclusions: Exclusions, outcome: di
             "seed": request.seed,
             "status": "finished",
             "at": utc_now().isoformat(timespec="seconds"),
-            "seconds": round(stats.seconds(run.context), 3),
+            "seconds": round(stats.seconds(context), 3),
             "encoder_sha256": sha,
             "agents": agents,
             "left_out": exclusions.body(),
             "warnings": warnings,
             "faults": dict(sorted(run.reports.faults.items())),
-            **outcome,
+            "stopped": stopped or None,
+            "bundle": released.body if released else None,
+            "bundle_why_not": None if released else why_not,
             **coordinator_metrics(state.journal, run.id),
-        }
+        },
     )
     write_report(folder)
     state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha})
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
 
 
-def _is_offline(run: Run, agent: str) -> bool:
-    """Whether an agent is offline and has not reported its metrics."""
-    member = run.context.roster.get(agent)
-    return agent not in run.reports.reports and (member is None or not member.is_present)
-
-
-def _agent_record(run: Run, stats: RunStats, agent: str, report: Report) -> dict[str, Any]:
-    """One device's metrics; all are of the run's encoder, whichever the device runs now."""
+def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[str, Any]:
+    """The metrics of one device; all are of the run's encoder, even if the device now runs another one."""
     member = run.context.roster.get(agent)
     up, down = stats.traffic(run.context, agent)
     acc = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
@@ -240,7 +201,7 @@ def _agent_record(run: Run, stats: RunStats, agent: str, report: Report) -> dict
 
 
 def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cancelled"], reason: str) -> None:
-    """End ``run`` for good. Only for the process that holds the folder's lock: nobody else may end a run.
+    """End ``run`` for good; only for the process that holds the folder's lock.
 
     Raises:
         StateError: the journal cannot be written. (A summary that cannot be written is only logged.)
@@ -248,30 +209,27 @@ def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cance
     state.journal.append(kind, run=run, body={"reason": reason})
     try:
         restore(state, run)
-        left_out = Exclusions.replay(state.journal, run).body()
-        state.run(run).write_summary({**_summary(state.journal.replay(run), FINAL[kind], reason), "left_out": left_out})
+        record = state.journal.replay(run)
+        summary: dict[str, Any] = {
+            "run_id": run,
+            **{key: record.request.get(key) for key in ("method", "params", "rounds", "seed")},
+            "status": FINAL[kind],
+            "reason": reason,
+            "round": record.round,
+            "at": utc_now().isoformat(timespec="seconds"),
+            "agents": [],
+            "left_out": Exclusions.replay(state.journal, run).body(),
+        }
+        state.run(run).write_summary(summary)
     except (HeadwaterError, OSError) as error:
         log.warning("summary_not_written run=%s reason=%s", run, error)
 
 
 def requested_cancels(state: StateFolder, after: int) -> tuple[dict[str, str], int]:
-    """Run -> reason of the unfinished runs that somebody wants cancelled, and the journal entry looked at last."""
+    """Run -> reason of the unfinished runs whose cancellation was requested, and the latest journal entry read."""
     entries = state.journal.entries(kinds=("cancel_requested",), after=after)
     if not entries:
         return {}, after
     unfinished = set(state.journal.unfinished())
-    wanted = {e.run: str(e.body.get("reason", "")) for e in entries if e.run is not None and e.run in unfinished}
-    return wanted, entries[-1].id
-
-
-def _summary(record: RunRecord, status: str, reason: str) -> dict[str, object]:
-    asked = record.request
-    return {
-        "run_id": record.run,
-        **{key: asked.get(key) for key in ("method", "params", "rounds", "seed")},
-        "status": status,
-        "reason": reason,
-        "round": record.round,
-        "at": utc_now().isoformat(timespec="seconds"),
-        "agents": [],
-    }
+    cancels = {e.run: str(e.body.get("reason", "")) for e in entries if e.run is not None and e.run in unfinished}
+    return cancels, entries[-1].id

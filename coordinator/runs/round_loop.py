@@ -1,14 +1,14 @@
 """The round loop: one for all methods, on devices and in simulation.
 
-`RunLoop.steps` reads like the protocol. Wherever it has to wait it yields a `Waiting` that says for whom, why and until
-when; the service continues it after each event. Everything that must survive is in the journal before it is acted
-upon, so a loop made anew from the journal resumes in the same round with the updates that have their receipts.
+`RunLoop.steps` reads like the protocol. Wherever it has to wait it yields a `Waiting` with the reason, the agents and
+the time limit; the service continues it after each event. Each change of state is in the journal before it takes
+effect, so a new loop on the same journal resumes in the same round with the updates that were acknowledged.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,14 +24,14 @@ from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
-from .release import EncoderReleaser, stop_reason, with_pooled_norm
-from .results import RoundStats, RunStats, finish_run, restore, round_record
+from .release import freeze, release_during_run, stop_reason, with_pooled_norm
+from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, without
 
 log = logging.getLogger(__name__)
 
 Make = Callable[[str], tuple[Job, tuple[Outgoing, ...]]]
-"""An agent's job, and the blobs that it names."""
+"""An agent's job, and the blobs that it refers to."""
 
 
 @dataclass
@@ -46,21 +46,20 @@ class Assignment:
     _jobs: dict[str, Job] = field(default_factory=dict)
     _on_offer: set[str] = field(default_factory=set)
 
-    def ask(self, agents: Iterable[str]) -> None:
-        """Tell these agents, after all that they need is on offer: what is the same for many then goes out once."""
-        asked = tuple(agents)
-        for agent in asked:
+    def ask(self, agents: Sequence[str]) -> None:
+        """Send these agents their jobs, after all blobs have been offered: common ones are then sent once."""
+        for agent in agents:
             self._prepare(agent)
-        for agent in asked:
+        for agent in agents:
             self.invite(agent)
 
     def invite(self, agent: str) -> None:
-        """Tell one agent (again), with the time that is left now."""
+        """Send one agent its job (again), with the time that is left now."""
         left = max(1.0, self.until - self.context.roster.heard_s())
         self.context.send(agent, self._prepare(agent).model_copy(update={"deadline_s": left}))
 
     def withdraw(self) -> None:
-        """Nothing is asked any more: its blobs are off the table."""
+        """End the assignment: its blobs are no longer offered."""
         self.context.distributor.withdraw(self._on_offer)
         self._jobs.clear()
         self._on_offer.clear()
@@ -80,10 +79,9 @@ class Assignment:
 
 @dataclass
 class RunLoop:
-    """Executes one run. Make it anew after a restart: it finds its place in the journal."""
+    """Executes one run. After a restart a new one resumes from the journal."""
 
     run: Run
-    releaser: EncoderReleaser
     hooks: RunHooks = field(default_factory=RunHooks)
     asked: Assignment | None = None
     selection: Selection = field(init=False)
@@ -100,29 +98,31 @@ class RunLoop:
         self.selection = Selection(run.context, run.request.seed, exclusions)
 
     def steps(self) -> Steps:
-        """The whole run, from wherever the journal says it is."""
+        """The whole run, from where the journal says it stands."""
         record = self._journal.replay(self.run.id)
-        stats = RunStats.begin(self.run.context, self.run.id)
+        stats = Stats.begin(self.run.context, self.run.id)
         self._begin(record.checkpoint)
         self.run = yield from self.hooks.before_run(self.run)
-        last, stopped = record.round, ""
+        last, stopped, export = record.round, "", self.run.context.config.export
+        patience = 0 if self.run.method.needs_last_round else export.patience
         for number in range(record.round + 1, self.run.request.rounds + 1):
-            if stopped := self._stop_reason():
+            if patience and (stopped := stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)):
                 log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
                 break
             resumed = record.open_round if number == record.round + 1 else None
             yield from self._round(number, resumed)
             self.hooks.after_round(self.run, number)
-            yield from self._after_round(number)
+            if export.every and not number % export.every and number != self.run.request.rounds:
+                yield from release_during_run((yield from self._with_pooled_norm(number)), number)
             last = number
         yield from self._ask_for_reports()
         yield from self.hooks.after_run(self.run)
-        if self.run.context.config.export.after_run:
+        if export.after_run:
             self.run = yield from self._with_pooled_norm(last)
-        yield from finish_run(self.run, self.releaser, stats, self.selection.exclusions, stopped)
+        yield from finish_run(self.run, stats, self.selection.exclusions, stopped)
 
     def invite(self, agent: str) -> None:
-        """Tell one agent (again) what it is expected to do now, if anything."""
+        """Send one agent (again) what it is expected to do now, if anything."""
         if self.asked is not None and self._concerns(agent):
             self.asked.invite(agent)
 
@@ -139,7 +139,7 @@ class RunLoop:
             self.run.reports.fault(agent, reason)
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
-        """An agent that does not work on what it was asked to do has not heard of it: ask again."""
+        """Ask an agent again that does not work on its task: it did not receive it."""
         if self.asked is None:
             self.run.reports.ask_again(agent)
             return
@@ -150,19 +150,21 @@ class RunLoop:
         if not is_at_work:
             self.invite(agent)
 
-    def pause(self) -> None:
-        """Another loop replaces this one; agents continue their tasks."""
-        self._withdraw()
+    def withdraw(self) -> None:
+        """End the assignment, because another loop replaces this one or the task is done; agents get no message."""
+        if self.asked is not None:
+            self.asked.withdraw()
+        self.asked = None
 
     def abandon(self) -> None:
-        """The run has failed: take back what was asked."""
+        """The run has failed: cancel the tasks of its agents."""
         collection = self.run.context.collector.open_round
         if collection is not None:
             self._call_off(collection)
-        self._withdraw()
+        self.withdraw()
 
     def status(self) -> dict[str, Any]:
-        """What goes on, as JSON."""
+        """The state of the run, as JSON."""
         collection = self.run.context.collector.open_round
         number = collection.round if collection else (self.asked.round if self.asked else 0)
         return {
@@ -213,19 +215,30 @@ class RunLoop:
     # --- one round -------------------------------------------------------------------------------------------------
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
-        stats, clock = RoundStats.begin(self.run.context), self.run.context.stopwatch
+        stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
         waits_since = clock()
-        cohort = () if resumed else (yield from self.selection.first(number))
-        joining = tuple(resumed.body.get("joining", ())) if resumed else self._joining(number)
-        if joining:
-            self._frozen = yield from self.releaser.freeze(self.run)
+        opened = resumed
+        if opened is None:
+            cohort = yield from self.selection.first(number)
+            joining = []  # head-tier devices, where the method has a task for them in a round
+            if self.run.context.config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
+                joining = without(roster.present("head"), self.selection.left_out(number))
+            opened = OpenRound(number, 1, (*cohort, *joining), {"joining": joining})
+        if opened.joining:
+            self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
-        opened = resumed or OpenRound(number, 1, (*cohort, *joining), {"joining": list(joining)})
         collection = self._open(opened, is_new=resumed is None)
-        self._ask(number, collection.outstanding, joining=joining)
+        until, heard_s = self._ask(number, collection.outstanding, joining=opened.joining), roster.heard_s
         while True:
-            yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
-            unanswered = self.selection.unanswered(collection, is_late=self._is_late)
+            yield from self.selection.collect(collection, until)
+            opened = replace(
+                opened,
+                updates=collection.accepted,
+                rejected=collection.rejected,
+                failed_boots=collection.failed_boots,
+                body={**opened.body, "left_out": collection.left_out},
+            )
+            unanswered = self.selection.unanswered(collection, is_late=heard_s() >= until)
             if self.selection.has_quorum(collection):
                 break
             overdue = int(opened.body.get("overdue", 0)) + bool(unanswered)
@@ -235,34 +248,17 @@ class RunLoop:
             waits_since = clock()
             added = yield from self.selection.more(collection)
             stats.waiting_s += clock() - waits_since
-            if added.new or added.again or unanswered or self._is_late:  # also when it passed in that wait
-                opened = opened.next_attempt(
-                    collection.accepted,
-                    collection.rejected,
-                    collection.failed_boots,
-                    new=added.new,
-                    again=added.again,
-                    overdue=overdue,
-                )
+            if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
+                body = {**opened.body, "again": list(added.again), "overdue": overdue}
+                opened = opened.next_attempt((*opened.cohort, *added.new), body)
                 collection = self._open(opened, is_new=True)
-                self._ask(number, collection.outstanding, joining=joining)
+                until = self._ask(number, collection.outstanding, joining=opened.joining)
         self._call_off(collection)
-        self._close(number, collection, stats, unanswered)
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether the time of those who were asked is up."""
-        return self.asked is None or self.run.context.roster.heard_s() >= self.asked.until
-
-    def _joining(self, number: int) -> tuple[str, ...]:
-        """Head-tier devices that are there, where the method has something for them to do in a round."""
-        if self.run.context.config.cohort.tier == "train" or heads.contribution(self.run.method.name) is None:
-            return ()
-        return tuple(without(self.run.context.roster.present("head"), self.selection.left_out(number)))
+        self._close(opened, collection, stats, unanswered)
 
     def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
-        """Take updates of a round, or of another attempt at it, beside those that are here."""
-        number, attempt, joining = opened.round, opened.attempt, tuple(opened.body.get("joining", ()))
+        """Accept updates of a round, or of another attempt at it, in addition to those that have arrived."""
+        number, attempt = opened.round, opened.attempt
         left_out = opened.body.get("left_out", {})
         if is_new:
             left_out = self.selection.spared(number, opened.cohort)
@@ -277,7 +273,7 @@ class RunLoop:
             dict(opened.updates),
             dict(opened.rejected),
             self.run.method.objection,
-            joining,
+            opened.joining,
             self._extras,
             self.selection.on_trial,
             failed_boots=dict(opened.failed_boots),
@@ -291,50 +287,49 @@ class RunLoop:
 
     def _ask(
         self, number: int, agents: tuple[str, ...], purpose: Purpose = "train", *, joining: tuple[str, ...] = ()
-    ) -> None:
-        """Say to everybody concerned what there is to do, and put the blobs on offer."""
-        limit = self.run.context.config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
-        job, common = self._job(number, purpose, limit), self._common_blobs(purpose)
-
-        def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-            if agent in joining:
-                return self._join_job(job, agent)
-            own = self.run.method.downlink(self.run.state, agent) if common else {}
-            blobs = (*common, Outgoing.of(encode(own))) if own else common
-            return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
-
-        self.asked = Assignment(self.run.context, self.run.context.roster.heard_s() + limit, make, purpose, number)
-        self.asked.ask(agents)
-
-    def _join_job(self, job: Job, agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-        """What a device without torch is asked: the round's encoder is frozen, of the tensors it gets its own."""
-        shared = {n: array for n, array in self.run.method.broadcast(self.run.state).items() if n.startswith("extra.")}
-        blobs = (Outgoing.of(encode({**shared, **self.run.method.downlink(self.run.state, agent)})),)
-        if self._frozen is None:
-            raise RunFailed(f"round {job.round}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
-        update = {"purpose": "contribute", "blobs": (blobs[0].ref,), "bundle": self._frozen.ref}
-        return job.model_copy(update=update), (*blobs, self._frozen)
-
-    def _job(self, number: int, purpose: Purpose, limit_s: float) -> Job:
-        """What all agents of a round are asked alike; blobs are added for each of them."""
-        every = self.run.context.config.evaluate_every
-        return Job(
+    ) -> float:
+        """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
+        run, method, config = self.run, self.run.method, self.run.context.config
+        limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
+        every = config.evaluate_every
+        job = Job(
             purpose=purpose,
-            run=self.run.id,
+            run=run.id,
             round=number,
-            rounds=self.run.request.rounds,
-            seed=self.run.request.seed,
-            method=self.run.method.name,
-            params=self.run.method.params.model_dump(mode="json"),
-            task=self.run.request.task,
+            rounds=run.request.rounds,
+            seed=run.request.seed,
+            method=method.name,
+            params=method.params.model_dump(mode="json"),
+            task=run.request.task,
             blobs=(),
             deadline_s=limit_s,
-            evaluate=bool(every) and (number % every == 0 or number == self.run.request.rounds),
+            evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
         )
+        shared: Tensors = {}
+        common: tuple[Outgoing, ...] = ()
+        if purpose != "batch_norm_stats":
+            shared = method.broadcast(run.state)
+            in_store = shared is run.state  # the checkpoint
+            stored = run.context.state.blobs.path(run.checkpoint)
+            common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
-    def _common_blobs(self, purpose: Purpose) -> tuple[Outgoing, ...]:
-        """What all agents of a round receive alike."""
-        return () if purpose == "batch_norm_stats" else (self._blob(self.run.method.broadcast(self.run.state)),)
+        def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
+            own = method.downlink(run.state, agent) if common else {}
+            if agent not in joining:
+                blobs = (*common, Outgoing.of(encode(own))) if own else common
+                return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
+            if self._frozen is None:
+                raise RunFailed(f"round {number}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
+            # A device without torch gets the frozen encoder, and of the shared tensors only what it contributes to.
+            extras = {name: array for name, array in shared.items() if name.startswith("extra.")}
+            blob = Outgoing.of(encode({**extras, **own}))
+            update = {"purpose": "contribute", "blobs": (blob.ref,), "bundle": self._frozen.ref}
+            return job.model_copy(update=update), (blob, self._frozen)
+
+        until = run.context.roster.heard_s() + limit_s
+        self.asked = Assignment(run.context, until, make, purpose, number)
+        self.asked.ask(agents)
+        return until
 
     def _call_off(self, collection: Collection) -> None:
         for agent in collection.outstanding:
@@ -342,11 +337,11 @@ class RunLoop:
             cancel = Cancel(run=self.run.id, round=collection.round, purpose=purpose, reason="the round has closed")
             self.run.context.send(agent, cancel)
         self.run.context.collector.close()
-        self._withdraw()
+        self.withdraw()
 
-    def _close(self, number: int, collection: Collection, stats: RoundStats, unanswered: dict[str, str]) -> None:
+    def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
-        run, journal, blobs = self.run, self._journal, self.run.context.state.blobs
+        run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         try:
             state = run.method.aggregate(run.state, updates_of(blobs, collection))
         except TrainingFailed as error:
@@ -360,60 +355,36 @@ class RunLoop:
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
         prune_blobs(run.context.state, digest)
-        self.selection.closed(collection, unanswered, boots)
-        missing, left_out = collection.outstanding, collection.left_out
-        record = round_record(number, figures, collection.accepted, collection.rejected, missing, left_out)
-        run.context.state.run(run.id).append_metrics(record)
+        self.selection.closed(closed, unanswered, boots, run.id)
+        run.context.state.run(run.id).append_metrics(round_record(closed, figures))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
-
-    def _after_round(self, number: int) -> Steps:
-        """Release the current encoder after each ``export.every`` rounds, to measure what head-tier devices get."""
-        every = self.run.context.config.export.every
-        if every and not number % every and number != self.run.request.rounds:
-            yield from self.releaser.interim((yield from self._with_pooled_norm(number)), number)
-
-    def _stop_reason(self) -> str:
-        """Why the run should end now by ``export.patience``; empty while it should continue."""
-        run = self.run
-        patience = 0 if run.method.needs_last_round else run.context.config.export.patience
-        return stop_reason(run.context.state.run(run.id).metrics(), patience) if patience else ""
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
         agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
         return with_pooled_norm(self.run, number, self._norm, tuple(agents), self._collect_norm)
 
     def _collect_norm(self, collection: Collection) -> Steps:
-        """Ask the agents of ``collection`` outside the rounds."""
+        """Ask the agents of ``collection`` after a round."""
         self.run.context.collector.open(collection)
-        self._ask(collection.round, collection.cohort, collection.purpose)
-        yield from self.selection.collect(collection, self.asked.until if self.asked else 0.0)
+        until = self._ask(collection.round, collection.cohort, collection.purpose)
+        yield from self.selection.collect(collection, until)
         self._call_off(collection)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _ask_for_reports(self) -> Steps:
-        """Train agents personalize to the final state and tell what they got."""
+        """Train agents personalize the final model and report their metrics."""
         opened = self._journal.entries(self.run.id, kinds=("round_opened",))
-        # Those of the last round, too: after a restart they have yet to say that they are there.
+        # Those of the last round, too: after a restart they may not have connected yet.
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         agents = tuple(sorted({*last, *self.run.context.roster.present("train")}))
         self._ask(self.run.request.rounds, agents, "personalize")
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)
-        self._withdraw()
+        self.withdraw()
 
     # --- inside ----------------------------------------------------------------------------------------------------
-
-    def _blob(self, tensors: Tensors) -> Outgoing:
-        if tensors is self.run.state:  # lies in the store already, under a hash that is known
-            return Outgoing.open(self.run.context.state.blobs.path(self.run.checkpoint), self.run.checkpoint)
-        return Outgoing.of(encode(tensors))
-
-    def _withdraw(self) -> None:
-        if self.asked is not None:
-            self.asked.withdraw()
-        self.asked = None
 
     def _concerns(self, agent: str) -> bool:
         """Whether the job on offer is for this agent, and not done by it."""

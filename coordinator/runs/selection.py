@@ -1,4 +1,4 @@
-"""The cohort of each round: who is asked, who can still deliver, who else can take part, and who is left out.
+"""The cohort of each round: agents that are asked, can still deliver, are added, or are left out.
 
 Agents that failed in earlier rounds are left out with growing pauses until they deliver an update.
 """
@@ -26,18 +26,18 @@ from .context import RunContext, Steps, Waiting
 log = logging.getLogger(__name__)
 
 MISSES_TOLERATED = 1
-"""Rounds in a row that an agent may miss: it was restarted, or its connection was gone for a while."""
+"""Rounds in a row that an agent may miss: it was restarted, or it had no connection for a while."""
 
 LONGEST_PAUSE_ROUNDS = 16
-"""Pauses are 1, 2, 4, … rounds, up to this: a device that was repaired is asked again some day."""
+"""Pauses are 1, 2, 4, … rounds, up to this, so that a repaired device is asked again."""
 
 Boots = Callable[[str], str]
-"""The start of an agent (`Member.boot`) that is there now; empty where none is known."""
+"""The current start of an agent (`Member.boot`); empty for one that is absent."""
 
 
 @dataclass
 class _Failures:
-    """What one agent has done wrong since its last accepted update."""
+    """The failures of one agent since its last accepted update."""
 
     failures: int = 0
     misses: int = 0
@@ -48,12 +48,12 @@ class _Failures:
 
 @dataclass
 class Exclusions:
-    """Which agents a run leaves out, and why. Everything follows from the journal, so a restart changes nothing.
+    """Agents that a run leaves out, with reasons. All of it follows from the journal, so a restart changes nothing.
 
     A rejected update, a fault, or no update by the deadline is a failure; so is the second round in a row that closes
     without an agent. After its n-th failure an agent is left out of 2^(n-1) rounds (at most `LONGEST_PAUSE_ROUNDS`),
-    and then asked again, on trial. An accepted update settles everything. An agent that has been restarted since it
-    failed is asked again at once: somebody may have repaired it. One that was away is not: it may be crashing.
+    and then asked again, on trial. An accepted update clears all failures. An agent that was restarted after it failed
+    is asked again at once, because it may have been repaired. One that was offline is not, because it may be crashing.
     """
 
     delivered: set[str] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Exclusions:
 
     @classmethod
     def replay(cls, journal: Journal, run: str) -> Exclusions:
-        """As they stand after the last entry of ``run``."""
+        """The exclusions after the last entry of ``run``."""
         result, record = cls(), RunRecord(run, {})
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
@@ -75,7 +75,7 @@ class Exclusions:
         return result
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
-        """Round ``number``, or another attempt at it, does without these agents and nobody else."""
+        """Round ``number``, or another attempt at it, leaves out exactly these agents."""
         for agent in self._rounds.keys() - left_out.keys():
             rounds, reason = self._rounds[agent]
             self._rounds[agent] = (rounds - {number}, reason)
@@ -84,12 +84,12 @@ class Exclusions:
             self._rounds[agent] = ({*rounds, number}, reason)
 
     def closed(self, done: OpenRound, unanswered: Mapping[str, str], boots: Mapping[str, str]) -> dict[str, str]:
-        """A round is over. ``unanswered``: those who were there all the time without delivering, and why.
+        """A round has closed. ``unanswered``: agent -> reason, of those that were present and did not deliver.
 
-        ``boots``: the starts of those who are there and have not delivered; ``done`` has those of rejected agents.
-        Returns those who are left out from now on, and for how long and why, in words.
+        ``boots``: the starts of those that are present and have not delivered; ``done`` has those of rejected agents.
+        Returns the agents that are left out from now on, each with duration and reason as text.
         """
-        told = {}
+        excluded = {}
         for agent in done.cohort:
             if agent in done.updates:
                 self.delivered.add(agent)
@@ -109,11 +109,11 @@ class Exclusions:
             known.failures += 1
             pause = min(2 ** (known.failures - 1), LONGEST_PAUSE_ROUNDS)
             known.until = done.round + 1 + pause
-            told[agent] = f"for {counted(pause, 'round')}: {known.reason}"
-        return told
+            excluded[agent] = f"for {counted(pause, 'round')}: {known.reason}"
+        return excluded
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
-        """Agent -> reason, of those that round ``number`` is to do without."""
+        """Agent -> reason, of those that round ``number`` leaves out."""
         result = {}
         for agent, known in sorted(self._failures.items()):
             is_restarted = known.boot and boots(agent) not in {"", known.boot}
@@ -137,7 +137,7 @@ class Exclusions:
         return {agent: known.reason for agent, known in sorted(self._failures.items()) if known.failures}
 
     def body(self) -> dict[str, Any]:
-        """Agent -> the rounds that did without it and the reason for the last of them, as JSON."""
+        """Agent -> the rounds that left it out and the reason for the last of them, as JSON."""
         return {
             agent: {"rounds": sorted(rounds), "reason": reason}
             for agent, (rounds, reason) in sorted(self._rounds.items())
@@ -146,17 +146,17 @@ class Exclusions:
 
 
 def without(agents: Iterable[str], left_out: Container[str]) -> list[str]:
-    """Those of ``agents`` that are not left out, in their order."""
+    """The ``agents`` that are not left out, in their order."""
     return [agent for agent in agents if agent not in left_out]
 
 
 IDLE_HEARTBEATS = 3
-"""Heartbeats in a row that name other work, or none, although the agent was asked again after each of them."""
+"""Heartbeats in a row with another task, or none, although the agent was asked again after each of them."""
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Who takes part in a round that is under way: agents that it did without, and those it asks once more."""
+    """Agents that join an open round: new ones, and members that are asked once more."""
 
     new: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class Addition:
 
 @dataclass
 class Selection:
-    """Who takes part in the rounds of one run."""
+    """Selects the agents of the rounds of one run."""
 
     context: RunContext
     seed: int
@@ -172,12 +172,12 @@ class Selection:
     _idle: Counter[str] = field(default_factory=Counter)
 
     def left_out(self, number: int) -> dict[str, str]:
-        """Agent -> reason, of those that round ``number`` is to do without."""
+        """Agent -> reason, of those that round ``number`` leaves out."""
         return self.exclusions.left_out(number, self.boot) if self.context.excludes_failing else {}
 
     @property
     def on_trial(self) -> frozenset[str]:
-        """Agents that have failed and have not delivered since: asked now and then, and never waited for alone."""
+        """Agents that have failed and have not delivered since: a round never waits for them alone."""
         return self.exclusions.on_trial if self.context.excludes_failing else frozenset()
 
     def least(self, collection: Collection) -> int:
@@ -185,17 +185,21 @@ class Selection:
         return self.context.config.cohort.min_agents if self.context.excludes_failing else len(collection.cohort)
 
     def has_quorum(self, collection: Collection) -> bool:
-        """Whether the updates that are here are enough to close the round."""
+        """Whether enough updates have arrived to close the round."""
         return collection.has_quorum(self.context.config.round.quorum, self.least(collection))
 
     def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
-        """Wait until enough agents are there; returns the cohort (as the generator's value).
+        """Wait until enough agents are present; returns the cohort (as the generator's value).
 
-        Those who are left out are asked all the same where the others are too few. After a restart of the coordinator
-        those who have delivered before get the time to come back, or the first to come would be the whole cohort.
+        Agents that are left out are asked nevertheless where the others are too few. After a restart of the
+        coordinator, agents that have delivered get time to reconnect, or the first one would be the whole cohort.
         """
-        config = self.context.config.cohort
-        while returning := self._returning():
+        config, roster = self.context.config.cohort, self.context.roster
+
+        def can_return(agent: str) -> bool:
+            return roster.get(agent) is None and (roster.patience(agent) or 0) > 0
+
+        while returning := tuple(filter(can_return, sorted(self.exclusions.delivered))):
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
             present = self.context.roster.present("train")
@@ -205,15 +209,15 @@ class Selection:
             yield Waiting(f"round {number} needs {lack(present, self.context.config)}")
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
-        """Cohort members that may still deliver. The others are given up: they do not count in the quorum any more.
+        """Cohort members that may still deliver. The others are given up: the quorum does not count them.
 
-        Members that are there and do not take up the work are given up only where the others are enough. Whoever has
-        only lost its connection and is back counts again: it continued its work. One that was restarted begins again.
+        Members that are present and do not start the task are given up only where the others are enough. One that lost
+        its connection and is back counts again, because it has continued; one that was restarted starts again.
         """
         patience = {agent: self.context.roster.patience(agent) for agent in collection.outstanding}
-        there = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
-        working = tuple(agent for agent in there if self._idle[agent] < IDLE_HEARTBEATS)
-        awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else there
+        able = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
+        working = tuple(agent for agent in able if self._idle[agent] < IDLE_HEARTBEATS)
+        awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else able
         for agent in working:
             if self.boot(agent) and collection.given_up.get(agent) in {"", self.boot(agent)}:
                 del collection.given_up[agent]
@@ -223,9 +227,9 @@ class Selection:
         return awaited
 
     def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
-        """Agent -> reason, of those who are there and have not delivered, though they had their time.
+        """Agent -> reason, of those that are present and have not delivered by the deadline.
 
-        An agent that was restarted during the round has not had that time.
+        An agent that was restarted during the round is not among them.
         """
         waited = f"no update within {self.context.config.round.deadline_s:g} s"
         idle = f"did not take up the work of round {collection.round}"
@@ -238,7 +242,7 @@ class Selection:
         }
 
     def collect(self, collection: Collection, deadline: float) -> Steps:
-        """Until all who still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`)."""
+        """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`)."""
         grace_s = self.context.config.round.grace_s
         self._idle.clear()
         quorum_at: float | None = None
@@ -258,10 +262,10 @@ class Selection:
             yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
-        """Whether a round without a quorum ends all the same, for want of those who have had their time.
+        """Whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
 
-        That is so when half of the cohort has delivered. Fewer than half are given another deadline,
-        ``round.max_attempts`` in all: the others may just be slow. ``overdue`` counts the attempts that ended so.
+        It does when half of the cohort has delivered. Otherwise there is another deadline, ``round.max_attempts`` in
+        all, because the others may be slow. ``overdue`` counts the attempts that ended in this way.
 
         Raises:
             RunFailed: it was the last one, and too few have delivered.
@@ -271,17 +275,23 @@ class Selection:
         if unanswered and (is_last or has_half) and collection.delivered >= max(1, self.least(collection)):
             return True
         if is_last or not (unanswered or self.context.excludes_failing):
-            raise RunFailed(self._why_failed(collection, overdue))
+            needed = counted(collection.needed(self.context.config.round.quorum, self.least(collection)), "update")
+            times = f" {counted(overdue, 'time')}" if overdue else ""
+            raise RunFailed(
+                f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "
+                f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
+                "repair those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
+            )
         return False
 
     def more(self, collection: Collection) -> Generator[Waiting, None, Addition]:
-        """Wait until the round has enough members who can deliver; returns the new ones (as the generator's value).
+        """Wait until the round has enough members that can deliver; returns the new ones (as the generator's value).
 
         Raises:
-            RunFailed: all who were asked have failed, and nobody else is known to do better.
+            RunFailed: all that were asked have failed, and no other agent has delivered before.
         """
         while True:
-            if self.has_quorum(collection):  # what was under way has come all the same
+            if self.has_quorum(collection):  # late updates have arrived
                 return Addition()
             if (addition := self._addition(collection)) is not None:
                 return addition
@@ -290,96 +300,70 @@ class Selection:
                 raise RunFailed(
                     f"round {collection.round}: every agent that was asked has failed: {failures(collection)}"
                 )
-            yield self._lack(collection)
+            number, needed = collection.round, max(1, self.context.config.cohort.min_agents)
+            got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
+            failed = f"; failed: {failures(collection)}" if collection.rejected else ""
+            what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
+            yield Waiting(what, collection.outstanding, None, f"round {number}")
 
-    def closed(self, collection: Collection, unanswered: dict[str, str], boots: dict[str, str]) -> None:
-        """Note who has failed in a round, and say who will be left out of the next ones.
+    def closed(self, done: OpenRound, unanswered: dict[str, str], boots: dict[str, str], run: str) -> None:
+        """Record the failures of a round, and log which agents the next ones leave out.
 
         ``boots``: the start of each agent that has not delivered.
         """
-        if not self.context.excludes_failing:
-            return
-        result = collection.accepted, collection.rejected, collection.failed_boots
-        done = OpenRound(collection.round, 1, collection.cohort, {}, *result)
-        for agent, why in self.exclusions.closed(done, unanswered, boots).items():
-            log.warning("left_out run=%s agent=%s %s", collection.run, agent, why)
+        if self.context.excludes_failing:
+            for agent, why in self.exclusions.closed(done, unanswered, boots).items():
+                log.warning("left_out run=%s agent=%s %s", run, agent, why)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
-        """Agent -> reason, of those that are there and that round ``number`` does without."""
+        """Agent -> reason, of those that are present and that round ``number`` leaves out."""
         present = self.context.roster.present()
         return {a: why for a, why in self.left_out(number).items() if a in present and a not in cohort}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
-        """Those that round ``number`` is to do without, in which round they are asked again, and why, as JSON."""
+        """The agents that round ``number`` leaves out, when they are asked again, and why, as JSON."""
         return {
             agent: {"until_round": self.exclusions.asked_again_in(agent), "reason": why}
             for agent, why in self.left_out(number).items()
         }
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
-        """A heartbeat of a member of the open round: does it work on what it was asked to do?"""
+        """A heartbeat of a member of the open round; ``is_at_work``: on the task that it was asked to do."""
         if is_at_work or self.context.collector.is_uploading(agent):
             del self._idle[agent]
         else:
             self._idle[agent] += 1
 
     def boot(self, agent: str) -> str:
-        """The start of an agent that is there; empty for one that is not."""
+        """The start of an agent that is present; empty for another one."""
         member = self.context.roster.get(agent)
         return member.boot if member is not None and member.is_present else ""
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _addition(self, collection: Collection) -> Addition | None:
-        """Whom to ask in addition, perhaps nobody; None while the round would still have too few members."""
-        present, again = self.context.roster.present(), self._restarted(collection)
+        """The agents to ask in addition, if any; None while the round would still have too few members."""
+        roster, again = self.context.roster, tuple[str, ...]()
+        if self.context.excludes_failing:  # members that were restarted after they failed: they may be repaired
+            boots = collection.failed_boots
+            again = tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
+        present = roster.present()
         awaited = [agent for agent in self.awaited(collection) if agent in present]
-        strangers = without(self.context.roster.present("train"), collection.cohort)
+        others = without(roster.present("train"), collection.cohort)
         least = max(1, self.context.config.cohort.min_agents)
-        for new in (without(strangers, self.left_out(collection.round)), strangers):
+        for new in (without(others, self.left_out(collection.round)), others):
             able = len(awaited) + len(again) + len(new)
             if able and collection.delivered + able >= least:
                 lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
-                return Addition(self._some(new, lacking, collection.round), again)
+                size = min(len(new), max(0, lacking))
+                rng = np.random.default_rng([self.seed, collection.round, len(new)])
+                chosen = rng.choice(new, size=size, replace=False) if size else ()
+                return Addition(tuple(sorted(map(str, chosen))), again)
         return None
-
-    def _returning(self) -> tuple[str, ...]:
-        """Agents that have delivered in this run and may be between two tries to connect since the coordinator came."""
-        roster = self.context.roster
-        unheard = (agent for agent in sorted(self.exclusions.delivered) if roster.get(agent) is None)
-        return tuple(agent for agent in unheard if (roster.patience(agent) or 0) > 0)
-
-    def _some(self, agents: Sequence[str], number: int, round_number: int) -> tuple[str, ...]:
-        rng = np.random.default_rng([self.seed, round_number, len(agents)])
-        size = min(len(agents), max(0, number))
-        return tuple(sorted(str(agent) for agent in rng.choice(list(agents), size=size, replace=False))) if size else ()
-
-    def _restarted(self, collection: Collection) -> tuple[str, ...]:
-        """Members that have failed in this round and were started anew since: somebody may have repaired them."""
-        if not self.context.excludes_failing:
-            return ()
-        boots = collection.failed_boots
-        return tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
-
-    def _why_failed(self, collection: Collection, times: int) -> str:
-        needed = counted(collection.needed(self.context.config.round.quorum, self.least(collection)), "update")
-        often = f" {counted(times, 'time')}" if times else ""
-        return (
-            f"round {collection.round} missed its quorum{often}: {collection.delivered} of {needed}; missing: "
-            f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
-            "mend those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
-        )
-
-    def _lack(self, collection: Collection) -> Waiting:
-        number, needed = collection.round, max(1, self.context.config.cohort.min_agents)
-        got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
-        failed = f"; failed: {failures(collection)}" if collection.rejected else ""
-        what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
-        return Waiting(what, collection.outstanding, None, f"round {number}")
 
 
 def failures(collection: Collection) -> str:
-    """Who has failed in a round, and why, on one line."""
+    """The agents that failed in a round with reasons, on one line."""
     return "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.rejected.items()))
 
 
@@ -387,12 +371,15 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
     """The cohort, sorted; the same agents, seed and round give the same cohort. Empty when too few are available.
 
     ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
-    With ``fraction_max`` any number of them from the one share to the other is as likely.
+    With ``fraction_max`` the number is drawn uniformly between the two shares.
     """
     if len(available) < config.min_agents:
         return ()
     rng = np.random.default_rng([seed, round_number])
-    wanted = max(config.min_agents, _share(len(available), config, rng))
+    share = round(config.fraction * len(available))
+    if config.fraction_max is not None:
+        share = int(rng.integers(share, round(config.fraction_max * len(available)), endpoint=True))
+    wanted = max(config.min_agents, share)
     wanted = min(wanted, config.max_agents or wanted)
     size = min(len(available), math.ceil(wanted * config.over_selection))
     chosen = rng.choice(len(available), size=size, replace=False)
@@ -401,17 +388,9 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
 
 
 def lack(present: Sequence[str], config: CoordinatorConfig) -> str:
-    """How many train agents a round needs, how many of them are not there, and which of them should be: those here."""
+    """How many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
     least = config.cohort.min_agents
     away = [client.id for client in config.hosted if client.id not in present]
     hosted = f"; hosted, but away: {listed(away)}" if away else ""
     needed = counted(least, "train agent")
     return f"{needed}, {least - len(present)} more must come; here: {listed(present)}{hosted}"
-
-
-def _share(available: int, config: CohortConfig, rng: np.random.Generator) -> int:
-    """How many of the available agents the configured share is."""
-    least = round(config.fraction * available)
-    if config.fraction_max is None:
-        return least
-    return int(rng.integers(least, round(config.fraction_max * available), endpoint=True))

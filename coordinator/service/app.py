@@ -1,4 +1,4 @@
-"""A coordinator ready to serve: its state folder locked, its broker there, signals heeded, all put away at the end."""
+"""A coordinator ready to serve: state folder locked, broker reachable, signals handled; closed at the end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from edge_agent.worker import ThreadWorker
 
 from ..broker import EmbeddedBroker
 from ..config import CoordinatorConfig
-from ..hosted import CombinedTransport, HostedTransport
 from ..hosted.run_hooks import OwnDataHooks
+from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import ComputeProcess
 from ..state.store import StateFolder
 from .coordinator import Coordinator
@@ -26,12 +26,12 @@ from .preflight import overlaps
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 10.0
-"""How long a start waits to know whether it may serve before it goes on to say what it waits for."""
+"""How long a start waits until it may serve, before it reports what it waits for."""
 
 
 @contextlib.contextmanager
 def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
-    """A started coordinator; leaving the context puts everything away so that the next start goes on from there.
+    """A started coordinator; it is closed with the context, and the next start resumes.
 
     Raises:
         StateError: another process works in the state folder, or it is damaged.
@@ -42,11 +42,15 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
         broker = stack.enter_context(broker_for(config))
         mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
-        worker, transport = ThreadWorker(mqtt.wake), with_hosted(config, mqtt)
+        worker = ThreadWorker(mqtt.wake)
+        transport: Transport = mqtt
+        if config.hosted:
+            side, ids = HostedTransport.of(config, mqtt.wake), [client.id for client in config.hosted]
+            transport = CombinedTransport(mqtt, side, Topics(config.federation), ids, side.away)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
         )
-        probe_s = 0.0 if config.broker is None else PROBE_S  # nobody serves at a broker that has just been started
+        probe_s = 0.0 if config.broker is None else PROBE_S  # an embedded broker has just been started
         service = Coordinator(
             config, state, transport, worker=worker, hooks=hooks, broker_url=broker.url, probe_s=probe_s
         )
@@ -54,33 +58,15 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
             log.warning("samples_serve_twice %s", overlap)
         stack.callback(service.close)
         service.start()
-        _wait_to_serve(service)
+        until = time.monotonic() + START_LIMIT_S
+        while not service.is_serving and service.waiting.about != "broker" and time.monotonic() < until:
+            service.step(service.idle_s())
         yield service
-
-
-def _wait_to_serve(service: Coordinator) -> None:
-    """Until nobody else is known to serve the federation; a broker that is away is waited for by whoever serves.
-
-    Raises:
-        DuplicateCoordinator: another coordinator serves it.
-    """
-    until = time.monotonic() + START_LIMIT_S
-    while not service.is_serving and not service.is_without_broker and time.monotonic() < until:
-        service.step(service.idle_s())
-
-
-def with_hosted(config: CoordinatorConfig, main: Transport) -> Transport:
-    """The transport to agents, with that to the clients that are hosted here, where there are any."""
-    if not config.hosted:
-        return main
-    topics, ids = Topics(config.federation), [client.id for client in config.hosted]
-    hosts = HostedTransport.of(config, main.wake)
-    return CombinedTransport(main, hosts, topics, ids, hosts.away)
 
 
 @contextlib.contextmanager
 def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
-    """How to reach the broker; the embedded one is started and watched where the configuration names no other."""
+    """How to reach the broker; the embedded one is started and supervised where the configuration names no other."""
     if config.broker is not None:
         yield config.broker
         return

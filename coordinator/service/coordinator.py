@@ -1,7 +1,7 @@
-"""The coordinator as a service: one loop over events, timers and the run that is under way.
+"""The coordinator as a service: one loop over events, timers and the active run.
 
-Whatever arrives is checked, counted and answered; nothing that a peer sends can end the loop. Heavy work (export) runs
-in a worker thread so that agents are heard meanwhile.
+Each message is checked, counted and answered; nothing that a peer sends can end the loop. Export runs in a worker
+thread, so that messages of agents are handled meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from edge_agent import __version__
@@ -27,24 +28,24 @@ from edge_agent.worker import InlineWorker, Worker
 from ..config import CoordinatorConfig
 from ..fleet.registry import CommandSender, DuplicateIds, Rejections, Roster, RunIds, begin
 from ..fleet.transfers import Collector, Distributor, reason_of
-from ..hosted import CombinedTransport
+from ..hosted.transport import CombinedTransport
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
-from ..runs.release import EncoderReleaser, ReleaseOffers
+from ..runs.release import ReleaseOffers
 from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.journal import utc_now
 from ..state.store import StateFolder
 from .peers import PROBE_S, Peers
-from .status import AgentStatus, StatusReport, StatusWriter, agent_status, unknown_client_status
+from .status import AgentStatus, StatusReport, StatusWriter
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""Longest time between two looks at leases and acknowledgements while a run is under way."""
+"""Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
 CHUNKS_AT_ONCE = 16
-"""Chunks of updates that are taken in between two looks at everything else: some milliseconds."""
+"""Chunks of updates that are received between two checks of everything else: some milliseconds."""
 
 
 class Coordinator:
@@ -69,7 +70,7 @@ class Coordinator:
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
-        ``run_ids``: what runs are called in messages; by default by ids that no other state folder has.
+        ``run_ids``: ids of runs in messages; by default unique among all state folders.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -79,42 +80,43 @@ class Coordinator:
         self._boot = boot or secrets.token_hex(8)
         self._run_ids = run_ids or RunIds(state.journal)
         self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot)
+        self.send = self.commands.send
         self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish, clock)
         self.storage = Storage(clock)
-        is_stalled = lambda: self.storage.stall is not None  # noqa: E731 - one line says it
-        self.collector = Collector(state.blobs, state.journal, self.send, clock, is_stalled)
+        self.collector = Collector(state.blobs, state.journal, self.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
         self.rejected = Rejections(clock)
         self.releases = ReleaseOffers(state, self.distributor, self.send)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
-            wire.UpdateManifest: self._on_update,
-            wire.Have: self._on_have,
+            wire.UpdateManifest: self.collector.manifest,
+            wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
             wire.Want: self._on_want,
-            wire.Progress: self._on_progress,
+            wire.Progress: lambda agent, message: self.distributor.progress(agent, message.digest, message.seen),
             wire.Fault: self._on_fault,
             wire.Heartbeat: self._on_heartbeat,
             wire.Report: self._on_report,
         }
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._chunks = self._finished_uploads = 0
-        self._away: Waiting | None = None
+        self._broker_wait: Waiting | None = None
+        """What the coordinator waits for while the broker is unreachable."""
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- start and stop ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Note the start and listen; serving begins when no other coordinator is there."""
+        """Record the start and subscribe; serving begins when no other coordinator answers."""
         self.commands.federation, self.commands.epoch = begin(self.state.journal, version=__version__, boot=self._boot)
-        self.peers.start(self.federation_id, self.epoch)
+        self.peers.start(self.federation_id, self.commands.epoch)
         self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until told to stop.
+        """`step` until ``stop`` is set.
 
         Raises:
             DuplicateCoordinator: another coordinator serves the federation.
@@ -124,7 +126,7 @@ class Coordinator:
             self.step(self.idle_s())
 
     def close(self) -> None:
-        """Leave everything on disk so that the next start goes on from here; nothing where the folder is gone."""
+        """Write the status, unless the state folder was removed, and close everything; the next start resumes."""
         if self.state.journal.is_in_place:
             self.catch_up()
         self.collector.pause()
@@ -133,11 +135,11 @@ class Coordinator:
         self.transport.close()
 
     def catch_up(self, pause_s: float = 0.0) -> None:
-        """Let the status file tell how things stand before nothing is said for a while; not more often than that."""
+        """Update the status file before a long pause, unless that was done less than ``pause_s`` ago."""
         self._status_writer.catch_up(self.status, pause_s)
 
     def step(self, timeout_s: float) -> bool:
-        """Handle at most one event and whatever is due; True when there was an event.
+        """Handle at most one event and the timers that are due; True when there was an event.
 
         Raises:
             DuplicateCoordinator: another coordinator serves the federation, and this one may not.
@@ -148,46 +150,38 @@ class Coordinator:
         if isinstance(event, Message) and event.topic == self.topics.coordinators:
             self._on_coordinator(event)
         elif isinstance(event, Message):
-            if self.is_serving:  # agents say it again
+            if self.is_serving:  # agents repeat it
                 self._on_message(event)
-            if self._is_mid_upload(event):
+            is_chunk = event.topic.endswith("/ub") and self.collector.finished_uploads == self._finished_uploads
+            self._finished_uploads = self.collector.finished_uploads
+            self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE if is_chunk else 0
+            if self._chunks:  # nothing else is due after one more chunk: a 45 MB update has 733 of them
                 return True
         elif isinstance(event, Connected):
-            self._away = None
+            self._broker_wait = None
             self.roster.connected()
-            log.info("connected federation=%s id=%s epoch=%d", self.config.federation, self.federation_id, self.epoch)
+            known_as = (self.config.federation, self.federation_id, self.commands.epoch)
+            log.info("connected federation=%s id=%s epoch=%d", *known_as)
             if self.is_serving:
                 self.commands.announce()
         elif isinstance(event, Subscribed):
             self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
-            self._away = self._without_broker(event.reason)
+            what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
+            self._broker_wait = Waiting(what, about="broker")
             self.roster.disconnected()
         try:
             self.worker.collect()
             self.hooks.collect()
         except (StateError, OSError) as error:
-            self.storage.note(error, "what was computed")
+            self.storage.note(error, "results of computations")
         self._advance()
         return event is not None
 
-    def _is_mid_upload(self, event: Message) -> bool:
-        """Whether this was one more chunk and nothing else can be due: a 45 MB update has 733 of them."""
-        if not event.topic.endswith("/ub") or self.collector.finished_uploads != self._finished_uploads:
-            self._finished_uploads, self._chunks = self.collector.finished_uploads, 0
-            return False
-        self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE
-        return self._chunks != 0
-
     @property
     def loop(self) -> RunLoop | None:
-        """The run under way."""
+        """The active run."""
         return self.runs.loop
-
-    @property
-    def waiting(self) -> Waiting:
-        """What the run under way needs, or that a run is waited for."""
-        return self.runs.waiting
 
     @property
     def federation_id(self) -> str:
@@ -195,74 +189,51 @@ class Coordinator:
         return self.commands.federation
 
     @property
-    def epoch(self) -> int:
-        """How often a coordinator has started on the state folder; 0 before the start."""
-        return self.commands.epoch
-
-    @property
     def is_serving(self) -> bool:
-        """Whether it is known that no other coordinator serves; before that, nothing is said to agents."""
+        """Whether no other coordinator serves; before that is known, agents get no message."""
         return self.peers.is_serving
 
     @property
-    def is_without_broker(self) -> bool:
-        """Whether the broker was not to be reached when it was last tried."""
-        return self._away is not None
-
-    @property
-    def waits(self) -> Waiting:
+    def waiting(self) -> Waiting:
         """What is waited for now: the broker, another coordinator's answer, what the run needs, or a run."""
-        return self._away or (self.waiting if self.is_serving else self.peers.waiting())
-
-    def _without_broker(self, reason: str) -> Waiting:
-        what = f"the broker at {self.broker_url} cannot be reached ({reason}); trying again until it can"
-        return Waiting(what, about="broker")
+        return self._broker_wait or (self.runs.waiting if self.is_serving else self.peers.waiting())
 
     def idle_s(self) -> float:
         """How long `step` may wait for an event before something else is due."""
         due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
         if not self.is_serving and (until := self.peers.waiting().until) is not None:
             due.append(until - self.clock())
-        pump = self.distributor.pump()
-        if pump is not None:
-            due.append(pump)
-        if self.waiting.until is not None and self.loop is not None:
-            due.append(self.waiting.until - self.clock())
+        if (pump_s := self.distributor.pump()) is not None:
+            due.append(pump_s)
+        if self.loop is not None and (until := self.runs.waiting.until) is not None:
+            due.append(until - self.clock())
         return max(0.0, min(due))
 
-    def send(self, agent: str, message: wire.Command) -> None:
-        """One control message to one agent; a run in it is named as the journal names it."""
-        self.commands.send(agent, message)
-
-    # --- runs ------------------------------------------------------------------------------------------------------
+    # --- runs --------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Timers, then the run under way as far as it can go."""
+        """Timers, then the active run as far as it can go."""
         if self.peers.tick():
             self.commands.announce()
-        if not self.is_serving:
-            self._status_writer.update(self.waits, self.status)
-            return
-        for agent in self.roster.expire():
-            log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
-            self.distributor.forget(agent)
-        self.collector.tick()
-        self.distributor.pump()
-        self.runs.advance()
-        self._status_writer.update(self.waits, self.status)
+        if self.is_serving:
+            for agent in self.roster.expire():
+                log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
+                self.distributor.forget(agent)
+            self.collector.tick()
+            self.distributor.pump()
+            self.runs.advance()
+        self._status_writer.update(self.waiting, self.status)
 
     def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
         self._run_ids.check(run)
         context = self.run_context()
-        loop = RunLoop(
-            Run(run, request, method, context, Reports(context)), EncoderReleaser(self.worker), hooks=self.hooks
-        )
+        loop = RunLoop(Run(run, request, method, context, Reports(context)), self.hooks)
         for agent in self.roster.present("head"):
-            self.tell_task(agent, request.task)
+            self._send_task(agent, request.task)
         return loop
 
     def run_context(self) -> RunContext:
-        """What each run of this coordinator uses."""
+        """The services that a run uses."""
         return RunContext(
             config=self.config,
             state=self.state,
@@ -270,16 +241,17 @@ class Coordinator:
             distributor=self.distributor,
             collector=self.collector,
             send=self.send,
+            worker=self.worker,
             clock=self.clock,
             stopwatch=self.stopwatch,
         )
 
-    # --- what arrives ----------------------------------------------------------------------------------------------
+    # --- received messages -------------------------------------------------------------------------------------------
 
     def _on_message(self, event: Message) -> None:
         try:
             agent, kind = self.topics.sender(event.topic)
-            if event.retained:  # agents never ask a broker to keep anything, so somebody else did
+            if event.retained:  # agents publish no retained messages
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
         except MessageError as error:
             self._ignore("topic", error)
@@ -288,8 +260,9 @@ class Coordinator:
             self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
-            self.send(agent, wire.Refused(error=type(error).__name__, message=_for_peer(error)))
-        except Exception as error:  # a full disk, or a mistake of ours: no single message may end the service
+            message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
+            self.send(agent, wire.Refused(error=type(error).__name__, message=message))
+        except Exception as error:  # a full disk, or a bug of this program: no single message may end the service
             if (trouble := of_storage(error)) is not None:
                 self.storage.note(trouble, f"a message of {agent}")
             elif not isinstance(error, HeadwaterError):
@@ -297,7 +270,7 @@ class Coordinator:
             self._ignore(agent, error)
 
     def handle(self, agent: str, kind: str, payload: bytes) -> None:
-        """One message of an agent; ``kind`` is that of its topic, as `Topics.sender` tells it.
+        """Handle one message of an agent; ``kind`` is that of its topic (`Topics.sender`).
 
         Raises:
             HeadwaterError: the message is invalid; it is dropped without other effects.
@@ -310,15 +283,15 @@ class Coordinator:
             self._on_control(agent, wire.parse_from_agent(payload))
 
     def _on_presence(self, agent: str, payload: bytes) -> None:
-        """The last will of an agent's connection: news only of the newest one, which its hello has named."""
+        """The last will of an agent's connection; it counts only for the newest one, which its hello has named."""
         if len(payload) > MAX_PRESENCE_BYTES:
             raise MessageError(f"presence of {len(payload)} bytes, at most {MAX_PRESENCE_BYTES} are read")
-        state, *said = payload.decode("ascii", "replace").split(" ")
+        state, *origin = payload.decode("ascii", "replace").split(" ")
         member = self.roster.get(agent)
-        if state != "offline" or member is None or not said or said[0] != member.boot:
+        if state != "offline" or member is None or not origin or origin[0] != member.boot:
             return
-        if said[1:] != [str(member.connection)]:
-            log.info("will_ignored agent=%s of=%s: not of its connection %d", agent, said[1:2], member.connection)
+        if origin[1:] != [str(member.connection)]:
+            log.info("will_ignored agent=%s of=%s: not of its connection %d", agent, origin[1:2], member.connection)
             return
         log.info("agent_offline agent=%s", agent)
         self._lose(agent)
@@ -331,37 +304,22 @@ class Coordinator:
             return
         is_known = self.roster.heard(agent, message.boot)
         if isinstance(message, wire.Bye):
-            if is_known:  # else it is of another start of that id
+            if is_known:  # otherwise it is of another start of that id
                 self._lose(agent)
             return
         if not is_known:
-            self.commands.send(agent, wire.Who())
-        if is_known or not self._is_of_another_start(agent, message):
-            self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
-
-    def _is_of_another_start(self, agent: str, message: wire.Control) -> bool:
-        """Whether a message that is not of the start on the roster says nothing of that start, and changes nothing.
-
-        ``edge-agent doctor`` sends heartbeats under the id of an agent that works meanwhile. What else an agent says
-        before its hello is taken: an update is known by its content, and an agent whose lease ran out is still itself.
-        """
-        if isinstance(message, wire.Heartbeat):
-            return True
-        member = self.roster.get(agent)
-        return isinstance(message, wire.Fault) and member is not None and member.boot != message.boot
-
-    def _on_update(self, agent: str, message: wire.UpdateManifest) -> None:
-        self.collector.manifest(agent, message)
-
-    def _on_have(self, agent: str, message: wire.Have) -> None:
-        self.distributor.have(agent, message.digest)
+            self.send(agent, wire.Who())
+            member = self.roster.get(agent)
+            is_of_another_start = member is not None and member.boot != message.boot
+            # 'edge-agent doctor' sends heartbeats under the id of an agent that works meanwhile. Other messages before
+            # a hello count: an update is known by its content, and an agent whose lease ran out is still itself.
+            if isinstance(message, wire.Heartbeat) or (isinstance(message, wire.Fault) and is_of_another_start):
+                return
+        self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
 
     def _on_want(self, agent: str, message: wire.Want) -> None:
         if not self.distributor.want(agent, message.digest, message.ranges):
             self.releases.offer_again(agent, message.digest)
-
-    def _on_progress(self, agent: str, message: wire.Progress) -> None:
-        self.distributor.progress(agent, message.digest, message.seen)
 
     def _on_fault(self, agent: str, message: wire.Fault) -> None:
         self.roster.failed(agent, message)
@@ -370,7 +328,7 @@ class Coordinator:
 
     def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
         if not self.roster.is_as(agent, message.condition):
-            self.commands.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
+            self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
         if (loop := self.loop) is not None:
             loop.on_heartbeat(agent, message)
 
@@ -383,11 +341,8 @@ class Coordinator:
     def _on_hello(self, agent: str, message: wire.Hello) -> None:
         if not self.duplicate_ids.accept(agent, message):
             return
-        if message.federation not in {
-            "",
-            self.commands.federation,
-        }:  # it decides whether its own coordinator is offline
-            self.commands.announce_to(agent)
+        if message.federation not in {"", self.federation_id}:
+            self.commands.announce_to(agent)  # the agent decides whether its own coordinator is offline
             return
         if message.federation and not self.commands.may_give(agent, message.epoch, self.peers.is_alone):
             return
@@ -399,18 +354,17 @@ class Coordinator:
             event = "agent_joined" if before is None else "agent_back"
             log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
         now = utc_now().isoformat(timespec="seconds")
-        welcome = wire.Welcome(software=__version__, lease_s=self.roster.lease_s, time=now)
-        self.commands.send(agent, welcome)
+        self.send(agent, wire.Welcome(software=__version__, lease_s=self.roster.lease_s, time=now))
         if (loop := self.loop) is not None:
             loop.invite(agent)
         if message.tier == "head":
-            self.tell_task(agent, self.config.task if loop is None else loop.run.request.task)
+            self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
             self.releases.offer(agent, message.bundle_id)
 
-    def tell_task(self, agent: str, task: Task) -> None:
-        """Let an agent that gets the task only with a bundle check its data and head now."""
+    def _send_task(self, agent: str, task: Task) -> None:
+        """Send the task to an agent that otherwise gets it with a bundle, so that it checks its data and head now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
-            self.commands.send(agent, wire.TaskNotice(task=task))
+            self.send(agent, wire.TaskNotice(task=task))
 
     def _lose(self, agent: str) -> None:
         self.roster.mark_offline(agent)
@@ -427,66 +381,69 @@ class Coordinator:
         except HeadwaterError as error:
             self._ignore("coordinators", error)
 
-    # --- saying ----------------------------------------------------------------------------------------------------
+    # --- rejections and status ---------------------------------------------------------------------------------------
 
     def _publish(self, topic: str, payload: bytes) -> None:
         self.transport.publish(topic, payload)
 
     def _ignore(self, who: str, error: Exception) -> None:
-        """Count a message that was not believed, and say so now and then."""
+        """Count a rejected message, and log it now and then."""
         times = self.rejected.note(f"{who}: {type(error).__name__}")
         level = logging.DEBUG if times is None else logging.WARNING
         log.log(level, "message_refused from=%s times=%d reason=%s", who, times or 0, reason_of(error))
 
     def status(self) -> StatusReport:
         """The coordinator's state now."""
-        loop, waits = self.loop, self.waits
-        run, stall = None if loop is None else loop.status(), self.storage.stall
+        loop, waiting, stall = self.loop, self.waiting, self.storage.stall
+        run = None if loop is None else loop.status()
         if stall is not None:
             run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
         return {
             "federation": self.config.federation,
             "broker": self.broker_url,
             "federation_id": self.federation_id,
-            "epoch": self.epoch,
+            "epoch": self.commands.epoch,
             "other_coordinator": self.peers.note or None,
             "at": utc_now().isoformat(timespec="milliseconds"),
             "run": run,
             "waiting": {
-                "for": waits.what,
-                "whom": list(waits.whom),
-                "seconds_left": None if waits.until is None else round(max(0.0, waits.until - self.clock()), 1),
+                "for": waiting.what,
+                "whom": list(waiting.whom),
+                "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
-            "agents": list(self._agents(run)),
+            "agents": [asdict(agent) for agent in self._agents(run)],
             "storage": self.storage.trouble or None,
-            "broker_away": self.is_without_broker,
+            "broker_away": self._broker_wait is not None,
             "rejected_messages": self.rejected.total,
             "rejected_updates": self.collector.rejected.total,
             "rejected_most": {"messages": self.rejected.top(), "updates": self.collector.rejected.top()},
         }
 
     def _agents(self, run: dict[str, Any] | None) -> Iterator[AgentStatus]:
-        """All agents heard of, with notes on why one is left out of ``run``; then hosted clients not heard of yet."""
+        """All known agents, with notes on why one is left out of ``run``; then hosted clients not yet known."""
         hosted = {client.id for client in self.config.hosted}
         notes = self.transport.notes() if isinstance(self.transport, CombinedTransport) else {}
         left_out = {} if run is None else run["left_out"]
-        for m in self.roster.members():
-            own = list(notes.get(m.id, ()))
-            if run is not None and (told := left_out.get(m.id)) is not None:
-                own.insert(0, f"left out of {run['id']} until round {told['until_round']}: {told['reason']}")
-            yield agent_status(
-                m,
-                transport="hosted" if m.id in hosted else "mqtt",
-                silent_s=self.clock() - m.heard_at,
-                bytes_up=self.collector.bytes_from.get(m.id, 0),
-                bytes_down=self.distributor.bytes_to.get(m.id, 0),
-                notes=own,
+        for member in self.roster.members():
+            others = list(notes.get(member.id, ()))
+            if run is not None and (exclusion := left_out.get(member.id)) is not None:
+                reason = f"until round {exclusion['until_round']}: {exclusion['reason']}"
+                others.insert(0, f"left out of {run['id']} {reason}")
+            yield AgentStatus(
+                id=member.id,
+                tier=member.tier,
+                transport="hosted" if member.id in hosted else "mqtt",
+                present=member.is_present,
+                samples=member.samples or None,
+                bundle_id=member.bundle_id,
+                software=member.software,
+                notes=[*member.notes.values(), *others],
+                condition=member.condition,
+                fault=member.fault,
+                silent_s=round(self.clock() - member.heard_at, 1),
+                bytes_up=self.collector.bytes_from.get(member.id, 0),
+                bytes_down=self.distributor.bytes_to.get(member.id, 0),
             )
         for name in sorted(hosted):
             if self.roster.get(name) is None:
-                yield unknown_client_status(name, notes.get(name, ()))
-
-
-def _for_peer(error: ProtocolMismatch) -> str:
-    """The mismatch as the other side should read it: what this side speaks, and who upgrades."""
-    return f"coordinator {__version__} {SPOKEN}: {error}"
+                yield AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ())))

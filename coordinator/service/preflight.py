@@ -15,7 +15,7 @@ from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
 
-from ..config import CoordinatorConfig, ProxyConfig, WarmStartConfig
+from ..config import CoordinatorConfig, OwnDataConfig
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _check_weights(method: Method, task: Task, path: Path) -> None:
 
 
 def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The configuration without weights that are not there: runs that have begun need them no more, new ones say so."""
+    """The configuration without a missing file of weights: runs that have begun do not need it, new ones fail."""
     path = config.run.weights
     if path is None or path.exists():
         return config
@@ -122,7 +122,7 @@ def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
         (f"{client.id}: ", f"{client.id}: ", client.device, functools.partial(check_own, client.data, client.id))
         for client in config.hosted
     ]
-    own = {"[warm_start]": config.warm_start, "[proxy]": config.proxy}
+    own: dict[str, OwnDataConfig | None] = {"[warm_start]": config.warm_start, "[proxy]": config.proxy}
     sections = {"[[hosted]]": clients} | {
         where: [("data: ", "", one.device, functools.partial(data.check, one.data, one.folder))]
         for where, one in own.items()
@@ -163,7 +163,7 @@ def overlaps(config: CoordinatorConfig) -> list[str]:
     return warnings
 
 
-def _may_overlap(client: DataConfig, own: WarmStartConfig | ProxyConfig) -> bool:
+def _may_overlap(client: DataConfig, own: OwnDataConfig) -> bool:
     """Whether two sources may hold the same samples: same kind and location, and no option that separates them."""
     locations, options = [], []
     try:

@@ -120,10 +120,10 @@ class Simulation:
         self.clock_s += seconds
         self._silent_s += seconds
         if self._silent_s > STALLED_S and not self.is_over:
-            waits = self.coordinator.waits
+            waits = self.coordinator.waiting
             raise RunFailed(
                 f"{self.state.path}: the run waits, but no client has a job left: {waits.what}, "
-                f"for {listed(waits.whom, 'nobody')}; a message was lost; please report this if it happens "
+                f"for {listed(waits.whom)}; a message was lost; please report this if it happens "
                 f"again{RESUMABLE}"
             )
         return None

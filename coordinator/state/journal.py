@@ -1,4 +1,4 @@
-"""What happened, in order: one append-only, hash-chained table in SQLite that survives ``kill -9`` and power cuts.
+"""The journal: one append-only, hash-chained table of events in SQLite that survives ``kill -9`` and power cuts.
 
 An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except where nothing waits for the disk
 (`store.without_syncs`). Each entry's hash covers its content and the hash before it, so that an edited, removed or
@@ -69,27 +69,11 @@ class Entry:
     hash: str
 
 
-def draft(kind: str, *, body: dict[str, Any], **columns: Any) -> dict[str, Any]:
-    """What an entry says, as the table keeps it, without place, time and hashes.
-
-    Raises:
-        UnknownName: no such kind.
-        StateError: the body is not JSON.
-    """
-    if kind not in KINDS:
-        raise UnknownName("journal entry kind", kind, KINDS)
-    try:
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
-    return {"kind": kind, "run": None, "round": None, "agent": None, "digest": None, **columns, "body": text}
-
-
 _HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
 
 
 def hash_of(row: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over an entry's content, its place, its time and the hash before it."""
+    """SHA-256 (hex) over an entry's content, id, time and the hash before it."""
     content = json.dumps([row[name] for name in _HASHED], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -100,7 +84,7 @@ FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed
 
 @dataclass(frozen=True)
 class Accepted:
-    """An update that has its receipt: where its bytes are, and what the agent said about them."""
+    """An update that was acknowledged: the digest of its blob, and what the agent reported about it."""
 
     digest: str
     samples: float
@@ -120,25 +104,15 @@ class OpenRound:
     failed_boots: dict[str, str] = field(default_factory=dict)
     """The start of each agent that was rejected, when it failed; an agent that was restarted since has another."""
 
-    def next_attempt(
-        self,
-        updates: Mapping[str, Accepted],
-        rejected: Mapping[str, str],
-        failed_boots: Mapping[str, str],
-        *,
-        new: Sequence[str] = (),
-        again: Sequence[str] = (),
-        overdue: int = 0,
-    ) -> OpenRound:
-        """Another attempt that keeps all updates: agents in ``new`` take part, too, those in ``again`` once more.
+    @property
+    def joining(self) -> tuple[str, ...]:
+        """Members of the cohort that contribute without training the encoder."""
+        return tuple(self.body.get("joining", ()))
 
-        ``overdue``: how many attempts have ended because agents that were there did not deliver in time.
-        """
-        body = {**self.body, "again": list(again), "overdue": overdue}
-        still = {agent: why for agent, why in rejected.items() if agent not in again}
-        return OpenRound(
-            self.round, self.attempt + 1, (*self.cohort, *new), body, dict(updates), still, dict(failed_boots)
-        )
+    def next_attempt(self, cohort: tuple[str, ...], body: dict[str, Any]) -> OpenRound:
+        """Another attempt that keeps all updates; agents in ``body["again"]`` are asked once more."""
+        rejected = {agent: why for agent, why in self.rejected.items() if agent not in body.get("again", ())}
+        return replace(self, attempt=self.attempt + 1, cohort=cohort, body=body, rejected=rejected)
 
 
 @dataclass(frozen=True)
@@ -155,57 +129,48 @@ class RunRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen in this run."""
+        """Whether the run has ended."""
         return self.status in FINAL.values()
 
 
 def step(record: RunRecord, entry: Entry) -> RunRecord:
-    """The record after one more entry; kinds that change nothing leave it as it is."""
+    """The record after one more entry; kinds that change nothing leave it as it is.
+
+    Raises:
+        StateError: the entry contradicts those before it.
+    """
+    opened, number, body = record.open_round, entry.round, entry.body
     if entry.kind in {"run_started", "warm_started"}:
         return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
-    if entry.kind == "round_opened":
-        return replace(record, status="running", open_round=_opened(record, entry))
-    if entry.kind == "round_closed":
-        return _closed(record, entry)
-    if entry.kind in {"update_accepted", "update_refused"}:
-        return replace(record, open_round=_with_update(record.open_round, entry))
     if entry.kind in FINAL:
-        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=entry.body)
+        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=body)
+    if entry.kind == "round_opened":
+        if number != record.round + 1:
+            raise _contradiction(entry, f"opens round {number}, round {record.round} was closed last")
+        cohort = tuple(body.get("cohort", ()))
+        first = OpenRound(number, int(body.get("attempt", 1)), cohort, body)
+        return replace(record, status="running", open_round=first if opened is None else opened.next_attempt(cohort, body))
+    if entry.kind == "round_closed":
+        if opened is None or opened.round != number or entry.digest is None:
+            raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
+        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None)
+    if entry.kind in {"update_accepted", "update_refused"} and opened is not None and opened.round == number:
+        return replace(record, open_round=_with_update(opened, entry))
     return record
 
 
-def _opened(record: RunRecord, entry: Entry) -> OpenRound:
-    if entry.round != record.round + 1:
-        raise _contradiction(entry, f"opens round {entry.round}, round {record.round} was closed last")
-    body, cohort = entry.body, tuple(entry.body.get("cohort", ()))
-    before = record.open_round
-    if before is None or before.round != entry.round:
-        return OpenRound(entry.round, int(body.get("attempt", 1)), cohort, body)
-    known = set(before.cohort)
-    new, again = [agent for agent in cohort if agent not in known], body.get("again", ())
-    attempt = before.next_attempt(before.updates, before.rejected, before.failed_boots, new=new, again=again)
-    return replace(attempt, attempt=int(body.get("attempt", 1)), body=body)
-
-
-def _closed(record: RunRecord, entry: Entry) -> RunRecord:
-    is_open = record.open_round is not None and record.open_round.round == entry.round
-    if not is_open or entry.round is None or entry.digest is None:
-        raise _contradiction(entry, f"closes round {entry.round} with state {entry.digest}, which is not open")
-    return replace(record, round=entry.round, checkpoint=entry.digest, open_round=None)
-
-
-def _with_update(open_round: OpenRound | None, entry: Entry) -> OpenRound | None:
-    """The open round with one more update or refusal; what belongs to no open round changes nothing."""
-    if open_round is None or entry.round != open_round.round or entry.agent is None:
-        return open_round
+def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
+    """The open round with one more accepted or rejected update."""
+    if entry.agent is None:
+        return opened
     if entry.kind == "update_refused":
-        rejected = {**open_round.rejected, entry.agent: str(entry.body.get("reason", ""))}
-        boots = {**open_round.failed_boots, entry.agent: str(entry.body.get("boot", ""))}
-        return replace(open_round, rejected=rejected, failed_boots=boots)
-    if entry.agent in open_round.updates or entry.digest is None:
-        return open_round  # the first one has the receipt
+        rejected = {**opened.rejected, entry.agent: str(entry.body.get("reason", ""))}
+        boots = {**opened.failed_boots, entry.agent: str(entry.body.get("boot", ""))}
+        return replace(opened, rejected=rejected, failed_boots=boots)
+    if entry.agent in opened.updates or entry.digest is None:
+        return opened  # the first one was acknowledged
     update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))
-    return replace(open_round, updates={**open_round.updates, entry.agent: update})
+    return replace(opened, updates={**opened.updates, entry.agent: update})
 
 
 def _contradiction(entry: Entry, what: str) -> StateError:
@@ -214,7 +179,7 @@ def _contradiction(entry: Entry, what: str) -> StateError:
 
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
-"""How long an append waits for another process; an append takes milliseconds, so this is patience with a slow disk."""
+"""How long an append waits for another process; it takes milliseconds, so this is for slow disks."""
 
 _GENESIS = "0" * 64
 _TABLE = """
@@ -260,9 +225,9 @@ class Journal:
         self.close()
 
     def open(self, *, create: bool = True, is_begun: bool = False) -> Journal:
-        """This journal, ready; an empty one is made where there is no file and ``create`` allows it.
+        """This journal, opened; an empty one is created where there is no file and ``create`` allows it.
 
-        ``is_begun``: there must be entries already, so that an empty file is a damaged one.
+        ``is_begun``: there must be entries, so an empty file is damaged.
 
         Raises:
             StateError: the file is damaged, of a newer version, or missing without ``create``.
@@ -271,9 +236,18 @@ class Journal:
             raise StateError(f"{self.path}: no journal here; start the coordinator once, or give its state folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._connection = self._connected()
+            # No isolation level: sqlite3 would open transactions at moments of its own choice.
+            self._connection = sqlite3.connect(
+                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._connection.row_factory = sqlite3.Row
+            for pragma in ("journal_mode = WAL", f"synchronous = {'FULL' if is_synced() else 'OFF'}"):
+                self._connection.execute(f"PRAGMA {pragma}").close()
             self._check_or_make_schema(is_begun=is_begun)
             self._opened = self.path.stat()
+        except sqlite3.Error as error:
+            self.close()
+            raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
@@ -295,7 +269,7 @@ class Journal:
         """Return quietly while `is_in_place`.
 
         Raises:
-            StateError: somebody has removed or replaced the folder.
+            StateError: the folder was removed or replaced.
         """
         if not self.is_in_place:
             raise StateError(
@@ -304,7 +278,7 @@ class Journal:
             )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._connection is not None:
             self._connection.close()
             self._connection = self._opened = None
@@ -323,23 +297,24 @@ class Journal:
 
         Raises:
             UnknownName: no such kind.
-            StateError: the disk is full or the database cannot be written.
+            StateError: the body is not JSON, the disk is full, or the database cannot be written.
         """
-        row = draft(kind, run=run, round=round, agent=agent, digest=digest, body=dict(body or {}))
+        columns = {"run": run, "round": round, "agent": agent, "digest": digest}
         with self._transaction(writes=True) as connection:
-            return self._write(connection, row)
+            return self._write(connection, kind, columns, dict(body or {}))
 
     def request_run(self, body: Mapping[str, Any]) -> str:
-        """The name of a run that has just been asked for; a coordinator on this folder will find it.
+        """The name of a newly requested run; a coordinator on this folder will execute it.
 
-        The entry's ``id`` is the name and a random part: no other run has it, also none of another state folder.
+        The entry's ``id`` is the name and a random part, which makes it unique among all state folders.
         """
         from edge_agent.wire.messages import new_id  # pydantic and all messages, which readers do not need
 
         with self._transaction(writes=True) as connection:
             requested = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'run_requested'")
             run = f"run-{requested + 1:04d}"
-            self._write(connection, draft("run_requested", run=run, body={**body, "id": f"{run}-{new_id()}"}))
+            columns = {"run": run, "round": None, "agent": None, "digest": None}
+            self._write(connection, "run_requested", columns, {**body, "id": f"{run}-{new_id()}"})
             return run
 
     def entries(
@@ -362,7 +337,14 @@ class Journal:
             values.extend(kinds)
         query = f"SELECT * FROM entries WHERE {' AND '.join(conditions)} ORDER BY id"  # noqa: S608 - values are bound
         with self._transaction() as connection:
-            return [_entry(row) for row in connection.execute(query, values)]
+            rows = [dict(row) for row in connection.execute(query, values)]
+        entries = []
+        for row in rows:
+            try:
+                entries.append(Entry(**{**row, "body": json.loads(row["body"])}))
+            except ValueError as error:
+                raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
+        return entries
 
     def last_id(self) -> int:
         """Id of the newest entry; 0 in an empty journal."""
@@ -373,7 +355,7 @@ class Journal:
         """Number of entries, after checking every link of the chain.
 
         Raises:
-            StateError: an entry was changed, removed or put in; the first one is named.
+            StateError: an entry was changed, removed or inserted; the first one is named.
         """
         count, previous = 0, _GENESIS
         with self._transaction() as connection:
@@ -381,7 +363,16 @@ class Journal:
             with contextlib.closing(connection.execute("SELECT * FROM entries ORDER BY id")) as rows:
                 for row in rows:
                     count += 1
-                    previous = self._checked_link(row, count, previous)
+                    if row["id"] != count:
+                        raise self._broken(count, f"it is missing, the next one is {row['id']}")
+                    if row["previous_hash"] != previous:
+                        raise self._broken(count, "it does not follow from the entry before it")
+                    try:
+                        previous = hash_of(dict(row))
+                    except (TypeError, ValueError):  # a flipped bit has turned text into bytes
+                        previous = ""
+                    if row["hash"] != previous:
+                        raise self._broken(count, "its content was changed")
         if count != (highest or 0):
             raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
         return count
@@ -402,7 +393,7 @@ class Journal:
         return record
 
     def runs(self) -> list[str]:
-        """Ids of all runs in the order in which they were asked for."""
+        """Ids of all runs in the order of their requests."""
         return [entry.run for entry in self.entries(kinds=("run_requested",)) if entry.run is not None]
 
     def checkpoints(self) -> dict[str, str]:
@@ -416,28 +407,11 @@ class Journal:
             return {run: digest for run, digest in rows if run is not None}
 
     def unfinished(self) -> list[str]:
-        """Ids of the runs that are not over, in the order in which they were asked for."""
+        """Ids of the runs that have not ended, in the order of their requests."""
         over = {entry.run for entry in self.entries(kinds=tuple(FINAL))}
         return [run for run in self.runs() if run not in over]
 
     # --- inside ----------------------------------------------------------------------------------------------------
-
-    def _connected(self) -> sqlite3.Connection:
-        try:
-            # No isolation level: sqlite3 would open transactions at moments of its own choice.
-            connection = sqlite3.connect(
-                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            connection.row_factory = sqlite3.Row
-            try:
-                for pragma in ("journal_mode = WAL", f"synchronous = {'FULL' if is_synced() else 'OFF'}"):
-                    connection.execute(f"PRAGMA {pragma}").close()
-            except BaseException:
-                connection.close()
-                raise
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-        return connection
 
     @contextlib.contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
@@ -459,18 +433,27 @@ class Journal:
             except sqlite3.Error as error:
                 raise self._failed(error) from error
 
-    def _write(self, connection: sqlite3.Connection, content: dict[str, Any]) -> Entry:
+    def _write(
+        self, connection: sqlite3.Connection, kind: Kind, columns: Mapping[str, Any], body: dict[str, Any]
+    ) -> Entry:
+        if kind not in KINDS:
+            raise UnknownName("journal entry kind", kind, KINDS)
+        try:
+            text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
         last = connection.execute(_NEWEST).fetchone()
-        at = self._now().isoformat(timespec="milliseconds")
         row = {
-            **content,
             "id": last["id"] + 1 if last else 1,
-            "at": at,
+            "at": self._now().isoformat(timespec="milliseconds"),
+            "kind": kind,
+            **columns,
+            "body": text,
             "previous_hash": last["hash"] if last else _GENESIS,
         }
         row["hash"] = hash_of(row)
         connection.execute(_INSERT, tuple(row[name] for name in _COLUMNS))
-        return Entry(**{**row, "body": json.loads(row["body"])})
+        return Entry(**{**row, "body": json.loads(text)})
 
     def _check_or_make_schema(self, *, is_begun: bool) -> None:
         with self._transaction(writes=True) as connection:
@@ -492,19 +475,6 @@ class Journal:
             if complaint != "ok":
                 raise self._failed(complaint)
 
-    def _checked_link(self, row: sqlite3.Row, expected_id: int, previous: str) -> str:
-        if row["id"] != expected_id:
-            raise self._broken(expected_id, f"it is missing, the next one is {row['id']}")
-        if row["previous_hash"] != previous:
-            raise self._broken(expected_id, "it does not follow from the entry before it")
-        try:
-            result = hash_of(dict(row))
-        except (TypeError, ValueError):  # a flipped bit has made bytes of what was text
-            result = ""
-        if row["hash"] != result:
-            raise self._broken(expected_id, "its content is not what was written")
-        return str(row["hash"])
-
     def _broken(self, entry: int, what: str) -> StateError:
         return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
 
@@ -516,11 +486,3 @@ def _value(connection: sqlite3.Connection, query: str) -> Any:
     """The first column of the first row; None where there is no row."""
     row = connection.execute(query).fetchone()
     return None if row is None else row[0]
-
-
-def _entry(row: sqlite3.Row) -> Entry:
-    columns = dict(row)
-    try:
-        return Entry(**{**columns, "body": json.loads(columns["body"])})
-    except ValueError as error:
-        raise StateError(f"journal entry {columns['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error

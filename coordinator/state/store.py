@@ -1,11 +1,11 @@
-"""What the coordinator keeps on disk: journal, blobs named by their SHA-256, and one folder for each run.
+"""The coordinator's state folder: journal, blobs named by their SHA-256, and one folder for each run.
 
 Layout of a state folder::
 
-    lock            held by the one coordinator that works here
+    lock            held by the one coordinator that uses the folder
     journal.db      see `coordinator.state.journal`; everything else can be checked against it
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
-    runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to go on
+    runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to resume
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .journal import Journal
 
 
 _BEGAN_S = time.time()
-"""When this process began, in seconds since 1970: what was being written then, nobody writes any more."""
+"""Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.storage.write_atomic` names them
 
 
 class BlobStore:
-    """Files named by the SHA-256 of their content; a name that is there is complete and on disk."""
+    """Files named by the SHA-256 of their content; a file under its final name is complete and on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,12 +42,13 @@ class BlobStore:
     def put(self, *data: bytes | memoryview) -> str:
         """SHA-256 (hex) of the pieces of ``data``, on disk when this returns. A damaged copy is replaced."""
         sha = sha256_of(*data)
-        if not self._is_sound(sha):
-            write_atomic(self.path(sha), *data)
+        path = self.path(sha)
+        if not path.is_file() or sha256_file(path) != sha:
+            write_atomic(path, *data)
         return sha
 
     def path(self, sha: str) -> Path:
-        """Where a blob of that hash is or would be.
+        """The path of the blob with that hash, which may not exist.
 
         Raises:
             StateError: ``sha`` is not 64 hexadecimal digits.
@@ -65,18 +66,10 @@ class BlobStore:
         Raises:
             StateError: it is missing or damaged.
         """
-        path = self.path(sha)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise StateError(f"{path}: cannot be read ({cause(error)}); put it back from a backup") from error
-        result = hashlib.sha256(data).hexdigest()
-        if result != sha:
-            raise StateError(f"{path}: damaged, its SHA-256 is {result}; put it back from a backup")
-        return data
+        return self.check(sha).read_bytes()
 
     def check(self, sha: str) -> Path:
-        """Where a blob lies that is complete and undamaged; its content is not held in memory.
+        """The path of a blob that is complete and undamaged; its content is not held in memory.
 
         Raises:
             StateError: it is missing or damaged.
@@ -93,55 +86,33 @@ class BlobStore:
     def prune(self, keep: Collection[str]) -> int:
         """Bytes freed by removing every blob whose hash is not in ``keep``."""
         freed = 0
-        for path in self._files():
-            if path.name not in keep:
+        for path in self.folder.glob("*"):
+            if _SHA256.fullmatch(path.name) and path.name not in keep:
                 freed += path.stat().st_size
                 path.unlink()
         return freed
 
     def sweep(self) -> None:
-        """Remove what interrupted writes left; only for the process that holds the folder's lock."""
+        """Remove temporary files of interrupted writes; only for the process that holds the folder's lock."""
         for folder in (self.folder, *(self.folder / "partial").glob("*")):
             sweep(folder)
 
-    def _files(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        return [path for path in self.folder.iterdir() if _SHA256.fullmatch(path.name)]
-
-    def _is_sound(self, sha: str) -> bool:
-        path = self.path(sha)
-        return path.is_file() and sha256_file(path) == sha
-
-
 class RunFolder:
-    """Figures of one run, for reports: they are derived from what the journal says and may be written twice."""
+    """Results of one run, for reports: they are derived from the journal and may be written twice."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @property
-    def run(self) -> str:
-        """The run's id."""
-        return self.folder.name
-
-    @property
-    def metrics_path(self) -> Path:
+        self.folder, self.run = folder, folder.name
+        self.metrics_path = folder / "metrics.jsonl"
         """One JSON object in each line."""
-        return self.folder / "metrics.jsonl"
 
-    @property
-    def summary_path(self) -> Path:
-        """One JSON object: what was asked for and what came out."""
-        return self.folder / "summary.json"
+        self.summary_path = folder / "summary.json"
+        """One JSON object: the request and the result."""
 
-    @property
-    def report_path(self) -> Path:
+        self.report_path = folder / "report.html"
         """The page that `coordinator.report` writes."""
-        return self.folder / "report.html"
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line, on disk when this returns; a line torn by an earlier crash is cut off first.
+        """Add one line, on disk when this returns; an incomplete line of an earlier crash is removed first.
 
         Raises:
             StateError: the record is not JSON (NaN and infinity are not).
@@ -152,13 +123,16 @@ class RunFolder:
             raise StateError(f"{self.metrics_path}: a record is not JSON ({error}); nothing was written") from error
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.metrics_path.open("a+b") as file:
-            _cut_torn_line(file)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            if file.read() not in {b"", b"\n"}:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line)
             file.flush()
             sync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records in order; empty before the first, without a last line that a crash has torn.
+        """All records in order, without an incomplete last line of a crash; empty before the first.
 
         Raises:
             StateError: a line is not a JSON object.
@@ -167,7 +141,18 @@ class RunFolder:
             lines = self.metrics_path.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return []
-        return [self._record(number, line) for number, line in enumerate(lines, 1)]
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise StateError(
+                    f"{self.metrics_path}: line {number} is not JSON ({error}); remove the line"
+                ) from error
+            if not isinstance(record, dict):
+                raise StateError(f"{self.metrics_path}: line {number} is not a JSON object; remove the line")
+            records.append(record)
+        return records
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace the summary."""
@@ -185,16 +170,6 @@ class RunFolder:
         """When anything in the folder was last written, in nanoseconds since 1970."""
         return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
 
-    def _record(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise StateError(f"{self.metrics_path}: line {number} is not JSON ({error}); remove the line") from error
-        if not isinstance(record, dict):
-            raise StateError(f"{self.metrics_path}: line {number} is not a JSON object; remove the line")
-        return record
-
-
 def read_status(state: Path) -> dict[str, Any]:
     """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""
     try:
@@ -205,7 +180,7 @@ def read_status(state: Path) -> dict[str, Any]:
 
 
 class StateFolder:
-    """Everything that one coordinator keeps. `open` is for the coordinator, `look` for commands beside it."""
+    """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -214,10 +189,10 @@ class StateFolder:
 
     @contextlib.contextmanager
     def open(self, owner: str) -> Iterator[StateFolder]:
-        """This folder, locked for one process, its journal checked from the first entry to the last.
+        """This folder, locked for this process, with all entries of the journal verified.
 
         Raises:
-            StateError: another process works here, or the journal is damaged, cut short or gone.
+            StateError: another process works here, or the journal is damaged, truncated or missing.
         """
         with folder_lock(self.path, owner), contextlib.closing(self.journal.open(is_begun=self._has_content())):
             self.journal.verify()
@@ -228,7 +203,7 @@ class StateFolder:
 
     @contextlib.contextmanager
     def look(self, *, create: bool = False) -> Iterator[StateFolder]:
-        """This folder without the lock: for reading, and for asking for runs while a coordinator works here.
+        """This folder without the lock: for reading, and for requesting runs while a coordinator works here.
 
         Raises:
             StateError: there is no journal (and ``create`` does not allow to make one), or it is damaged.
@@ -249,17 +224,15 @@ class StateFolder:
         return RunFolder(self.path / "runs" / run)
 
     def runs(self) -> list[RunFolder]:
-        """Folders of all runs that have figures, the one written to last at the end."""
+        """Folders of all runs that have results, the latest written one last."""
         folders = [RunFolder(path) for path in (self.path / "runs").glob("*") if path.is_dir()]
         return sorted(folders, key=lambda folder: (folder.touched_ns(), folder.run))
 
     def _has_content(self) -> bool:
-        """Whether there is something that a journal has to tell of: an empty one would be damage, not a beginning.
-
-        Starting at round 0 again beside blobs would pass for normal work.
+        """Whether there are blobs or runs: then an empty journal is damaged, and starting at round 0 would hide that.
 
         Raises:
-            StateError: there is, and no journal.
+            StateError: there are, and no journal.
         """
         if not any(self.blobs.folder.glob("*")) and not any((self.path / "runs").glob("*")):
             return False
@@ -272,33 +245,16 @@ class StateFolder:
 
 
 def sweep(folder: Path, older_than_s: float | None = None) -> None:
-    """Remove files of ours that interrupted writes left in ``folder``; only those last written before that moment.
+    """Remove temporary files of interrupted writes in ``folder``; only those last written before that moment.
 
-    Other processes may be writing a report or a status just now, so their files are left alone.
+    Newer ones may belong to other processes, which write a report or a status.
     """
     for path in folder.glob(".*.tmp"):
         if not _TEMPORARY.fullmatch(path.name):
             continue
-        with contextlib.suppress(FileNotFoundError):  # it was moved to its place, or swept by another
+        with contextlib.suppress(FileNotFoundError):  # it was renamed, or removed by another process
             if older_than_s is None or path.stat().st_mtime < older_than_s:
                 path.unlink()
-
-
-def _cut_torn_line(file: Any) -> None:
-    """Leave the file at the end of its last whole line."""
-    end = file.seek(0, os.SEEK_END)
-    position = end
-    while position > 0:
-        begin = max(0, position - 4096)
-        file.seek(begin)
-        newline = file.read(position - begin).rfind(b"\n")
-        if newline >= 0:
-            position = begin + newline + 1
-            break
-        position = begin
-    if position < end:
-        file.truncate(position)
-    file.seek(0, os.SEEK_END)
 
 
 def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, digest: str) -> None:
@@ -311,14 +267,14 @@ def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, 
 
 
 def prune_blobs(state: StateFolder, checkpoint: str) -> None:
-    """Remove blobs that nothing needs any more: updates of closed rounds, older checkpoints than this one."""
+    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints than this one."""
     state.blobs.prune({checkpoint, *blobs_in_use(state.journal)})
 
 
 def blobs_in_use(journal: Journal) -> set[str]:
     """Digests that entries of the journal need: releases, newest checkpoints of all runs, retained states."""
-    kept = {e.digest for e in journal.entries(kinds=("release_made", "norm_pooled", "state_kept")) if e.digest}
-    return kept | set(journal.checkpoints().values())
+    retained = {e.digest for e in journal.entries(kinds=("release_made", "norm_pooled", "state_kept")) if e.digest}
+    return retained | set(journal.checkpoints().values())
 
 
 def states_of(state: StateFolder, run: str) -> dict[int, str]:
@@ -327,6 +283,6 @@ def states_of(state: StateFolder, run: str) -> dict[int, str]:
     known = {entry.round or 0: entry.digest for entry in state.journal.entries(run, ("state_kept",))}
     if record.checkpoint is not None:
         known[record.round] = record.checkpoint
-    # A round that a kill left without its end was kept all the same: it does not count before it is closed.
-    there = {n: sha for n, sha in known.items() if sha is not None and n <= record.round and sha in state.blobs}
-    return dict(sorted(there.items()))
+    # A state may have been retained just before a kill, without the end of its round: it counts once that is closed.
+    on_disk = {n: sha for n, sha in known.items() if sha is not None and n <= record.round and sha in state.blobs}
+    return dict(sorted(on_disk.items()))

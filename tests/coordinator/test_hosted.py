@@ -10,8 +10,8 @@ from federation_duties import quick_params
 from federation_harness import Federation
 from simulation_harness import small_plan, write_images
 
-from coordinator.hosted import CombinedTransport
 from coordinator.hosted.agents import HostedAgents
+from coordinator.hosted.transport import CombinedTransport
 from coordinator.runs.selection import lack
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
@@ -210,7 +210,9 @@ def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
 def test_both_sides_are_heard_in_turn_and_hear_what_is_for_all():
     main, side = FaultyBroker(capture=True), FaultyBroker(capture=True)
     topics = Topics("home")
-    joined = CombinedTransport(main.transport(), side.transport(), topics, ["h"])
+    hosted = side.transport()
+    hosted.subscribe("x/+")
+    joined = CombinedTransport(main.transport(), hosted, topics, ["h"])
     joined.subscribe("x/+")
     joined.start()
     for broker, name in ((main, "m"), (side, "s")):

@@ -10,7 +10,8 @@ import torch
 
 from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
-from coordinator.hosted import HostedTransport, transport
+from coordinator.hosted import transport
+from coordinator.hosted.transport import HostedTransport
 from coordinator.service import preflight
 from coordinator.service.preflight import check_defaults, overlaps
 from edge_agent import data

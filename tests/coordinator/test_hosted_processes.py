@@ -18,7 +18,8 @@ import pytest
 from federation_duties import SMALL
 
 from coordinator.broker import EmbeddedBroker
-from coordinator.hosted import HostedTransport, transport
+from coordinator.hosted import transport
+from coordinator.hosted.transport import HostedTransport
 from coordinator.processes import supervisor
 from coordinator.processes.supervisor import exit_reason
 from coordinator.runs.request import Request

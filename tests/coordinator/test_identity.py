@@ -16,7 +16,7 @@ from federation_harness import Federation, vanish
 from coordinator.fleet.registry import RunIds, begin
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
-from coordinator.state.journal import Journal, draft
+from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
 from edge_agent.agent.local_state import FOLLOW_S
 from edge_agent.errors import DuplicateCoordinator
@@ -212,7 +212,7 @@ def test_a_state_folder_put_back_from_a_backup_gets_its_agents_back(tmp_path, ca
         shutil.rmtree(fed.config.state)
         shutil.copytree(tmp_path / "backup", fed.config.state)
         fed.start_coordinator()
-        assert fed.coordinator.epoch == 2
+        assert fed.coordinator.commands.epoch == 2
         assert fed.until(lambda: fed.coordinator.roster.present() == ["a0", "a1"]) <= 20
         assert "epoch_behind agent=a0 knows=4 own=2: put back from a backup?" in caplog.text
         fed.request(rounds=2)
@@ -245,8 +245,7 @@ def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tm
     wanted = Request("fedavg", {}, 1, 0, TASK).body()
     with Federation(tmp_path, agents=("a0",)) as fed:
         fed.settle()
-        with fed.state.journal._transaction(writes=True) as connection:
-            fed.state.journal._write(connection, draft("run_requested", run="run-0001", body=wanted))
+        fed.state.journal.append("run_requested", run="run-0001", body=wanted)
         fed.run = fed._run_ids["run-0001"] = "run-0001"
         assert fed.finish(limit_s=30) < 10
         assert fed.record.status == "failed"

@@ -160,7 +160,7 @@ class Federation:
     def order(self, message: wire.Command, **stamp: Any) -> bytes:
         """A message as the coordinator that serves now would send it."""
         assert self.coordinator is not None
-        who = {"federation": self.coordinator.federation_id, "epoch": self.coordinator.epoch}
+        who = {"federation": self.coordinator.federation_id, "epoch": self.coordinator.commands.epoch}
         return wire.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
 
     # --- agents ----------------------------------------------------------------------------------------------------
