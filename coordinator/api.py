@@ -18,7 +18,7 @@ from edge_agent.storage import check_writable, write_atomic, write_json
 from .config import CoordinatorConfig, ExportConfig
 from .runs.request import Request
 from .simulation.plan import Plan
-from .state.journal import RunRecord, utc_now
+from .state.journal import RunRecord
 from .state.store import StateFolder
 
 if TYPE_CHECKING:
@@ -336,7 +336,6 @@ def export_run(
         inputs,
         out,
         name=trained.record.run,
-        created=utc_now().isoformat(timespec="seconds"),
         global_head=method.global_head(trained.state),
         exporter=settings.exporter,
         norm_note=NORM_NOTES[method.norm] if trained.is_pooled else "",

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,6 @@ def _export(options: argparse.Namespace) -> Report:
         inputs,
         options.out,
         name=options.name or options.state.stem,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         global_head=method.global_head(state),
         exporter=options.exporter,
         int8=not options.no_int8,

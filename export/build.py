@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,7 @@ def bundle(
     out: Path,
     *,
     name: str,
-    created: str,
+    created: str = "",
     global_head: Tensors | None = None,
     exporter: Exporter | Literal["auto"] = "auto",
     int8: bool = True,
@@ -56,8 +57,8 @@ def bundle(
 ) -> Report:
     """The bundle of ``model``'s encoder, written to ``out``; ``calibration`` (n, ...) float32: preprocessed inputs.
 
-    An int8 variant whose features differ too much is left out; the report has the reason. ``created`` is ISO 8601 UTC.
-    The encoder runs in eval mode: its running statistics are those that devices get.
+    An int8 variant whose features differ too much is left out; the report has the reason. The encoder runs in eval
+    mode: its running statistics are those that devices get. ``created``: ISO 8601 UTC; default: now.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
@@ -104,7 +105,7 @@ def bundle(
         fields = {
             "headwater_version": edge_agent.__version__,
             "name": name,
-            "created": created,
+            "created": created or datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "method": method.name,
             "method_params": method.params.model_dump(mode="json"),
             "norm": method.norm,

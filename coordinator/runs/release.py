@@ -19,7 +19,7 @@ from edge_agent.wire.messages import Command, Install, Report, Who
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
-from ..state.journal import Entry, Journal, utc_now
+from ..state.journal import Entry, Journal
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting, computed
 
@@ -193,7 +193,6 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         calibration,
         path,
         name=run.id,
-        created=utc_now().isoformat(timespec="seconds"),
         global_head=run.method.global_head(run.state),
         exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
         norm_note=NORM_NOTES[run.method.norm] if run.pooled else "",

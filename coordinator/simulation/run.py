@@ -134,10 +134,6 @@ class Simulation:
         collection = self.coordinator.collector.open_round
         return collection.round if collection else 0
 
-    def closed(self) -> int:
-        """How many rounds have closed."""
-        return len(self.state.journal.entries(self.run, ("round_closed",)))
-
     def finish(self, watch: Callable[[Job], None] = lambda _: None) -> dict[str, Any]:
         """`step` to the end, and call ``watch`` with each job that was done. Returns the result as JSON.
 

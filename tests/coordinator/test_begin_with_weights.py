@@ -12,7 +12,7 @@ import pytest
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation
 from safetensors.numpy import load_file, save_file
-from simulation_harness import learned_anywhere, run, small_plan, write_images
+from simulation_harness import closed_rounds, learned_anywhere, run, small_plan, write_images
 
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.own_data import train_warm
@@ -74,7 +74,7 @@ def test_a_simulation_has_a_copy_and_goes_on_with_that_whatever_becomes_of_the_f
         path.unlink()
         for pid in simulation.engine.pids:
             os.kill(pid, signal.SIGKILL)
-        while simulation.closed() < 1:
+        while closed_rounds(simulation) < 1:
             simulation.step()
     with open_simulation(Prepared.of(plan, tmp_path / "sim/partition.json").shared(), tmp_path / "sim") as simulation:
         result = simulation.finish()

@@ -9,7 +9,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, updates_of, write_images
+from simulation_harness import (
+    closed_rounds,
+    learned_anywhere,
+    run,
+    run_and_updates,
+    small_plan,
+    updates_of,
+    write_images,
+)
 
 from coordinator.config import CohortConfig
 from coordinator.processes.pipe import SharedBuffer
@@ -206,7 +214,7 @@ def test_a_resumed_simulation_keeps_the_precision_that_it_began_with(begun_in, i
     timed_as(monkeypatch, float32_s=times[0], bfloat16_s=times[1])
     plan, folder = plan_for(images, precision="bfloat16"), tmp_path / "sim"
     with open_simulation(Prepared.of(plan), folder) as simulation:
-        while not simulation.closed():
+        while not closed_rounds(simulation):
             simulation.step()
     asked = timed_as(monkeypatch, float32_s=times[1], bfloat16_s=times[0])
     found = planned(folder)

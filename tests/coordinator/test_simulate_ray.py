@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from simulation_harness import learned_anywhere, run, run_and_updates, small_plan, write_images
+from simulation_harness import closed_rounds, learned_anywhere, run, run_and_updates, small_plan, write_images
 
 from coordinator.simulation.engines import ray_cluster
 from coordinator.simulation.engines.base import EngineChoice
@@ -297,7 +297,7 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
             engine._advance()
         victim = next(iter(engine._busy))
         os.kill(victim.pid, signal.SIGKILL)
-        while simulation.closed() < 2:
+        while closed_rounds(simulation) < 2:
             simulation.step()
         assert engine._crashes.total() == 1
         assert victim.pid not in engine.pids

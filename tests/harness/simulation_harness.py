@@ -15,6 +15,10 @@ from coordinator.simulation.run import Simulation, open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 
 
+def closed_rounds(simulation) -> int:
+    return len(simulation.state.journal.entries(simulation.run, ("round_closed",)))
+
+
 def write_images(
     path: Path,
     count: int = 90,

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -278,7 +277,6 @@ def resnet18(cache: Path) -> Bundle:
             torch.manual_seed(0)
             model = method.build(task)
         images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         # The older exporter takes seconds where the newer one takes a quarter of a minute.
-        bundle(model, method, task, images, file, name="bench", created=created, exporter="legacy")
+        bundle(model, method, task, images, file, name="bench", exporter="legacy")
     return bundles.install(file, cache / "bundles", keep=2)

@@ -254,8 +254,10 @@ def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[A
                 "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
                 "_temp_dir": stack.enter_context(folder),
             }
-            for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_AUTH_TOKEN", secrets.token_hex(32))):
-                stack.callback(_set_environment, name, os.environ.get(name))
+            environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            stack.callback(os.environ.update, {name: os.environ[name] for name in environment if name in os.environ})
+            for name, value in environment.items():
+                stack.callback(os.environ.pop, name, None)
                 os.environ[name] = value
             logger = logging.getLogger("ray")  # it would advise on permanent clusters
             stack.callback(logger.setLevel, logger.level)
@@ -278,10 +280,3 @@ def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[A
                 "('ray start --head' makes one), or leave --address out"
             ) from error
         yield ray
-
-
-def _set_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value

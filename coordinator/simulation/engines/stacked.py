@@ -47,7 +47,6 @@ class Stacked(Serial):
         """``always``: also where one after another would be faster."""
         self._always, self._model = always, shared.model.model
         self._device = next(self._model.parameters()).device
-        self._measure = timed(self._device)
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
         super().__init__(shared, most=max(1, min(MOST_AT_ONCE, MOST_UPDATE_BYTES // size)))
         self._verdict: Verdict | None = None
@@ -149,6 +148,17 @@ class Stacked(Serial):
         ]
         return Trial(method, self._model, starters).verdict(self._measure, always=self._always)
 
+    def _measure(self, _: str, work: Callable[[], object]) -> float:
+        """Seconds on a clock, waiting for the device."""
+        begin = self._now()
+        work()
+        return self._now() - begin
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
     def _train(self, method: Method, works: Sequence[Work], convolutions: Convolutions) -> None:
         begin, params, stack = time.perf_counter(), method.params, Stack(self._model, len(works))
         begun, failed = list[tuple[Work, HalfRound]](), list[tuple[Work, Fault]]()
@@ -241,22 +251,6 @@ class Verdict:
     reason: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of one client's step, by the way that was timed."""
-
-
-def timed(device: torch.device) -> Measure:
-    """Seconds on a clock, waiting for the device."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def measure(_: str, work: Callable[[], object]) -> float:
-        begin = now()
-        work()
-        return now() - begin
-
-    return measure
 
 
 @dataclass(frozen=True)
