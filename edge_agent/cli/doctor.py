@@ -59,92 +59,83 @@ def doctor(arguments: argparse.Namespace) -> int:
       edge-agent doctor --config agent.toml
     """
     from ..capabilities import find
-    from ..config import AgentConfig, load
+    from ..config import AgentConfig, BrokerConfig, load, parse
 
-    config = load(AgentConfig, arguments.config) if arguments.config is not None else None
-    device = find()
-    own = list(look(config)) if config is not None else [attempted("tier", lambda: _look_at_tier(device, device.tier))]
-    steps = list(_walk_of(arguments, config))
+    device, config, ca = find(), None, arguments.ca
+    steps: list[Step] = []
+    if arguments.config is not None:
+        config = load(AgentConfig, arguments.config)
+        own = list(look(config))
+        ca = ca or (config.broker.tls.ca if config.broker.tls else None)
+        steps = list(walk(config.broker, ca, arguments.timeout, config))
+    else:
+        own = [attempted("tier", lambda: _check_tier(device, device.tier))]
+    if arguments.broker is not None:
+        broker = parse(BrokerConfig, {"url": arguments.broker}, where="--broker")
+        steps = list(walk(broker, ca, arguments.timeout))
     content = {
         **device.model_dump(mode="json"),
         "tier": device.tier,
         "head": device.head,
         "advice": list(device.advice()),
         "verdict": _verdict(device, config, own, steps),
-        "agent": [_as_json(step) for step in own],
-        "broker": [_as_json(step) for step in steps],
     }
+    for whose, some in (("agent", own), ("broker", steps)):
+        content[whose] = [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in some]
     output.result(arguments, content, lambda: _lines(device, config, own, steps))
     return next((step.exit_code for step in (*own, *steps) if not step.is_ok), 0)
 
 
-def _as_json(step: Step) -> dict[str, object]:
-    return {"step": step.name, "ok": step.is_ok, "detail": step.detail}
-
-
 def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state folder, data, head."""
+    from .. import heads
     from ..agent.app import choose_tier
     from ..capabilities import find
+    from ..data.partition import check_own
+    from ..storage import check_writable
 
-    yield attempted("tier", lambda: _look_at_tier(find(), choose_tier(config)))
-    yield attempted("state", lambda: _look_at_state(config))
-    yield attempted("data", lambda: _look_at_data(config))
-    yield attempted("head", lambda: _look_at_head(config))
+    head = config.head
+    yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
+    yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
+    yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
+    yield attempted("head", lambda: heads.create(head.name, head.params), f"'{head.name}' with its parameters is known")
 
 
-def _look_at_tier(device: Capabilities, tier: str) -> str:
+def _check_tier(device: Capabilities, tier: str) -> str:
     if tier == "idle":
         raise MissingCapability(f"no encoder can run here; {next(iter(device.advice()), 'see the packages above')}")
     return f"'{tier}' can be done here"
 
 
-def _look_at_state(config: AgentConfig) -> str:
-    from ..storage import check_writable
-
-    check_writable(config.state)
-    return f"{config.state} can be written"
-
-
-def _look_at_data(config: AgentConfig) -> str:
-    from ..data.partition import check_own
-
-    check_own(config.data, config.id)
-    return f"{config.data.source} is there"
-
-
-def _look_at_head(config: AgentConfig) -> str:
-    from .. import heads
-
-    heads.create(config.head.name, config.head.params)
-    return f"'{config.head.name}' with its parameters is known"
-
-
-def _walk_of(arguments: argparse.Namespace, config: AgentConfig | None) -> Iterator[Step]:
-    from ..config import BrokerConfig, parse
-
-    if config is not None:
-        ca = arguments.ca or (config.broker.tls.ca if config.broker.tls else None)
-        yield from walk(config.broker, ca, arguments.timeout, config)
-    elif arguments.broker is not None:
-        broker = parse(BrokerConfig, {"url": arguments.broker}, where="--broker")
-        yield from walk(broker, arguments.ca, arguments.timeout)
-
-
 def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None = None) -> Iterator[Step]:
     """The steps to the broker, in order, up to and with the first that fails; with ``config`` to a coordinator."""
-    steps: list[tuple[str, Callable[[], str]]] = [
-        ("name", lambda: _resolve(broker)),
-        ("tcp", lambda: _connect(broker, timeout_s)),
-    ]
-    if broker.uses_tls:
-        steps.append(("tls", lambda: _greet(broker, ca, timeout_s)))
+    address = broker.host, broker.port
+
+    def name() -> str:
+        result = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
+
+    def tcp() -> str:
+        with socket.create_connection(address, timeout_s):
+            return f"port {broker.port} is open"
+
+    def tls() -> str:
+        import ssl
+
+        context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
+        with (
+            socket.create_connection(address, timeout_s) as plain,
+            context.wrap_socket(plain, server_hostname=broker.host) as secure,
+        ):
+            return f"{secure.version()}, certificate is trusted"
+
+    steps = [name, tcp, tls] if broker.uses_tls else [name, tcp]
     if config is not None:
         visit = _Visit(config, timeout_s)
-        steps += [("login", visit.login), ("topics", visit.topics), ("coordinator", visit.coordinator)]
+        steps += [visit.login, visit.topics, visit.coordinator]
     try:
-        for name, attempt in steps:
-            step = attempted(name, attempt)
+        for attempt in steps:
+            step = attempted(attempt.__name__, attempt)
             yield step
             if not step.is_ok:
                 return
@@ -153,10 +144,14 @@ def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentC
             visit.leave()
 
 
-def attempted(name: str, attempt: Callable[[], str]) -> Step:
-    """What came of one step: errors of ours and of the system make it one that failed."""
+def attempted(name: str, attempt: Callable[[], object], detail: str = "") -> Step:
+    """The result of one step; it has failed where it raises an error of ours or of the system.
+
+    Where it succeeds its detail is ``detail``, or what ``attempt`` returns.
+    """
     try:
-        return Step(name, is_ok=True, detail=attempt())
+        result = attempt()
+        return Step(name, is_ok=True, detail=detail or str(result))
     except HeadwaterError as error:
         return Step(name, is_ok=False, detail=str(error), exit_code=error.exit_code)
     except OSError as error:  # name, connection and certificate errors are all kinds of OSError
@@ -252,27 +247,6 @@ class _Visit:
             )
         who = "a login without user" if self._user is None else f"user '{self._user}'"
         return UsageError(f"the broker does not let {who} {what}; {remedy}")
-
-
-def _resolve(broker: BrokerConfig) -> str:
-    result = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
-    return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
-
-
-def _connect(broker: BrokerConfig, timeout_s: float) -> str:
-    with socket.create_connection((broker.host, broker.port), timeout_s):
-        return f"port {broker.port} is open"
-
-
-def _greet(broker: BrokerConfig, ca: Path | None, timeout_s: float) -> str:
-    import ssl
-
-    context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
-    with (
-        socket.create_connection((broker.host, broker.port), timeout_s) as plain,
-        context.wrap_socket(plain, server_hostname=broker.host) as secure,
-    ):
-        return f"{secure.version()}, certificate is trusted"
 
 
 def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> list[str]:

@@ -121,18 +121,17 @@ class Session:
             TensorsError: what was received does not fit the model.
             TrainingFailed: training stopped.
         """
-        client = self._client(received, kept, round_number, rounds)
+        client = self.before_round(received, kept, round_number=round_number, rounds=rounds)
         metrics = self.scores(client) if evaluate else {}
         update = self.method.local_update(client, received)
         return self.after_round(client, update, metrics, evaluate=evaluate)
 
     def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
         """After the last round: personalize to what was received, and evaluate; nothing travels."""
-        client = self._client(received, kept, rounds, rounds, salt=1)
+        client = self.before_round(received, kept, round_number=rounds, rounds=rounds, salt=1)
         take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
         self.method.personalize(client, received)
-        metrics = self.scores(client)
-        return Outcome({}, self._keep(client), {**metrics, **client.log}, client.samples)
+        return self._outcome(client, {}, self.scores(client))
 
     def norm_tensors(self, kept: ClientState) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
@@ -152,30 +151,35 @@ class Session:
         """The held-out inputs (n, ...) and labels (n,), on the device."""
         return self._test
 
-    def before_round(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int) -> Client:
-        """The client as it begins a round: its model holds what was received and what was kept."""
-        return self._client(received, kept, round_number, rounds)
-
     def after_round(self, client: Client, update: Tensors, metrics: dict[str, float], *, evaluate: bool) -> Outcome:
         """What came out of a round whose client has trained; its ``metrics`` are those from before."""
         if evaluate and self._evaluates_after:
             metrics = metrics | {
                 name.replace("acc.", "acc.after."): score for name, score in self.scores(client).items()
             }
-        return Outcome(update, self._keep(client), {**metrics, **client.log}, client.samples)
+        return self._outcome(client, update, metrics)
 
     def sent(self) -> Tensors:
         """The shared tensors as they are in the model now: the update of a method with the standard local update."""
         return to_arrays(self._model, self._shared)
 
-    def _client(self, received: Tensors, kept: ClientState, round_number: int, rounds: int, salt: int = 0) -> Client:
+    def before_round(
+        self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, salt: int = 0
+    ) -> Client:
+        """The client as it begins a round: its model holds what was received and what was kept.
+
+        ``salt`` tells tasks of one round apart for everything random.
+        """
         shared = {name: array for name, array in received.items() if not name.startswith("extra.")}
         load_arrays(self._model, {**self._fresh, **kept.personal, **shared})
         seeds = np.random.SeedSequence([self.seed, zlib.crc32(self.client.encode()), round_number, salt])
         rng = np.random.default_rng(seeds)
         generator = torch.Generator(device=self.device)
         generator.manual_seed(int(rng.integers(1 << 62)))
-        _seed_layers(self.device, int(rng.integers(1 << 62)))
+        # For layers that draw from the global generator (dropout). `torch.manual_seed` would note a traceback for each
+        # kind of GPU that may come to be, a millisecond for each client, also where there is none.
+        seed_layers = torch.default_generator.manual_seed if self.device.type == "cpu" else torch.manual_seed
+        seed_layers(int(rng.integers(1 << 62)))
         return Client(
             id=self.client,
             model=self._model,
@@ -207,23 +211,13 @@ class Session:
                 scores["acc.global"] = accuracy(shared, labels)
         return scores
 
-    def _keep(self, client: Client) -> ClientState:
-        return ClientState(to_arrays(self._model, self._personal), client.memory)
+    def _outcome(self, client: Client, update: Tensors, metrics: dict[str, float]) -> Outcome:
+        kept = ClientState(to_arrays(self._model, self._personal), client.memory)
+        return Outcome(update, kept, {**metrics, **client.log}, client.samples)
 
     def _place(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)
         return inputs, torch.from_numpy(np.ascontiguousarray(arrays.labels, dtype=np.int64)).to(self.device)
-
-
-def _seed_layers(device: torch.device, seed: int) -> None:
-    """For layers that draw from the global generator (dropout); where there is no GPU, without a thought of all others.
-
-    `torch.manual_seed` notes a traceback for each kind of GPU that may come to be: a millisecond for each client.
-    """
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
 
 
 def supported(precision: Precision, device: torch.device) -> Precision:
