@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -229,9 +229,9 @@ class Result:
     scores: Scores
     n_train: int
     n_test: int
-    seconds: float
     exactness: str
     one_class: bool = False
+    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
@@ -297,30 +297,24 @@ def personalize(
     """
     begin = clock()
     features = extract(bundle, samples, encoder, seed=seed, cache=cache, progress=progress)
-    return _fit_and_score(features, head, params, seed, begin, clock)
+    result = _fit_and_score(features, head, params, seed)
+    return replace(result, seconds=clock() - begin)
 
 
 def evaluate_heads(
-    bundle: Bundle,
-    samples: Given,
-    names: Iterable[str] | None = None,
-    *,
-    encoder: Encoder,
-    seed: int = 0,
-    cache: Path | None = None,
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    features: Features, names: Iterable[str] | None = None, seed: int = 0
 ) -> tuple[list[Result], dict[str, str]]:
     """One result for each head that can be fitted here, best first, and the errors of the others.
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
     """
-    features = extract(bundle, samples, encoder, seed=seed, cache=cache, progress=progress)
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for name in names if names is not None else (bundle.manifest.heads or heads.names()):
+    for name in names if names is not None else (features.bundle.manifest.heads or heads.names()):
+        begin = time.perf_counter()
         try:
-            results.append(_fit_and_score(features, name, None, seed, clock(), clock))
+            result = _fit_and_score(features, name, None, seed)
+            results.append(replace(result, seconds=time.perf_counter() - begin))
         except HeadwaterError as error:
             _log.warning("head_not_fitted head=%s reason=%s", name, error)
             failed[name] = str(error)
@@ -328,14 +322,7 @@ def evaluate_heads(
     return results, failed
 
 
-def _fit_and_score(
-    features: Features,
-    head: str,
-    params: Mapping[str, Any] | None,
-    seed: int,
-    begin: float,
-    clock: Callable[[], float],
-) -> Result:
+def _fit_and_score(features: Features, head: str, params: Mapping[str, Any] | None, seed: int) -> Result:
     manifest = features.bundle.manifest
     fitted = fit(features.bundle, features.train_features, features.train.labels, head, params, seed)
     card = manifest.heads.get(fitted.name)
@@ -347,7 +334,6 @@ def _fit_and_score(
         scores=features.scores(fitted),
         n_train=len(features.train),
         n_test=len(features.test),
-        seconds=clock() - begin,
         exactness=card.exactness if card is not None else "not stated",
         one_class=of_one_class(features.train, features.test),
     )

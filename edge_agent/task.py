@@ -6,14 +6,11 @@ training, when exporting, and on the device, and it enters the encoder's fingerp
 
 from __future__ import annotations
 
-import hashlib
 import json
 import unicodedata
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-
-from .errors import UsageError
 
 if TYPE_CHECKING:  # an agent that waits for work has no arrays yet: numpy, 16 MB, comes with the first of them
     import numpy as np
@@ -151,21 +148,3 @@ class Task(Frozen):
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one preprocessed input without the batch axis."""
         return self.input.shape
-
-
-def digest(model: BaseModel) -> str:
-    """SHA-256 (hex) of a model's canonical JSON; equal models have equal digests on every machine."""
-    return hashlib.sha256(canonical_json(model)).hexdigest()
-
-
-def canonical_json(model: BaseModel) -> bytes:
-    """JSON with sorted keys and no spaces, as UTF-8.
-
-    Raises:
-        UsageError: NaN or infinity where the model allows any value; JSON has no word for them.
-    """
-    content = model.model_dump(mode="json")
-    try:
-        return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError as error:
-        raise UsageError(f"{type(model).__name__} {content} cannot be written as JSON: {error}") from error

@@ -172,13 +172,14 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
-    from ..personalize import evaluate_heads
+    from ..personalize import evaluate_heads, extract
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
         heads.get(name)  # an unknown name is a mistake of the command line, not a head that failed
     encoder = _encoder(arguments, bundle, train=parts[0])
-    results, failed = evaluate_heads(bundle, parts, names, encoder=encoder, **_options(arguments))
+    features = extract(bundle, parts, encoder, **_options(arguments))
+    results, failed = evaluate_heads(features, names, arguments.seed)
     rows = [
         (result.head.name, output.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
         for result in results

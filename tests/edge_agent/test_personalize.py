@@ -11,7 +11,7 @@ from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
 from edge_agent.errors import FingerprintMismatch, StateError, UnknownName
 from edge_agent.heads import saved
-from edge_agent.personalize import evaluate_heads, flattened, load_head, personalize
+from edge_agent.personalize import evaluate_heads, extract, flattened, load_head, personalize
 
 
 @pytest.fixture
@@ -127,12 +127,12 @@ def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
 
 def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch):
     _, bundle, encoder, samples = ready
-    results, failed = evaluate_heads(bundle, samples, encoder=encoder)
+    results, failed = evaluate_heads(extract(bundle, samples, encoder))
     assert {result.head.name for result in results} == {"lr", "prototype"}  # what the manifest offers
     scores = [result.scores.personal for result in results]
     assert scores == sorted(scores, reverse=True)
     assert failed == {}
-    results, failed = evaluate_heads(bundle, samples, ["prototype", "lrr"], encoder=encoder)
+    results, failed = evaluate_heads(extract(bundle, samples, encoder), ["prototype", "lrr"])
     assert [result.head.name for result in results] == ["prototype"]
     assert "'lr'" in failed["lrr"]
 

@@ -9,7 +9,6 @@ import torch
 from edge_agent import methods
 from edge_agent.bundle import open_bundle
 from edge_agent.storage import write_tensors
-from edge_agent.task import canonical_json
 from edge_agent.training.parts import to_arrays
 from export.__main__ import main
 
@@ -20,7 +19,7 @@ def files(tmp_path, task):
     torch.manual_seed(0)
     model = method.build(task)
     write_tensors(tmp_path / "run.safetensors", to_arrays(model, method.shared_names(model)))
-    (tmp_path / "task.json").write_bytes(canonical_json(task))
+    (tmp_path / "task.json").write_text(task.model_dump_json())
     return tmp_path
 
 

@@ -214,30 +214,26 @@ class Layout:
 
     def _listed(self, domain: str, split: str) -> list[Path]:
         """What the official list names, each image once, those of the chosen classes."""
-        inner = self._list(domain, split)
+        path, origin = self._list_file(domain, split), self.facts.origin
+        inner, wrong = [], []
+        for number, line in enumerate(lines_of(path, origin), 1):
+            text, _, label = line.rpartition(" ")
+            name = PurePosixPath(text.strip())
+            inner.append(name)
+            is_inner = len(name.parts) == 3 and ".." not in name.parts and plain(name.parts[0]) == plain(domain)
+            if not (label.isdigit() and is_inner):
+                wrong.append(f"line {number}: '{line[:60]}'")
+        if wrong:
+            message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
+            raise origin.damaged(path, message, f"'{domain}/class/file number' in each line")
         if (repeated := len(inner) - len(set(inner))) > 0:
-            _log.info("listed_twice kind=%s domain=%s images=%d", self.facts.origin.kind, domain, repeated)
+            _log.info("listed_twice kind=%s domain=%s images=%d", origin.kind, domain, repeated)
         known = set(self.class_names())
         if self.classes is None and (unknown := sorted({name.parts[1] for name in inner} - known)):
             message = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
-            raise self.facts.origin.missing(self.root, message + near(unknown[0], self.class_names()))
+            raise origin.missing(self.root, message + near(unknown[0], self.class_names()))
         folder = self.folders[domain]
         return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
-
-    def _list(self, domain: str, split: str) -> list[PurePosixPath]:
-        path = self._list_file(domain, split)
-        rows = [line.rpartition(" ") for line in lines_of(path, self.facts.origin)]
-        names = [PurePosixPath(name.strip()) for name, _, _ in rows]
-        wrong = [
-            f"line {number}: '{''.join(parts)[:60]}'"
-            for number, (parts, name) in enumerate(zip(rows, names, strict=True), 1)
-            if not (parts[2].isdigit() and len(name.parts) == 3 and ".." not in name.parts)
-            or plain(name.parts[0]) != plain(domain)
-        ]
-        if wrong:
-            message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
-            raise self.facts.origin.damaged(path, message, f"'{domain}/class/file number' in each line")
-        return names
 
     def _list_file(self, domain: str, split: str) -> Path:
         """The list, beside the domains, above them, or in one of the folders in which it may lie."""
