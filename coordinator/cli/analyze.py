@@ -85,7 +85,7 @@ def _location(what: str, data: Sequence[str], config: Path | None, state: Path |
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """What can be told in a few columns: by round, by client, by target."""
+    """Tables by round, by client and by target."""
     title = f"{result['run_id']}: {result['method']}, {len(result['clients'])} clients, {result['kind']}"
     measured = [one for one in result["rounds"] if len(one) > 1]
     if measured:

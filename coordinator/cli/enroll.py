@@ -50,10 +50,10 @@ def enroll(
     account: Account = None,
     as_json: Json = False,
 ) -> None:
-    """Give an agent a password: hashed for the broker, and in a file that its configuration names.
+    """Create an agent's password: hashed for the broker, and in a file that its configuration names.
 
-    The embedded broker and mosquitto read the same password file. Enrolling again replaces the password. A Mosquitto
-    that runs has to be told to read its files again; the embedded broker notices by itself.
+    The embedded broker and mosquitto read the same password file. Enrolling again replaces the password. A running
+    Mosquitto has to reload its files; the embedded broker does so by itself.
 
     Example: headwater enroll porch --users users --out porch.password
     """
@@ -61,8 +61,8 @@ def enroll(
     check_user(agent)
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
-    for place in (users, path, *([acl] if acl else [])):
-        ready_for(place)
+    for file in (users, path, *([acl] if acl else [])):
+        ready_for(file)
     access_for(users, account)  # an account that is not there should change nothing
     password = secrets.token_urlsafe(PASSWORD_BYTES)
     was_there = set_password(users, agent, password, account=account)
@@ -88,7 +88,7 @@ def enroll(
     if acl is not None:
         lines.append(f"{acl} {'has got' if has_changed else 'already had'} the rules of federation '{federation}'")
     lines.append(
-        "a Mosquitto that runs reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the "
-        "embedded broker by itself"
+        "a running Mosquitto reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the embedded "
+        "broker reads it by itself"
     )
     present(result, lines, as_json=as_json)

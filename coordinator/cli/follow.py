@@ -175,16 +175,16 @@ def is_serving(state: Path) -> bool:
 
 @dataclass(frozen=True)
 class Invocation:
-    """The options by which a command found its state folder."""
+    """The options that name a command's state folder."""
 
     config: Path | None
     state: Path | None
 
-    def command(self, words: str) -> str:
+    def command(self, command: str) -> str:
         """Another command for the same state folder, in quotation marks."""
         given = (("--config", self.config), ("--state", self.state))
         options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given if path is not None)
-        return f"'headwater {words}{options}'"
+        return f"'headwater {command}{options}'"
 
 
 def ahead_of(journal: Journal, run: str) -> list[str]:

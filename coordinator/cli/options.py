@@ -125,7 +125,7 @@ def _option(name: str, field: FieldInfo, text: str | None, *, bounds: bool) -> i
 
 
 def _type_of(annotation: Any) -> Any:
-    """The type of a field's values; the first one of a union, text for a choice of words."""
+    """The type of a field's values; the first one of a union, text for a `Literal`."""
     origin = get_origin(annotation)
     if origin in {Union, UnionType}:
         return _type_of(next(one for one in get_args(annotation) if one is not NoneType))

@@ -272,7 +272,7 @@ SHOWN_ROUNDS = 20
 
 
 def rounds_table(result: dict[str, Any]) -> Table:
-    """Some twenty rounds, evenly apart, and what came out at the end."""
+    """About twenty rounds at equal distances, and the final accuracies."""
     rounds = result["rounds"]
     step = max(1, -(-len(rounds) // SHOWN_ROUNDS))
     shown = [one for one in rounds if one["round"] % step == 0 or one["round"] in {1, len(rounds)}]

@@ -63,7 +63,7 @@ def cka_matrix(kinds: Sequence[np.ndarray]) -> np.ndarray:
     """`linear_cka` (m, m) of every pair among m kinds of features of the same samples; NaN where it is not defined."""
     grams = [gram(features) for features in kinds]
     result = np.full((len(kinds), len(kinds)), np.nan)
-    known = [place for place, one in enumerate(grams) if one is not None]
+    known = [index for index, one in enumerate(grams) if one is not None]
     if known:
         stacked = np.stack([one for one in grams if one is not None])
         result[np.ix_(known, known)] = np.clip((stacked @ stacked.T).astype(np.float64), 0.0, 1.0)

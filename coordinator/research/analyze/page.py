@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,8 @@ def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Pict
     last = states[-1].get(measure, {})
     if not last:
         return
-    if len(states) > 1:
-        lines = {kind: [(one["round"], one[measure][kind]["mean"]) for one in states] for kind in last}
-        yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", lines, high)
+    means = [(one["round"], {kind: one[measure][kind]["mean"] for kind in last}) for one in states]
+    yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", means, high)
     rows = _by_client({kind: result["clients"] for kind, result in last.items()})
     if rows:
         text = f"{title} of each client after {states[-1]['round']} rounds"
@@ -131,15 +131,17 @@ def _over_rounds(
     name: str,
     title: str,
     caption: str,
-    lines: Mapping[str, Sequence[tuple[int, float | None]]],
+    values: Sequence[tuple[int, Mapping[str, float | None]]],
     high: float | None,
 ) -> Iterator[Picture]:
+    """Lines of the values by kind after each number of rounds; nothing where there is one state only."""
     series = []
-    for kind, points in lines.items():
-        known = tuple((float(number), value) for number, value in points if value is not None)
+    for kind in values[-1][1]:
+        points = ((float(number), by_kind.get(kind)) for number, by_kind in values)
+        known = tuple((number, value) for number, value in points if value is not None)
         if known:
             series.append(Series(kind, known, _style(kind)))
-    if not series:
+    if not series or len(values) == 1:
         return
     text = f"{title}. " + " ".join(
         f"{line.name}: {line.points[0][1]:.3f} after {line.points[0][0]:g} rounds, "
@@ -170,10 +172,9 @@ def _by_client(kinds: Mapping[str, Mapping[str, float | None]]) -> list[tuple[st
 def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
     last = states[-1]
     if "cka" in last:
-        lines = {kind: [(one["round"], one["cka"][kind]["mean"]) for one in states] for kind in last["cka"]}
+        means = [(one["round"], {kind: one["cka"][kind]["mean"] for kind in last["cka"]}) for one in states]
         caption = "Linear CKA of two clients' features of the same samples; mean over all pairs of clients."
-        if len(states) > 1:
-            yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, lines, 1.0)
+        yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, means, 1.0)
         for kind, result in last["cka"].items():
             title = f"CKA between clients, {kind} features, after {last['round']} rounds"
             yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", result)
@@ -184,12 +185,12 @@ def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         yield _matrix("overlap", title, caption, last["overlap"])
 
 
-def _matrix(name: str, title: str, caption: str, found: Mapping[str, Any]) -> Picture:
-    values = [value for line in found["matrix"] for value in line if value is not None]
+def _matrix(name: str, title: str, caption: str, pairs: Mapping[str, Any]) -> Picture:
+    values = [value for line in pairs["matrix"] for value in line if value is not None]
     low = math.floor(10 * min(values, default=0.0) + 1e-9) / 10
     low = 0.9 if low >= 1 else low
-    mean = "" if found["mean"] is None else f" Mean over pairs: {found['mean']:.3f}."
-    chart = matrix_chart(f"{title}.{mean}", found["clients"], found["matrix"], low=low, high=1.0)
+    mean = "" if pairs["mean"] is None else f" Mean over pairs: {pairs['mean']:.3f}."
+    chart = matrix_chart(f"{title}.{mean}", pairs["clients"], pairs["matrix"], low=low, high=1.0)
     return Picture(name, title, f"{caption}{mean} From {low:g} (pale) to 1.", chart)
 
 
@@ -197,9 +198,8 @@ def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
     if "selection" not in states[-1]:
         return
     caption = "Share of features that a client's mask picks, over its test samples."
-    if len(states) > 1:
-        lines = {"relevant": [(one["round"], one["selection"]["mean"]) for one in states]}
-        yield from _over_rounds("selection-rounds", "Selection ratio by round", caption, lines, 1.0)
+    means = [(one["round"], {"relevant": one["selection"]["mean"]}) for one in states]
+    yield from _over_rounds("selection-rounds", "Selection ratio by round", caption, means, 1.0)
     rows = _by_client({"relevant": states[-1]["selection"]["clients"]})
     text = f"Selection ratio of each client after {states[-1]['round']} rounds"
     chart = dot_chart(text, rows[:MOST_CLIENTS], x_label="share of features picked", low=0.0, high=1.0)
@@ -231,20 +231,18 @@ def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         return
     last = mixed[-1]["mixing"]
     order = sorted(range(len(last["clients"])), key=lambda i: (last.get("groups", [""] * len(last["clients"]))[i], i))
-    names = [last["clients"][place] for place in order]
+    names = [last["clients"][index] for index in order]
     matrix = [[last["weights"][row][column] for column in order] for row in order]
     title = f"Weights of combined classifiers after {mixed[-1]['round']} rounds"
     high = max(max(row) for row in matrix)
     grouped = f" Clients by group; {last['same_group']:.1%} of a row is of its group." if "same_group" in last else ""
     caption = f"Row: who receives; column: whose classifier. From 0 (pale) to {high:.2f}.{grouped}"
     yield Picture("mixing", title, caption, matrix_chart(f"{title}.{grouped}", names, matrix, low=0.0, high=high))
-    if len(mixed) > 1:
-        kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
-        lines = {kind: [(one["round"], one["mixing"].get(name)) for one in mixed] for name, kind in kinds.items()}
-        labels = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
-        for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", lines, 1.0):
-            keys = [(labels[name], style, shape) for name, style, shape in made.keys]
-            yield Picture(made.name, made.title, made.caption, made.chart, keys)
+    kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
+    shares = [(one["round"], {kind: one["mixing"].get(name) for name, kind in kinds.items()}) for one in mixed]
+    labels = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
+    for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", shares, 1.0):
+        yield replace(made, keys=[(labels[name], style, shape) for name, style, shape in made.keys])
 
 
 def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:

@@ -284,15 +284,15 @@ def tell(measured: Measured, line: str = "") -> None:
 
 
 def wait_for(
-    found: Callable[[], bool], processes: Iterable[Measured], *, what: str, limit_s: float, every_s: float = 0.1
+    condition: Callable[[], bool], processes: Iterable[Measured], *, what: str, limit_s: float, every_s: float = 0.1
 ) -> None:
-    """Return as soon as ``found()`` is true.
+    """Return as soon as ``condition()`` is true.
 
     Raises:
         MeasuringFailed: it is not within ``limit_s``, or one of ``processes`` has ended.
     """
     watched, pause, until = tuple(processes), threading.Event(), time.monotonic() + limit_s
-    while not found():
+    while not condition():
         for measured in watched:
             measured.check()
         if time.monotonic() > until:
