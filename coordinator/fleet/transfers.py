@@ -18,17 +18,7 @@ from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.methods import Update
 from edge_agent.storage import mapped, sync_folder
 from edge_agent.task import Tensors
-from edge_agent.wire.chunks import (
-    AHEAD_BYTES,
-    WINDOW_BYTES,
-    Frame,
-    Incoming,
-    Outgoing,
-    Receiving,
-    Sending,
-    chunk_count,
-    expand,
-)
+from edge_agent.wire import chunks
 from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Purpose, Receipt, Topics, UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
@@ -142,7 +132,7 @@ class Collection:
 @dataclass
 class _Upload:
     manifest: UpdateManifest
-    receiving: Receiving
+    receiving: chunks.Receiving
     granted_at: float = float("-inf")
 
 
@@ -208,7 +198,7 @@ class Collector:
         else:
             self._grant(agent, message)
 
-    def chunk(self, agent: str, frame: Frame) -> None:
+    def chunk(self, agent: str, frame: chunks.Frame) -> None:
         """One chunk from an agent; acknowledged from time to time; after the last one the update is checked.
 
         Raises:
@@ -272,9 +262,9 @@ class Collector:
             raise UpdateRejected(f"already rejected in round {message.round}: {collection.rejected[agent]}")
         if message.samples < 1:
             raise UpdateRejected("trained on 0 samples; an update needs at least 1")
-        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunk_count(message.blob) > MAX_SMALL_CHUNKS:
+        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunks.chunk_count(message.blob) > MAX_SMALL_CHUNKS:
             raise UpdateRejected(
-                f"{chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
+                f"{chunks.chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
                 f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
             )
         content = sum(spec.nbytes for spec in collection.expects(agent).values())
@@ -286,8 +276,8 @@ class Collector:
         if upload is None or upload.manifest.blob != message.blob:
             if upload is not None:
                 upload.receiving.incoming.discard()
-            incoming = Incoming(message.blob, self._folder(agent))
-            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock()))
+            incoming = chunks.Incoming(message.blob, self._folder(agent))
+            upload = self._uploads[agent] = _Upload(message, chunks.Receiving(incoming, self._clock()))
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
         upload.granted_at = self._clock()
@@ -296,7 +286,7 @@ class Collector:
             del self._uploads[agent]
             self._finish(agent, upload)
             return
-        credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
+        credit = min(MAX_CREDITS, max(1, chunks.WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.incoming.chunks.missing()
         self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
 
@@ -404,11 +394,11 @@ Publish = Callable[[str, bytes], None]
 class _Offer:
     """One blob and the agents that it is offered to."""
 
-    blob: Outgoing
+    blob: chunks.Outgoing
     unanswered: set[str] = field(default_factory=set)
     waiting: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     start_at: float = 0.0
-    sendings: list[Sending] = field(default_factory=list)
+    sendings: list[chunks.Sending] = field(default_factory=list)
 
 
 class Distributor:
@@ -419,7 +409,7 @@ class Distributor:
         self._offers: dict[str, _Offer] = {}
         self.bytes_to: dict[str, int] = {}
 
-    def offer(self, blob: Outgoing, agents: Iterable[str]) -> None:
+    def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
         """These agents may ask for the blob from now on, and are expected to answer."""
         offer = self._offers.setdefault(blob.ref.digest, _Offer(blob))
         offer.unanswered.update(agents)
@@ -445,7 +435,7 @@ class Distributor:
         if offer is None:
             return False
         wanted = list(ranges)
-        for _ in expand(wanted, offer.blob.count):
+        for _ in chunks.expand(wanted, offer.blob.count):
             pass  # only checks them, before anything is changed
         offer.unanswered.discard(agent)
         self._leave(offer, agent)
@@ -454,7 +444,7 @@ class Distributor:
         offer.waiting[agent] = wanted
         return True
 
-    def take(self, agent: str, digest: str) -> Outgoing | None:
+    def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
         """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
         offer = self._offers.get(digest)
         if offer is None:
@@ -481,7 +471,9 @@ class Distributor:
         for offer in self._offers.values():
             if offer.waiting and (not offer.unanswered or now >= offer.start_at):
                 ranges = _union(offer.waiting.values())
-                offer.sendings.append(Sending(offer.blob, ranges, offer.waiting, ahead_bytes=AHEAD_BYTES, now=now))
+                offer.sendings.append(
+                    chunks.Sending(offer.blob, ranges, offer.waiting, ahead_bytes=chunks.AHEAD_BYTES, now=now)
+                )
                 offer.waiting = {}
             for sending in offer.sendings:
                 self._send(offer, sending, now)
@@ -492,7 +484,7 @@ class Distributor:
                 due.append(0.5)
         return max(0.0, min(due)) if due else None
 
-    def _send(self, offer: _Offer, sending: Sending, now: float) -> None:
+    def _send(self, offer: _Offer, sending: chunks.Sending, now: float) -> None:
         receivers = sending.receivers
         one = len(receivers) == 1
         topic = self._topics.down_chunks(receivers[0]) if one else self._topics.broadcast(offer.blob.ref.digest)

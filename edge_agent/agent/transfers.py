@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,18 +13,8 @@ from ..config import AgentConfig
 from ..errors import ChunkError, HeadwaterError, StateError
 from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
+from ..wire import chunks
 from ..wire import messages as wire
-from ..wire.chunks import (
-    CHUNK_BYTES,
-    DOWNLOAD_REPORT_EVERY,
-    IDLE_S,
-    BlobCache,
-    Frame,
-    Outgoing,
-    Receiving,
-    Sending,
-    transfer_id,
-)
 from ..wire.messages import JobKey, Topics, job_key
 from ..wire.transport import Transport
 from .local_state import Membership
@@ -73,7 +64,7 @@ def manifest_of(
 ) -> wire.UpdateManifest:
     """The message that announces an update, whose tensors are ``data``."""
     size = sum(memoryview(piece).nbytes for piece in data)
-    blob = wire.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=CHUNK_BYTES)
+    blob = wire.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
     return wire.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=wire.metrics_of(metrics))
 
 
@@ -124,12 +115,10 @@ class Outbox:
     def forget(self, digest: str) -> None:
         """Remove the update with that hash; a newer one stays."""
         with self._lock:
-            try:
+            with contextlib.suppress(HeadwaterError, ValueError):
                 noted = self._noted()
-            except (HeadwaterError, ValueError):
-                noted = None
-            if noted is not None and noted.blob.digest == digest:
-                self.note.unlink(missing_ok=True)
+                if noted is not None and noted.blob.digest == digest:
+                    self.note.unlink(missing_ok=True)
             self.path_of(digest).unlink(missing_ok=True)
 
     def _noted(self) -> wire.UpdateManifest | None:
@@ -148,7 +137,7 @@ class Uploads:
     def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
         self._outbox, self._link, self._clock = outbox, link, clock
         self._manifest = outbox.get()
-        self._sending: Sending | None = None
+        self._sending: chunks.Sending | None = None
         self._heard_at = clock()
 
     def holds(self, job: JobKey) -> bool:
@@ -175,14 +164,14 @@ class Uploads:
         if not self._is_ours(message):
             return
         try:
-            blob = Outgoing.open(self._outbox.path_of(message.digest), message.digest)
+            blob = chunks.Outgoing.open(self._outbox.path_of(message.digest), message.digest)
         except StateError as error:
             log.warning("outbox_damaged reason=%s", error)
             self._forget()
             return
         self._heard_at = now = self._clock()
         ahead = message.credits * blob.ref.chunk_bytes
-        self._sending = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=now)
+        self._sending = chunks.Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=now)
         self._pump()
 
     def ack(self, message: wire.Ack) -> None:
@@ -242,14 +231,14 @@ class Uploads:
 @dataclass
 class _Download:
     ref: wire.BlobRef
-    receiving: Receiving
+    receiving: chunks.Receiving
     is_listening: bool = False
 
 
 class Downloads:
     """All downloads under way into ``cache``. A blob is requested only when its broadcast is subscribed to."""
 
-    def __init__(self, cache: BlobCache, link: Link, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float]) -> None:
         self.cache, self._link, self._clock = cache, link, clock
         self._under_way: dict[int, _Download] = {}
 
@@ -258,13 +247,13 @@ class Downloads:
         for ref in refs:
             if self.cache.has(ref.digest):
                 self._link.send(wire.Have(digest=ref.digest))
-            elif transfer_id(ref.digest) not in self._under_way:
+            elif chunks.transfer_id(ref.digest) not in self._under_way:
                 self._begin(ref)
                 self._link.listen(ref.digest)
 
     def keep_only(self, refs: Iterable[wire.BlobRef]) -> None:
         """Request no other blobs than these any more; what has arrived of the others stays on disk."""
-        wanted = {transfer_id(ref.digest) for ref in refs}
+        wanted = {chunks.transfer_id(ref.digest) for ref in refs}
         for number in [number for number in self._under_way if number not in wanted]:
             download = self._under_way.pop(number)
             download.receiving.incoming.close()
@@ -282,7 +271,7 @@ class Downloads:
                 download.is_listening = True
                 self._ask(download)
 
-    def frame(self, frame: Frame) -> bool:
+    def frame(self, frame: chunks.Frame) -> bool:
         """Handle one chunk; True when it was the last one of its blob.
 
         Raises:
@@ -310,7 +299,7 @@ class Downloads:
     def due_in(self) -> float:
         """Seconds until `tick` may have something to do."""
         now = self._clock()
-        return min((d.receiving.due_in(now) for d in self._under_way.values()), default=IDLE_S)
+        return min((d.receiving.due_in(now) for d in self._under_way.values()), default=chunks.IDLE_S)
 
     def pause(self) -> None:
         """The agent stops: what has arrived stays on disk."""
@@ -319,8 +308,10 @@ class Downloads:
         self._under_way.clear()
 
     def _begin(self, ref: wire.BlobRef) -> _Download:
-        download = _Download(ref, Receiving(self.cache.receive(ref), self._clock(), DOWNLOAD_REPORT_EVERY))
-        self._under_way[transfer_id(ref.digest)] = download
+        download = _Download(
+            ref, chunks.Receiving(self.cache.receive(ref), self._clock(), chunks.DOWNLOAD_REPORT_EVERY)
+        )
+        self._under_way[chunks.transfer_id(ref.digest)] = download
         return download
 
     def _ask(self, download: _Download) -> None:
@@ -333,7 +324,7 @@ class Downloads:
 
     def _finish(self, download: _Download) -> None:
         ref = download.ref
-        del self._under_way[transfer_id(ref.digest)]
+        del self._under_way[chunks.transfer_id(ref.digest)]
         try:
             self.cache.finish(download.receiving.incoming)
         except ChunkError:
