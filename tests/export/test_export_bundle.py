@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from datetime import datetime, timedelta, timezone
 
 import numpy as np
 import onnx
@@ -181,6 +182,12 @@ def test_without_int8_nothing_of_it_is_promised(model, task, images, tmp_path):
     assert report.manifest.calibration_sha256 is None
     assert report.manifest.parity.int8_cosine is None
     assert "features_int8" not in decode(open_bundle(report.path).read("golden.safetensors"))
+
+
+def test_a_bundle_is_dated_now_unless_a_time_is_given(model, task, images, tmp_path):
+    made = bundle(model, methods.create("fedavg"), task, images, tmp_path / "b.hwb", name="n", exporter="legacy")
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(made.manifest.created)
+    assert timedelta(seconds=-1) < age < timedelta(minutes=5)
 
 
 def test_the_same_model_gives_the_same_file(model, task, images, tmp_path):
