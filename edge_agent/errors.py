@@ -22,7 +22,7 @@ HeadwaterError                  exit 1   something failed
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
-├── StateError                  exit 1   files kept on disk are damaged or belong to somebody else
+├── StateError                  exit 1   files kept on disk are damaged or belong to another user or program
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
 
 A message has three parts: what was found (with the value), what was expected, what to do next.
@@ -154,7 +154,7 @@ class ExportRejected(HeadwaterError):
 
 
 class StateError(HeadwaterError):
-    """Files kept on disk are damaged or belong to somebody else."""
+    """Files kept on disk are damaged or belong to another user or program."""
 
 
 class BrokerAway(HeadwaterError):

@@ -137,7 +137,19 @@ def load_reference(kind: str, reference: str) -> Any:
         raise UsageError(f"{kind} '{reference}': there is no file {file}; expected PATH.py:NAME")
     module = f"headwater_own_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}.{file.stem}"
     if module not in sys.modules:
-        _import_file(module, file, f"{kind} '{reference}'")
+        spec = importlib.util.spec_from_file_location(module, file)
+        if spec is None or spec.loader is None:
+            raise UsageError(f"{kind} '{reference}': {file} is no Python file")
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))  # it may import what is beside it
+        try:
+            spec.loader.exec_module(sys.modules[module])
+        # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
+        except Exception as error:
+            del sys.modules[module]
+            reason = f"importing {file} failed: {type(error).__name__}: {error}"
+            raise UsageError(f"{kind} '{reference}': {reason}") from error
     try:
         return getattr(sys.modules[module], name)
     except AttributeError as error:
@@ -145,18 +157,3 @@ def load_reference(kind: str, reference: str) -> Any:
         close = nearest(name, names)
         hint = f"did you mean '{close}'?" if close else f"it has {', '.join(names[:10]) or 'nothing'}"
         raise UsageError(f"{kind} '{reference}': {file} has no '{name}'; {hint}") from error
-
-
-def _import_file(name: str, file: Path, what: str) -> None:
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{what}: {file} is no Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # it may import what is beside it
-    try:
-        spec.loader.exec_module(module)
-    # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
-    except Exception as error:
-        del sys.modules[name]
-        raise UsageError(f"{what}: importing {file} failed: {type(error).__name__}: {error}") from error

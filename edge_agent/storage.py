@@ -36,7 +36,7 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
     """Inside, nothing waits for the disk: what is written survives a kill of this process, but no power cut.
 
     For work that is cheap to do again, such as simulations; a device never works so. At the end all files below
-    ``folder`` are synced, whoever wrote them.
+    ``folder`` are synced, whichever process wrote them.
     """
     token = _syncs.set(False)
     try:
@@ -79,7 +79,7 @@ class Access(NamedTuple):
 
     @classmethod
     def private(cls) -> Access:
-        """Whoever runs this process, and nobody else."""
+        """The user that runs this process alone."""
         return cls(os.getuid(), os.getgid(), 0o600) if hasattr(os, "getuid") else cls(0, 0, 0o600)
 
 
@@ -133,7 +133,7 @@ def check_writable(folder: Path) -> None:
     """Return quietly when files can be made in ``folder``, which need not be there yet; nothing is left behind.
 
     Raises:
-        UsageError: they cannot; for paths that somebody named, before the work whose result belongs there.
+        UsageError: they cannot; meant for paths from the command line, before the work whose result is written there.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -154,7 +154,7 @@ def check_writable(folder: Path) -> None:
 def sweep(folder: Path) -> int:
     """Remove the temporary files that a power cut or a kill left below ``folder``; returns how many there were.
 
-    Only for whoever holds the folder's lock: nobody else may be writing there.
+    Only for the holder of the folder's lock: no other process may be writing there.
     """
     left = [path for path in folder.rglob(".*.tmp") if path.is_file() and not path.is_symlink()]
     for path in left:
@@ -309,7 +309,7 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waited_lock(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for some milliseconds, after whoever holds it so; for commands that change a file in it."""
+    """Hold ``folder`` for some milliseconds, waiting for other holders; for commands that change a file in it."""
     if os.name == "nt":  # pragma: no cover - folders cannot be opened there
         yield
         return

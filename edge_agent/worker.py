@@ -37,7 +37,7 @@ class InlineWorker:
         """Run ``job`` and deliver its result before returning."""
         try:
             result = job()
-        except Exception as error:  # noqa: BLE001 - whatever happens in the job belongs to whoever asked for it
+        except Exception as error:  # noqa: BLE001 - errors of a job are delivered to its owner
             done(None, error)
         else:
             done(result, None)
@@ -82,7 +82,7 @@ class ThreadWorker:
             log.debug("work_started name=%s", name)
             try:
                 deliver = functools.partial(done, job(), None)
-            except BaseException as error:  # noqa: BLE001 - delivered to whoever asked; a job that exits ends itself only
+            except BaseException as error:  # noqa: BLE001 - delivered to its owner; a job that exits ends itself only
                 deliver = functools.partial(done, None, error)
             self._finished.put(deliver)
             self._wake()

@@ -29,7 +29,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Aligned lines, header first; the first column to the left, the others to the right."""
     cells = [list(header), *([value_text(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+    lines = []
+    for first, *others in cells:
+        aligned = [f"{first:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
 
 
 def percent(share: float | None) -> str:
@@ -63,10 +67,3 @@ def progress(what: str) -> Callable[[int, int], None] | None:
         print(f"\r{what} {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return draw
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        f"{cell:<{w}}" if column == 0 else f"{cell:>{w}}"
-        for column, (cell, w) in enumerate(zip(row, widths, strict=True))
-    ]

@@ -34,7 +34,7 @@ class _Instructions(dict[int, Any]):
     """The instructions that these files have, as Python's own reader carries them out."""
 
     def __missing__(self, code: int) -> NoReturn:
-        raise ValueError(f"instruction {code:#04x} is not one of theirs")
+        raise ValueError(f"instruction {code:#04x} is not used in these files")
 
 
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc,unused-ignore]  # noqa: SLF001 - the one that can be restricted

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ...errors import ConfigError, UnknownName
 from ..base import DataSource, Raw
-from ._layouts import DomainOptions, Facts, Layout, Origin, Split, find
+from ._layouts import DomainOptions, Facts, Origin, Split, find
 from ._layouts import read as read_layout
 
 FACTS = Facts(
@@ -56,26 +56,21 @@ class DomainNetOptions(DomainOptions):
 def read(where: str, options: DomainNetOptions) -> Raw:
     """Pictures of the chosen domains and classes, decoded on access."""
     layout = find(FACTS, where, options.domain)
-    return read_layout(replace(layout, classes=_classes(layout, options)), options)
-
-
-def _classes(layout: Layout, options: DomainNetOptions) -> tuple[str, ...] | None:
-    """The chosen classes, sorted; None for all."""
     if options.classes is None:
-        return None
+        return read_layout(layout, options)
     if options.classes.isdigit():
         # Counted over every domain that is there, so that all who hold one of them agree; ties go by name.
         number, counts = int(options.classes), layout.counts()
         if not 0 < number <= len(counts):
             raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
-        return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:number]))
-    names = [name.strip() for name in options.classes.split(",") if name.strip()]
-    names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
-    known = layout.class_names()
-    for name in names:
-        if name not in known:
-            raise UnknownName("class of DomainNet", name, known)
-    return tuple(sorted(set(names)))
+        names = sorted(counts, key=lambda name: (-counts[name], name))[:number]
+    else:
+        names, known = [name.strip() for name in options.classes.split(",") if name.strip()], layout.class_names()
+        names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
+        for name in names:
+            if name not in known:
+                raise UnknownName("class of DomainNet", name, known)
+    return read_layout(replace(layout, classes=tuple(sorted(set(names)))), options)
 
 
 SOURCE = DataSource(DomainNetOptions, read, needs_path=True, inspect=read, domains=FACTS.parts)
