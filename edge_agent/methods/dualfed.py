@@ -16,6 +16,7 @@ statistics moving in stage two, as the official code does and the paper does not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from ..training.augment import flips_and_turns
 from ..training.loops import Loss, OptimizerState, evaluate, train_parts
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
-from ..training.parts import Parts, encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, grades, ours, refreshed_stats
 
 Part = Literal["encoder", "projector", "personal_head", "head"]
@@ -90,11 +91,8 @@ class DualFed(Method):
 
     def build(self, task: Task) -> Parts:
         """Encoder, projector (d to d) and two linear classifiers."""
-        model = encoder_and_head(task)
-        size = feature_dim(model.encoder)
-        model.add_module("projector", projector(size, self.params))
-        model.add_module("personal_head", nn.Linear(size, task.num_classes))
-        return model
+        project = partial(projector, params=self.params)
+        return encoder_and_head(task, projector=project, personal_head=lambda width: nn.Linear(width, task.num_classes))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Stage one (all but h_s), then stage two (h_s alone); or all parts at once."""

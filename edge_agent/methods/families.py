@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import TrainingFailed
 from ..task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
 from ..training.loops import cross_entropy, features_of, predict_probabilities, train
@@ -63,6 +64,19 @@ def objection_to(counts: np.ndarray, means: Tensors) -> str:
         if np.abs(array).max(initial=0.0) > LARGEST:
             return f"'{name}' reaches {np.abs(array).max():g}, expected at most {LARGEST:g}"
     return ""
+
+
+def require_finite(client: Client, what: str, array: np.ndarray) -> None:
+    """Nothing, where all numbers are finite.
+
+    Raises:
+        TrainingFailed: some are not.
+    """
+    if not np.isfinite(array).all():
+        raise TrainingFailed(
+            f"client '{client.id}': {what} hold NaN or infinity in round {client.round}; expected finite numbers; "
+            "lower lr or alignment_weight (lambda), or look for extreme values in the data"
+        )
 
 
 def rng_of(client: str, *salt: int) -> np.random.Generator:

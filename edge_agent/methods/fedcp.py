@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate, train
 from ..training.networks import gumbel
-from ..training.parts import Parts, encoder_and_head, feature_dim, to_arrays
+from ..training.parts import Parts, encoder_and_head, to_arrays
 from . import Client, Method, MethodParams, grades
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
@@ -58,8 +58,7 @@ class FedCP(Method):
 
     def build(self, task: Task) -> Parts:
         """Encoder, gate, and two linear heads of the same start."""
-        model = encoder_and_head(task)
-        model.add_module("gate", Gate(feature_dim(model.encoder)))
+        model = encoder_and_head(task, gate=Gate)
         model.add_module("personal_head", copy.deepcopy(model.head))
         return model
 

@@ -38,7 +38,7 @@ from ..training.loops import Loss, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
-from .families import LARGEST, names_in, objection_to, packed, with_rows
+from .families import LARGEST, names_in, objection_to, packed, require_finite, with_rows
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class FedPAC(Method):
         if not client.samples:
             raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
         params, labels = self.params, client.train_labels.cpu().numpy()
-        before = _finite_features(client)
+        before = features_of(client.model, client.train_inputs).cpu().numpy()
+        require_finite(client, "features", before)
         self.train_head(client, before)
         # Features are drawn to the common centroids, and to the client's own means of classes without one; while there
         # are no centroids at all, to nothing: the paper's first round aligns nothing.
@@ -124,7 +125,8 @@ class FedPAC(Method):
             targets = torch.from_numpy(chosen.astype(np.float32)).to(client.device)
         loss = self.aligned_loss(client.model, targets)
         train(client, loss, params, frozen=("head",), weights={"alignment_weight (lambda)": params.alignment_weight})
-        after = _finite_features(client) if params.local_epochs else before
+        after = features_of(client.model, client.train_inputs).cpu().numpy() if params.local_epochs else before
+        require_finite(client, "features", after)
         head = to_arrays(client.model, _HEAD)
         return {**self.sent(client), **steps.extras(head, before, after, labels, params.model_dump())}
 
@@ -252,13 +254,3 @@ def prototype_losses(members: Sequence[Update], *, by_prior: bool) -> np.ndarray
         each = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top - logits[np.arange(len(labels)), labels]
         np.divide(np.bincount(owners, shares * each, len(members)), sums, out=row, where=sums > 0)
     return losses
-
-
-def _finite_features(client: Client) -> np.ndarray:
-    features: np.ndarray = features_of(client.model, client.train_inputs).cpu().numpy()
-    if not np.isfinite(features).all():
-        raise TrainingFailed(
-            f"client '{client.id}': features hold NaN or infinity in round {client.round}; expected finite numbers; "
-            "lower lr or alignment_weight (lambda), or look for extreme values in the data"
-        )
-    return features

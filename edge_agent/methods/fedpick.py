@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..task import Task, Tensors
 from ..training.loops import evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import ensemble, feature_mask, mask_noise
-from ..training.parts import Parts, encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, grades, ours, refreshed_stats
 
 _log = logging.getLogger(__name__)
@@ -78,12 +79,12 @@ class FedPick(Method):
 
     def build(self, task: Task) -> Parts:
         """Encoder, mask and three linear classifiers h_g, h_r and h_u."""
-        model = encoder_and_head(task)
-        size = feature_dim(model.encoder)
-        model.add_module("mask", mask_network(size, self.params))
-        model.add_module("relevant_head", nn.Linear(size, task.num_classes))
-        model.add_module("irrelevant_head", nn.Linear(size, task.num_classes))
-        return model
+
+        def classifier(width: int) -> nn.Module:
+            return nn.Linear(width, task.num_classes)
+
+        mask = partial(mask_network, params=self.params)
+        return encoder_and_head(task, mask=mask, relevant_head=classifier, irrelevant_head=classifier)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""

@@ -23,13 +23,12 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import TrainingFailed
 from ..heads.fedpac import class_means
 from ..task import State, Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
-from ..training.parts import Parts, encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
-from .families import objection_to
+from .families import objection_to, require_finite
 
 _MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
 
@@ -80,9 +79,7 @@ class FedProto(Method):
 
     def build(self, task: Task) -> Parts:
         """Encoder, head, and room for the prototypes."""
-        model = encoder_and_head(task)
-        model.add_module("prototypes", Prototypes(task.num_classes, feature_dim(model.encoder)))
-        return model
+        return encoder_and_head(task, prototypes=lambda width: Prototypes(task.num_classes, width))
 
     def objection(self, tensors: Tensors) -> str:
         """Negative counts, absurd sizes, and prototypes of classes whose count is 0."""
@@ -124,11 +121,7 @@ class FedProto(Method):
         )
         classes, least = client.task.num_classes, params.min_class_count
         means, counts = class_means(features.cpu().numpy(), labels.cpu().numpy(), classes, least)
-        if not np.isfinite(means).all():
-            raise TrainingFailed(
-                f"client '{client.id}': prototypes hold NaN or infinity in round {client.round}; expected finite "
-                "numbers; lower lr or alignment_weight (lambda), or look for extreme values in the data"
-            )
+        require_finite(client, "prototypes", means)
         return {_MEANS: means.astype(np.float32), _COUNTS: counts}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..task import Task, Tensors
 from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
-from ..training.parts import Parts, encoder_and_head, feature_dim
+from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams
 
 
@@ -38,9 +38,7 @@ class FedRoD(Method):
 
     def build(self, task: Task) -> Parts:
         """Encoder, generic head and personal head, both linear."""
-        model = encoder_and_head(task)
-        model.add_module("personal_head", nn.Linear(feature_dim(model.encoder), task.num_classes))
-        return model
+        return encoder_and_head(task, personal_head=lambda width: nn.Linear(width, task.num_classes))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Softmax of the sum of both heads' logits."""

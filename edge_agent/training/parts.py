@@ -58,15 +58,21 @@ _COUNTER = "num_batches_tracked"
 _VARIANCE = ".running_var"
 
 
-def encoder_and_head(task: Task) -> Parts:
+def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
     """The task's encoder with one linear layer on top, fresh weights from torch's global generator.
+
+    ``others`` make further parts, by name, from the width of the features.
 
     Raises:
         UnknownName: no such encoder.
         ConfigError: the encoder does not fit the task.
     """
     encoder = create(task)
-    return channels_last(Parts(encoder=encoder, head=nn.Linear(feature_dim(encoder), task.num_classes)))
+    width = feature_dim(encoder)
+    model = channels_last(Parts(encoder=encoder, head=nn.Linear(width, task.num_classes)))
+    for name, make in others.items():
+        model.add_module(name, make(width))
+    return model
 
 
 def encoder_alone(task: Task) -> Parts:
