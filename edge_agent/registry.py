@@ -1,6 +1,7 @@
 """File names as registries: `methods`, `heads`, `models` and data sources are found by the file they live in.
 
-Nothing has to be listed anywhere to add one. Packages of others join through an entry-point group.
+Nothing has to be listed anywhere to add one; only a file that holds several, as those of encoders do, is listed with
+their names. Packages of others join through an entry-point group.
 """
 
 from __future__ import annotations

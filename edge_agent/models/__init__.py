@@ -1,13 +1,14 @@
 """Encoders: inputs (n, ...) float32 become features (n, feature_dim) float32.
 
-Each is an `Encoder` in one of the files in ``FAMILIES``. Others' packages add encoders through the entry-point group
-``headwater.encoders``. Importing this module imports no torch.
+Each is an `Encoder` in one of the files in ``FAMILIES``, or in a file of its own with its name. Others' packages add
+encoders through the entry-point group ``headwater.encoders``. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
@@ -64,6 +65,8 @@ def get(name: str) -> Encoder:
         UsageError: what another package offers under this name is no `Encoder`.
     """
     member = registry.load(name)
+    if isinstance(member, ModuleType):
+        member = vars(member).get(name)
     if not isinstance(member, Encoder):
         raise UsageError(f"encoder '{name}' ({member!r}): expected an edge_agent.models.Encoder")
     return member

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 import pytest
 import torch
@@ -70,6 +71,13 @@ def test_every_encoder_of_a_family_is_listed():
     for file, listed in models.FAMILIES.items():
         family = importlib.import_module(f"edge_agent.models.{file}")
         assert sorted(name for name, member in vars(family).items() if isinstance(member, models.Encoder)) == [*listed]
+
+
+def test_an_encoder_in_a_file_of_its_own_needs_no_listing(monkeypatch):
+    module = ModuleType("bare")
+    module.bare = models.Encoder(lambda task, _: nn.Flatten())
+    monkeypatch.setattr(models.registry, "_extra", {"bare": module})
+    assert models.get("bare") is module.bare
 
 
 def test_what_is_no_encoder_is_refused(monkeypatch):
