@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 
-from edge_agent.config import BrokerConfig
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Transport
@@ -40,7 +39,14 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
     """
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
-        broker = stack.enter_context(broker_for(config))
+        broker, embedded = config.broker, config.embedded
+        if broker is None:
+            served = EmbeddedBroker(
+                embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
+            )
+            stack.enter_context(served)
+            broker = served.config()
+            log.info("broker_started url=%s", broker.url)
         mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
         worker = ThreadWorker(mqtt.wake)
         transport: Transport = mqtt
@@ -62,18 +68,3 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         while not service.is_serving and service.waiting.about != "broker" and time.monotonic() < until:
             service.step(service.idle_s())
         yield service
-
-
-@contextlib.contextmanager
-def broker_for(config: CoordinatorConfig) -> Iterator[BrokerConfig]:
-    """How to reach the broker; the embedded one is started and supervised where the configuration names no other."""
-    if config.broker is not None:
-        yield config.broker
-        return
-    embedded = config.embedded
-    broker = EmbeddedBroker(
-        embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
-    )
-    with broker:
-        log.info("broker_started url=%s", broker.url)
-        yield broker.config()

@@ -49,14 +49,10 @@ class Peers:
         send: Callable[[Present], None],
         clock: Callable[[], float],
         probe_s: float = PROBE_S,
-        *,
-        host: str | None = None,
-        process: int | None = None,
     ) -> None:
-        """``name`` of the federation; ``host`` and ``process`` are those of this process by default."""
+        """``name`` of the federation."""
         self._name, self._boot, self._send, self._clock, self._probe_s = name, boot, send, clock, probe_s
-        self._host = socket.gethostname()[:255] if host is None else host
-        self._process = os.getpid() if process is None else process
+        self._host, self._process = socket.gethostname()[:255], os.getpid()
         self._federation, self._epoch = "", 0
         self._queried_at: float | None = None
         self._serves_since: float | None = None
