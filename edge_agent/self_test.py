@@ -139,23 +139,23 @@ def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.nd
     return _check_features(features(prepared(result["raw"], spec)), result[f"features_{precision}"], precision)
 
 
-def _check_form(bundle: Bundle, precision: EncoderPrecision, found: Tensors) -> None:
+def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) -> None:
     """Check that all golden tensors exist, in the form that the exporter writes."""
     task, size = bundle.manifest.task, bundle.manifest.feature_dim
-    wanted: dict[str, tuple[tuple[int, ...], type]] = {
+    expected: dict[str, tuple[tuple[int, ...], type]] = {
         "class_names": ((32,), np.uint8),
         f"features_{precision}": ((_COUNT, size), np.float32),
     }
     if isinstance(spec := task.input, ImageInput):
-        wanted["raw"] = (_COUNT, spec.height, spec.width, spec.channels), np.uint8
-        wanted["photo"] = _photo_shape(spec), np.uint8
-        wanted["resized"] = spec.shape, np.uint8
+        expected["raw"] = (_COUNT, spec.height, spec.width, spec.channels), np.uint8
+        expected["photo"] = _photo_shape(spec), np.uint8
+        expected["resized"] = spec.shape, np.uint8
     else:
-        wanted["raw"] = (spec.length + (_COUNT - 1) * spec.stride, spec.channels), np.float32
+        expected["raw"] = (spec.length + (_COUNT - 1) * spec.stride, spec.channels), np.float32
     if bundle.manifest.global_head is not None:
-        wanted |= {"features_fp32": ((_COUNT, size), np.float32), "logits": ((_COUNT, task.num_classes), np.float64)}
-    forms = {name: (array.shape, array.dtype.type) for name, array in found.items()}
-    if wrong := [name for name, form in wanted.items() if forms.get(name) != form]:
+        expected |= {"features_fp32": ((_COUNT, size), np.float32), "logits": ((_COUNT, task.num_classes), np.float64)}
+    forms = {name: (array.shape, array.dtype.type) for name, array in received.items()}
+    if wrong := [name for name, form in expected.items() if forms.get(name) != form]:
         raise BundleDamaged(
             f"golden tensors: {', '.join(wrong)} missing, or not of the form of this task; export the bundle again"
         )
@@ -165,16 +165,16 @@ def _photo_shape(spec: ImageInput) -> tuple[int, int, int]:
     return spec.height * 3 // 2, spec.width * 4 // 3, spec.channels
 
 
-def _check_features(found: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
+def _check_features(received: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
     if precision == "fp32":
-        tolerance, (difference, scale) = FP32_TOLERANCE, _difference(found, expected)
+        tolerance, (difference, scale) = FP32_TOLERANCE, _difference(received, expected)
         shown = f"by {difference:.3g} of their scale {scale:.3g}"
     else:
         lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
-        distances = np.linalg.norm(found.astype(np.float64) - expected, axis=1)
+        distances = np.linalg.norm(received.astype(np.float64) - expected, axis=1)
         # A row of almost nothing counts by the length of the others.
         relative = distances / np.maximum(lengths, 1e-3 * lengths.max(initial=0) or 1.0)
-        tolerance, difference = INT8_TOLERANCE, float(np.median(relative) if np.isfinite(found).all() else np.nan)
+        tolerance, difference = INT8_TOLERANCE, float(np.median(relative) if np.isfinite(received).all() else np.nan)
         shown = f"by a relative distance of {difference:.3g} in the median"
     if not difference <= tolerance:  # also where it is NaN
         raise BundleDamaged(
@@ -187,10 +187,10 @@ def _check_features(found: np.ndarray, expected: np.ndarray, precision: EncoderP
 _ADVICE = "this device does not compute what the bundle's exporter did: fetch the bundle, or export it, again"
 
 
-def _difference(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+def _difference(received: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Largest absolute difference as a share of the largest expected value, and that value."""
     scale = float(np.abs(expected).max(initial=0)) or 1.0
-    return float(np.abs(found.astype(np.float64) - expected).max(initial=0)) / scale, scale
+    return float(np.abs(received.astype(np.float64) - expected).max(initial=0)) / scale, scale
 
 
 def _logits(head: Tensors, features: np.ndarray) -> np.ndarray:

@@ -112,7 +112,7 @@ class Session:
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
-        self._train, self._test = self._place(train), self._place(test)
+        self._train, self._test = self._on_device(train), self._on_device(test)
 
     def train(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
         """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
@@ -215,7 +215,7 @@ class Session:
         kept = ClientState(to_arrays(self._model, self._personal), client.memory)
         return Outcome(update, kept, {**metrics, **client.log}, client.samples)
 
-    def _place(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+    def _on_device(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)
         return inputs, torch.from_numpy(np.ascontiguousarray(arrays.labels, dtype=np.int64)).to(self.device)
 

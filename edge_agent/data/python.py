@@ -39,7 +39,7 @@ def read(where: str, options: PythonOptions) -> Raw:
         raise DataError(
             f"python: {where} returned {type(result).__name__}, expected (inputs, labels[, class_names[, groups]])"
         )
-    return _raw(where, *result)
+    return _raw(f"python: {where}", *result)
 
 
 def inspect(where: str, options: PythonOptions) -> None:  # noqa: ARG001 - only the function knows its options
@@ -67,16 +67,15 @@ def _find(where: str) -> Callable[..., Any]:
 
 
 def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:
-    place = f"python: {where}"
-    values, names = labels_by_name(np.asarray(labels), [str(name) for name in class_names or ()], place)
-    together = None if groups is None else np.asarray(groups, np.int64)
+    values, names = labels_by_name(np.asarray(labels), [str(name) for name in class_names or ()], where)
+    group_ids = None if groups is None else np.asarray(groups, np.int64)
     if isinstance(inputs, list):
         if len(inputs) != len(values):
-            raise DataError(f"{place}: {len(inputs)} recordings, {len(values)} labels; expected one label for each")
-        return Raw("recording", [np.asarray(item) for item in inputs], values, names, together)
+            raise DataError(f"{where}: {len(inputs)} recordings, {len(values)} labels; expected one label for each")
+        return Raw("recording", [np.asarray(item) for item in inputs], values, names, group_ids)
     array = np.asarray(inputs)
     kind: Literal["image", "window"] = "window" if array.ndim == 3 and array.dtype.kind == "f" else "image"
-    return from_arrays(array, values, class_names=names, groups=together, kind=kind, where=place)
+    return from_arrays(array, values, class_names=names, groups=group_ids, kind=kind, where=where)
 
 
 SOURCE = DataSource(PythonOptions, read, inspect=inspect)
