@@ -30,6 +30,10 @@ _PYTHON_ERRORS = (AttributeError, EOFError, IndexError, KeyError, OverflowError,
 """What Python's reader raises on damaged bytes, besides its own error."""
 
 
+_PYTHON_READER = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001 - the one written in Python, whose instructions can be restricted
+_USED = b"\x80}])N\x88\x89KMJ\x8aUTXhjct\x85\x86\x87R(qraesub."
+
+
 class _Instructions(dict[int, Any]):
     """The instructions that these files have, as Python's own reader carries them out."""
 
@@ -37,12 +41,10 @@ class _Instructions(dict[int, Any]):
         raise ValueError(f"instruction {code:#04x} is not used in these files")
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc,unused-ignore]  # noqa: SLF001 - the one that can be restricted
+class _Reader(_PYTHON_READER):  # type: ignore[name-defined,misc,valid-type,unused-ignore]
     """Python's reader, restricted to those instructions and to names that stand for parts of an array of bytes."""
 
-    dispatch = _Instructions(
-        {code: pickle._Unpickler.dispatch[code] for code in b"\x80}])N\x88\x89KMJ\x8aUTXhjct\x85\x86\x87R(qraesub."}  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
-    )
+    dispatch = _Instructions({code: _PYTHON_READER.dispatch[code] for code in _USED})
 
     def find_class(self, module: str, name: str) -> object:
         """The part of an array that is named; nothing is imported."""
