@@ -174,7 +174,7 @@ def without_home(error: RuntimeError) -> UsageError | None:
     if "home directory" not in str(error):
         return None
     return UsageError(
-        "the home folder that '~' or a default place begins at is not known here; write the path out, or set HOME"
+        "the home folder that '~' or a default path begins with is not known here; write the path out, or set HOME"
     )
 
 
@@ -184,9 +184,9 @@ def cause(error: BaseException) -> str:
         return f"invalid JSON at line {error.lineno}, column {error.colno}"
     if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
         return f"the certificate is not trusted ({str(untrusted).rstrip('.')})"
-    for kind, words in _CAUSES:
+    for kind, message in _CAUSES:
         if isinstance(error, kind):
-            return words
+            return message
     if isinstance(error, OSError) and error.strerror:
         return _first_line(error.strerror)
     return _first_line(str(error)) or f"{type(error).__name__}, without a word of explanation"
@@ -197,7 +197,7 @@ _CAUSES: tuple[tuple[type[BaseException], str], ...] = (
     (PermissionError, "this user may not (permission denied)"),
     (IsADirectoryError, "it is a folder, not a file"),
     (NotADirectoryError, "a part of the path is a file, not a folder"),
-    (ConnectionRefusedError, "nobody listens on that port (connection refused)"),
+    (ConnectionRefusedError, "no program listens on that port (connection refused)"),
     (ConnectionResetError, "the other side broke the connection"),
     (BrokenPipeError, "the other side broke the connection"),
     (socket.gaierror, "the host name cannot be resolved"),

@@ -135,7 +135,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         UsageError: they cannot; meant for paths from the command line, before the work whose result is written there.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{secrets.token_hex(4)}.tmp"
@@ -146,9 +146,9 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"{folder}: no file can be written there: {cause(error)}; name another folder") from error
     finally:
-        for place in made:
+        for path in made:
             with contextlib.suppress(OSError):
-                place.rmdir()
+                path.rmdir()
 
 
 def sweep(folder: Path) -> int:

@@ -221,7 +221,7 @@ class RolledBack(Frozen):
         source = self.source
         of = f" (release {source.release})" if source.release else ""
         return (
-            f"keeps bundle {self.runs[:12]}: somebody rolled this device back by hand from bundle "
+            f"keeps bundle {self.runs[:12]}: this device was rolled back by hand from bundle "
             f"{source.bundle_id[:12]}{of}; it takes a newer release"
         )
 

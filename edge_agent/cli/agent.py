@@ -129,8 +129,8 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     return {**result, "head": head.get("head"), "metrics": head.get("metrics")}
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    for name, value in found.items():
+def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in status.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"

@@ -109,12 +109,12 @@ def _samples(raw: Raw, spec: InputSpec, class_names: Sequence[str] | None, sourc
     inputs, counts, groups = _execute(raw, spec, source, compact=compact)
     labels, names = _match_names(raw, class_names, source)
     labels = np.repeat(labels, counts)
-    places = tuple(name for name, count in zip(raw.names, counts, strict=False) for _ in range(count))
+    origins = tuple(name for name, count in zip(raw.names, counts, strict=False) for _ in range(count))
     if len(result := np.unique(labels)) == 1:
         _log.warning(
             "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[result[0]]
         )
-    return Samples(inputs, labels, names, spec, groups, places)
+    return Samples(inputs, labels, names, spec, groups, origins)
 
 
 def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
@@ -139,15 +139,15 @@ def check(
     Raises:
         UnknownName: no such kind of source.
         ConfigError: unknown or impossible options.
-        DataError: nothing at that place, or nothing that this kind could read.
+        DataError: nothing at that location, or nothing that this kind could read.
         MissingCapability: a package that this kind needs is not installed.
     """
     resolved = _resolve(source, folder)
     kind, options = resolved.kind, resolved.options
-    if kind.needs_path and not Path(resolved.place).exists():
-        raise DataError(f"{source}: there is no {Path(resolved.place).absolute()}; check the path")
+    if kind.needs_path and not Path(resolved.location).exists():
+        raise DataError(f"{source}: there is no {Path(resolved.location).absolute()}; check the path")
     if kind.inspect is not None:
-        kind.inspect(resolved.place, options)
+        kind.inspect(resolved.location, options)
     if class_names is not None:
         raw = resolved.read()
         _match_names(raw, class_names, source)
@@ -179,7 +179,7 @@ def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
 
 
 def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
-    """Kind, place and options of a source string.
+    """Kind, location and options of a source string.
 
     Raises:
         ConfigError: not of the form kind:where?option=value.
@@ -220,7 +220,7 @@ def source_kind(name: str) -> DataSource:
 
 
 def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[str, str]]:
-    """Kind, place and options of a source; a place that is a path is absolute.
+    """Kind, location and options of a source; a location that is a path is absolute.
 
     Raises:
         UnknownName: no such kind of source.
@@ -243,8 +243,8 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
     if kind.domains is None:
         return {}
     given = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
-    place = str(Path(resolved.place).absolute()) if kind.needs_path else resolved.place
-    result = kind.domains(place, resolved.options)
+    location = str(Path(resolved.location).absolute()) if kind.needs_path else resolved.location
+    result = kind.domains(location, resolved.options)
     return {name: with_options(resolved.name, own, {**given, **changed}) for name, (own, changed) in result.items()}
 
 
@@ -259,7 +259,7 @@ def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     if kind.subjects is None or "subject" in given:
         return {}
     given = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **given}
-    people = kind.subjects(resolved.place, _options(kind.options, given, source))
+    people = kind.subjects(resolved.location, _options(kind.options, given, source))
     return {number: with_options(resolved.name, resolved.where, {**given, "subject": number}) for number in people}
 
 
@@ -271,7 +271,7 @@ class _Resolved:
     name: str
     kind: DataSource
     where: str
-    place: str
+    location: str
     given: dict[str, str]
 
     @property
@@ -279,9 +279,9 @@ class _Resolved:
         return _options(self.kind.options, self.given, self.source)
 
     def read(self) -> Raw:
-        raw = self.kind.read(self.place, self.options)
+        raw = self.kind.read(self.location, self.options)
         if not len(raw.items):
-            raise DataError(f"{self.source}: no samples; check the place and the options")
+            raise DataError(f"{self.source}: no samples; check the location and the options")
         return raw
 
 
@@ -390,7 +390,7 @@ def _for_all(raw: Raw, fill: Callable[[int], None], source: str, what: str) -> N
 def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
-    position = {name: place for place, name in enumerate(class_names)}
+    position = {name: index for index, name in enumerate(class_names)}
     held = [raw.class_names[label] for label in np.unique(raw.labels)]
     if extra := [name for name in held if name not in position]:
         missing = [name for name in class_names if name not in set(held)]

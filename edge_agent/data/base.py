@@ -61,12 +61,12 @@ class Raw:
 class DataSource:
     """A kind of data source: the ``SOURCE`` of a module in this folder, or what an entry point names.
 
-    All functions take the place, which is the text between ``:`` and ``?``, and validated options.
+    All functions take the location, which is the text between ``:`` and ``?``, and validated options.
 
     - ``read`` returns the raw samples.
-    - ``needs_path``: the place is a file or folder; relative ones are resolved, and it is checked before reading.
-    - ``inspect`` checks that the place holds such data and raises DataError; it reads no samples.
-    - ``domains``, of a set of several domains: domain -> the place and the options to change that select it alone.
+    - ``needs_path``: the location is a file or folder; relative ones are resolved, and it is checked before reading.
+    - ``inspect`` checks that the location holds such data and raises DataError; it reads no samples.
+    - ``domains``, of a set of several domains: domain -> the location and the options to change that select it alone.
     - ``subjects``, of a source with an option ``subject``: the numbers of all people in it.
     """
 

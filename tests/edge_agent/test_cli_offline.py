@@ -215,7 +215,7 @@ def test_doctor_ends_with_a_verdict(capsys, monkeypatch):
         url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
         assert answer(capsys, "doctor", "--broker", url)["verdict"].endswith(", and the broker answers")
     said = answer(capsys, "doctor", "--broker", url, code=75)["verdict"]
-    away = "not ready: the broker cannot be reached (tcp: nobody listens on that port (connection refused)); "
+    away = "not ready: the broker cannot be reached (tcp: no program listens on that port (connection refused)); "
     assert said.startswith(f"{away}the device itself can be an agent of tier '")
     monkeypatch.setattr("edge_agent.capabilities.packages", dict)
     said = answer(capsys, "doctor", code=5)["verdict"]

@@ -30,11 +30,16 @@ REPLACED = {
     "_Hand": "_Worker",
     "_bury": "_on_exit",
     "_hire": "_spawn",
+    "anew": "again",
     "cause_of_death": "exit_reason",
     "closely": "details",
     "died_of": "exit_reason",
+    "found": "result",
     "newcomers": "new_clients",
+    "place": "index, path or location",
+    "told": "metrics or received",
     "wish": "requested",
+    "words": "message",
 }
 """Replaced identifier -> its term."""
 

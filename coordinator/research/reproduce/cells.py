@@ -116,9 +116,9 @@ def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
 
 
 def slug(name: str) -> str:
-    """A name as part of a folder's: lower case, words joined."""
-    words = "".join(char if char.isalnum() or char == "." else " " for char in name.lower()).split()
-    return "-".join(words)
+    """A name as part of a folder's: lower case, parts joined."""
+    parts = "".join(char if char.isalnum() or char == "." else " " for char in name.lower()).split()
+    return "-".join(parts)
 
 
 def names() -> list[str]:
@@ -314,8 +314,8 @@ class Reproduction:
         for name, value in self.changes.items():
             options += [(name, str(one)) for one in (value if isinstance(value, tuple) else (value,))]
         options.append(("out", str(self.folder)))
-        words = ["headwater", "reproduce", self.name]
-        return shlex.join([*words, *(word for name, value in options for word in (f"--{name}", value))])
+        parts = ["headwater", "reproduce", self.name]
+        return shlex.join([*parts, *(word for name, value in options for word in (f"--{name}", value))])
 
     def _all_cells(self) -> list[Cell]:
         cells, mistakes = list[Cell](), Mistakes(self.table)

@@ -65,7 +65,7 @@ class Workers(Protocol[Handle, Placed]):
     def spawn(self, number: int) -> Worker[Handle]:
         """Start a worker; it is not waited for."""
 
-    def place(self, blob: Outgoing) -> Placed:
+    def put(self, blob: Outgoing) -> Placed:
         """Put a blob where workers can read it; it is freed with the last reference."""
 
     def submit(self, worker: Worker[Handle], work: Work, blobs: Sequence[Placed]) -> None:
@@ -161,7 +161,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
             works = (work, *self._given, *self._busy.values())
             needed = {blob.ref.digest for one in works for blob in one.blobs}
             self._placed = {digest: placed for digest, placed in self._placed.items() if digest in needed}
-        self._placed |= {blob.ref.digest: self._hosts.place(blob) for blob in new}
+        self._placed |= {blob.ref.digest: self._hosts.put(blob) for blob in new}
         return [self._placed[blob.ref.digest] for blob in work.blobs]
 
     def _advance(self) -> None:
@@ -257,7 +257,7 @@ class LocalWorkers:
         self._selector.register(child.pipe, selectors.EVENT_READ, worker)
         return worker
 
-    def place(self, blob: Outgoing) -> SharedBuffer:
+    def put(self, blob: Outgoing) -> SharedBuffer:
         """In shared memory."""
         return SharedBuffer.of(blob.data)
 

@@ -159,7 +159,7 @@ class RayWorkers:
         self._pending[actor.ready.remote()] = (worker, None)
         return worker
 
-    def place(self, blob: Outgoing) -> Any:
+    def put(self, blob: Outgoing) -> Any:
         """In Ray's store."""
         return self._ray.put(as_bytes([blob.data]))
 

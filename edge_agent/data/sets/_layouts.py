@@ -1,7 +1,7 @@
 """Image sets of several domains: one folder for each domain, in it one for each class; some with official lists.
 
 Lists name one image in each line, ``domain/class/file label``. The class is that of the folder: the number is not used,
-since it is wrong in places (PACS's list ``art_painting_crossval_kfold.txt``, which also names an image twice).
+since it is wrong in folders (PACS's list ``art_painting_crossval_kfold.txt``, which also names an image twice).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Origin:
     page: str
     licence: str
 
-    def missing(self, where: object, found: str = "") -> DataError:
-        """An error for a place without the set; ``found``: what is there or missing, in a few words."""
-        detail = f" ({found})" if found else ""
+    def missing(self, where: object, state: str = "") -> DataError:
+        """An error for a folder without the set; ``state``: what is there or missing, in a few words."""
+        detail = f" ({state})" if state else ""
         return DataError(
             f"{self.kind}: no {self.title} in '{where}'{detail}; expected {self.layout}; "
             f"get it from {self.page} (licence: {self.licence})"
         )
 
-    def damaged(self, path: Path, found: str, expected: str) -> DataError:
+    def damaged(self, path: Path, problem: str, expected: str) -> DataError:
         """An error for a file of the set that is not what it should be."""
         return DataError(
-            f"{self.kind}: '{path}' {found}, expected {expected}; it is damaged or was not fetched whole: "
+            f"{self.kind}: '{path}' {problem}, expected {expected}; it is damaged or was not fetched whole: "
             f"download it again from {self.page}"
         )
 
@@ -118,7 +118,7 @@ class Facts:
         return read(find(self, where, options.domain), options)
 
     def parts(self, where: str, options: DomainOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-        """For each domain the place and the option that select it alone."""
+        """For each domain the path and the option that select it alone."""
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
 
     def source(self, options: type[DomainOptions]) -> DataSource:
@@ -241,9 +241,9 @@ class Layout:
         if self.facts.lists is None:
             raise DataError(f"{origin.kind}: {origin.title} has no official split; give test_share for one by chance")
         name = self.facts.lists[split].format(domain=domain)
-        places = [self.root, self.folders[domain].parent]
-        places += [place / inner for place in list(places) for inner in self.facts.lists_inside]
-        result = next((place / name for place in places if (place / name).is_file()), None)
+        folders = [self.root, self.folders[domain].parent]
+        folders += [folder / inner for folder in list(folders) for inner in self.facts.lists_inside]
+        result = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if result is None:
             raise DataError(
                 f"{origin.kind}: no '{name}' in '{self.root}'; expected the official lists beside the domains or in "
@@ -271,7 +271,7 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
             raise UnknownName(f"{facts.origin.title} domain", name, facts.domains)
     chosen = [spelled[plain(name)] for name in wanted] or list(facts.domains)
     root = Path(where).expanduser()
-    result = (_domains_in(facts, place) for place in (root, *(root / inner for inner in facts.inside)))
+    result = (_domains_in(facts, folder) for folder in (root, *(root / inner for inner in facts.inside)))
     folders = next(filter(None, result), None)
     if folders is None:
         raise facts.origin.missing(where)
@@ -281,8 +281,8 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
 
 
-def _domains_in(facts: Facts, place: Path) -> dict[str, Path]:
-    held = {plain(folder.name): folder for folder in _folders_in(place)}
+def _domains_in(facts: Facts, root: Path) -> dict[str, Path]:
+    held = {plain(folder.name): folder for folder in _folders_in(root)}
     return {name: held[plain(name)] for name in facts.domains if plain(name) in held}
 
 
@@ -301,5 +301,5 @@ def _inner(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
-def _folders_in(place: Path) -> list[Path]:
-    return [path for path in visible(place) if path.is_dir()] if place.is_dir() else []
+def _folders_in(root: Path) -> list[Path]:
+    return [path for path in visible(root) if path.is_dir()] if root.is_dir() else []

@@ -37,7 +37,7 @@ class CinicOptions(PartOptions):
 def read(where: str, options: CinicOptions) -> Raw:
     """The pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
     root = Path(where).expanduser()
-    root = next((place for place in (root, root / "CINIC-10") if (place / "train").is_dir()), root)
+    root = next((path for path in (root, root / "CINIC-10") if (path / "train").is_dir()), root)
     parts = PARTS if options.split == "all" else (options.split,)
     paths = [path for part in parts for path in _pictures(root / part)]
     chosen = [paths[row] for row in random_part(len(paths), options.n, options.seed)]

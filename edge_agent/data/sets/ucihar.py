@@ -89,9 +89,9 @@ def subjects(where: str, options: UciHarOptions) -> tuple[int, ...]:
 
 def _root(where: str) -> Path:
     root = Path(where).expanduser()
-    for place in (root, root / "UCI HAR Dataset"):
-        if (place / "activity_labels.txt").is_file():
-            return place
+    for path in (root, root / "UCI HAR Dataset"):
+        if (path / "activity_labels.txt").is_file():
+            return path
     raise ORIGIN.missing(where, "there is no activity_labels.txt")
 
 

@@ -30,7 +30,7 @@ def test_who_does_not_want_to_wait_is_told_at_once_that_nobody_listens(open_tran
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = url_of(server)
     began = time.monotonic()
-    with pytest.raises(BrokerAway, match=rf"broker {url}: nobody listens on that port .*is it running"):
+    with pytest.raises(BrokerAway, match=rf"broker {url}: no program listens on that port .*is it running"):
         open_transport(BrokerConfig(url=url, wait=False)).start()
     assert time.monotonic() - began < mqtt.CONNECT_TIMEOUT_S / 2
     assert BrokerAway.exit_code == 75
@@ -50,7 +50,7 @@ def test_who_waits_is_told_of_each_attempt_and_why_it_failed(open_transport):
     transport.start()
     for _ in range(2):
         gone = wait_for(transport, Disconnected)
-        assert gone.reason == "nobody listens on that port (connection refused)"
+        assert gone.reason == "no program listens on that port (connection refused)"
         assert 0 < gone.retry_in_s <= 30
 
 
