@@ -11,7 +11,6 @@ from rich.table import Table
 
 from edge_agent.config import parse
 
-from ..broker import find_mosquitto
 from ..research.bench.measuring import RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
 from .options import Given, Json, from_model
 from .output import present, table
@@ -35,10 +34,8 @@ def round_(given: Given, folder: Folder = None, as_json: Json = False) -> None:
 
     plan, here = parse(RoundPlan, given, where="the options"), machine()
     payload_bytes = plan.payload_bytes
-    installed = ("mosquitto", "amqtt") if find_mosquitto() else ("amqtt",)
-    names = installed if plan.broker == "all" else (plan.broker,)
     with scratch(folder) as temporary:
-        measured = [bench.measure(plan, name, temporary / name) for name in names]
+        measured = [bench.measure(plan, name, temporary / name) for name in bench.brokers(plan.broker)]
     note = caveat(here, "All processes share these cores, this disk and its syncs, and talk over loopback: no network.")
     result = {
         "agents": plan.agents,

@@ -9,9 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import (
-    Any,
-)
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

@@ -56,7 +56,7 @@ def show(title, rows, **more):
         print(f"  {row.name:58} {row.value:10.4g} {row.unit:3} {budget or '':>6} {verdict}")
 
 
-@pytest.mark.parametrize("broker", list(rounds.brokers("all")))
+@pytest.mark.parametrize("broker", rounds.brokers("all"))
 @pytest.mark.parametrize("payload_bytes, count", [(500_000, 20), (45_000_000, 5)])
 def test_rounds_without_training(broker, payload_bytes, count, tmp_path):
     plan = RoundPlan(payload=str(payload_bytes), rounds=count)
@@ -69,7 +69,7 @@ def test_rounds_without_training(broker, payload_bytes, count, tmp_path):
 def test_rounds_with_training(tmp_path):
     plan = RoundPlan(rounds=5, workload="w1")
     bare_s = bare_seconds(4, tmp_path)
-    rows = rounds.measure(plan, next(rounds.brokers("all")), tmp_path / "run").rows()
+    rows = rounds.measure(plan, rounds.brokers("all")[0], tmp_path / "run").rows()
     rows += [
         Row("bare training on all cores", bare_s, "s"),
         Row("round over bare training", rows[0].value / bare_s, "x"),
@@ -79,9 +79,9 @@ def test_rounds_with_training(tmp_path):
 
 
 def test_transport_in_both_directions(tmp_path):
-    found = yardstick_transport.measure(4, 45_000_000, list(rounds.brokers("all")), tmp_path)
+    found = yardstick_transport.measure(4, 45_000_000, rounds.brokers("all"), tmp_path)
     print(f"\n{found}")
-    assert len(found["legs"]) == 2 * len(list(rounds.brokers("all")))
+    assert len(found["legs"]) == 2 * len(rounds.brokers("all"))
 
 
 @pytest.mark.parametrize("method", METHODS)

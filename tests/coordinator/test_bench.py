@@ -56,6 +56,20 @@ def test_an_unknown_choice_names_the_known_ones():
         command_tree(["bench"])(["bench", "round", "--broker", "nats"], standalone_mode=False)
 
 
+@pytest.mark.parametrize(
+    "requested, path, names",
+    [
+        ("all", None, ["amqtt"]),
+        ("all", "/usr/sbin/mosquitto", ["mosquitto", "amqtt"]),
+        ("mosquitto", None, ["mosquitto"]),  # starting it says how to install it
+        ("amqtt", "/usr/sbin/mosquitto", ["amqtt"]),
+    ],
+)
+def test_the_requested_broker_is_measured_or_all_that_are_installed(monkeypatch, requested, path, names):
+    monkeypatch.setattr(rounds, "find_mosquitto", lambda: path)
+    assert rounds.brokers(requested) == names
+
+
 def test_tail_of_values():
     """Nine of ten values of 1..10 do not exceed 9."""
     assert quantile([float(v) for v in (10, 1, 9, 2, 8, 3, 7, 4, 6, 5)], 0.9) == 9.0

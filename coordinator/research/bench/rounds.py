@@ -13,7 +13,7 @@ from typing import Any
 from edge_agent.errors import MeasuringFailed
 from edge_agent.task import ImageInput, Task
 
-from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker
+from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
 from ...runs.request import Request
 from ...state.journal import Journal
 from ...state.store import StateFolder, read_status
@@ -66,6 +66,12 @@ class Rounds:
     def as_json(self) -> dict[str, Any]:
         """One JSON object."""
         return {"broker": self.broker, "seconds": self.seconds, "figures": [row.as_json() for row in self.rows()]}
+
+
+def brokers(requested: str) -> list[str]:
+    """Names of the brokers to measure: the requested one, or for ``all`` those that are installed."""
+    installed = ["mosquitto", "amqtt"] if find_mosquitto() else ["amqtt"]
+    return installed if requested == "all" else [requested]
 
 
 def broker(name: str) -> SupervisedBroker:
