@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .. import __version__
@@ -143,7 +144,8 @@ class Agent:
         elif isinstance(event, Subscribed):
             if self.topics.down(self.config.id) in event.filters:
                 self._hello()
-            self.downloads.listening(event.filters)
+            self.disk.safely(partial(self.downloads.listening, event.filters))
+            self.disk.safely(self.jobs.go_on)  # everything may be on disk from before a restart
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._silence.broker_away(event.reason)

@@ -266,7 +266,7 @@ class Downloads:
     def listening(self, filters: Iterable[str]) -> None:
         """The broker has confirmed these filters: request their blobs."""
         ends = {f.rsplit("/", 1)[-1] for f in filters}
-        for download in self._under_way.values():
+        for download in list(self._under_way.values()):
             if download.ref.digest[:16] in ends:
                 download.is_listening = True
                 self._ask(download)
@@ -317,7 +317,10 @@ class Downloads:
     def _ask(self, download: _Download) -> None:
         incoming = download.receiving.incoming
         if incoming.chunks.complete:  # everything was on disk from before a restart
-            self._finish(download)
+            try:
+                self._finish(download)
+            except ChunkError as error:  # it is requested again
+                log.warning("chunk_refused reason=%s", error)
             return
         download.receiving.restart(self._clock())
         self._link.send(wire.Want(digest=download.ref.digest, ranges=incoming.chunks.missing()))

@@ -16,7 +16,7 @@ from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
 from edge_agent.wire.messages import Topics
 
 TOPICS = Topics("home")
@@ -184,6 +184,39 @@ def test_a_model_damaged_in_the_cache_is_fetched_again_and_not_a_fault(fed):
     assert fed.record.status == "finished"
     assert trained(fed) == [1]
     assert fed.entries("update_refused") == []
+
+
+def test_a_job_whose_model_had_arrived_before_a_restart_begins_at_once(fed):
+    fed.add("a0").downloads.frame = lambda _frame: None
+    fed.request(rounds=1)
+    fed.until(lambda: fed.agents["a0"].jobs.job)
+    agent = fed.agents["a0"]
+    (ref,) = agent.jobs.job.blobs
+    fed.kill("a0")
+    model = Outgoing.open(fed.state.blobs.path(ref.digest), ref.digest)
+    incoming = Incoming(ref, agent.cache.folder / "partial")
+    for index in range(model.count):
+        incoming.add(decode_frame(model.frame(index)))
+    incoming.close()
+    fed.add("a0")
+    assert fed.finish() < 5
+    assert trained(fed) == [1]
+
+
+def test_an_agent_whose_disk_fails_when_it_subscribes_goes_on(fed):
+    agent = fed.add("a0")
+    fed.settle()
+
+    def fails(_filters):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    agent.downloads.listening, listening = fails, agent.downloads.listening
+    agent.transport.subscribe("fl/1/home/b/0")
+    fed.settle()
+    assert agent.condition.name == "stalled"
+    agent.downloads.listening = listening
+    fed.wait(10)
+    assert agent.condition.name == "ok"
 
 
 def test_an_update_that_is_gone_from_the_disk_is_made_again(fed):

@@ -107,6 +107,21 @@ def test_a_restart_goes_on_where_it_was(bench, blob, tmp_path):
     assert again.downloads.has_all((blob.ref,))
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_blob_whose_chunks_had_all_arrived_before_a_restart_is_checked_at_once(bench, blob, tmp_path, is_damaged):
+    incoming = bench.cache.receive(blob.ref)
+    for index in range(6):
+        incoming.add(decode_frame(blob.frame(index)))
+    incoming.close()
+    if is_damaged:
+        incoming.path.write_bytes(bytes(blob.ref.size_bytes))
+    again = Bench(tmp_path / "cache")
+    again.begin(blob)
+    assert again.downloads.has_all((blob.ref,)) != is_damaged
+    want = Want(digest=blob.ref.digest, ranges=((0, 6),))
+    assert again.heard() == [want if is_damaged else Have(digest=blob.ref.digest)]
+
+
 def test_a_wrong_whole_is_thrown_away_and_asked_for_again(bench, blob):
     bench.begin(blob)
     bench.heard()
