@@ -46,6 +46,8 @@ def computed(
     while not outcome:
         yield waiting
     result, error = outcome[0]
+    if error is not None and not isinstance(error, Exception):  # a job that exits must not end the coordinator
+        raise RuntimeError(f"{name} has exited: {error!r}") from error
     if error is not None:
         raise error
     return result

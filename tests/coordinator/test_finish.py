@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,11 @@ from federation_harness import Federation, Killed
 
 from coordinator.cli.run import agents_table, footnotes
 from coordinator.runs import release
+from coordinator.runs.context import Waiting, computed
 from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.wire import messages as wire
 from edge_agent.wire.tensors import encode
+from edge_agent.worker import ThreadWorker
 
 EXPORT = {"export": {"after_run": True}}
 
@@ -221,6 +225,19 @@ def test_an_export_that_breaks_is_a_rejected_export_too(tmp_path, monkeypatch):
         fed.finish()
         assert fed.record.status == "finished"
         assert "no such operator" in summary(fed)["bundle_why_not"]
+
+
+def test_an_export_that_exits_is_an_error_of_the_export_alone():
+    """An exit that is raised in the worker must not end the coordinator."""
+    collected = threading.Event()
+    worker = ThreadWorker(collected.set)
+    steps = computed(worker, "export", lambda: sys.exit(3), Waiting("the export"))
+    next(steps)
+    assert collected.wait(20)
+    worker.collect()
+    with pytest.raises(RuntimeError, match=r"export has exited: SystemExit\(3\)"):
+        next(steps)
+    worker.close()
 
 
 def test_a_method_that_shares_no_encoder_releases_nothing_and_says_why(tmp_path, exports):
