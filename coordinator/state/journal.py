@@ -148,8 +148,11 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         if number != record.round + 1:
             raise _contradiction(entry, f"opens round {number}, round {record.round} was closed last")
         cohort = tuple(body.get("cohort", ()))
-        first = OpenRound(number, int(body.get("attempt", 1)), cohort, body)
-        return replace(record, status="running", open_round=first if opened is None else opened.next_attempt(cohort, body))
+        if opened is None:
+            opened = OpenRound(number, int(body.get("attempt", 1)), cohort, body)
+        else:
+            opened = opened.next_attempt(cohort, body)
+        return replace(record, status="running", open_round=opened)
     if entry.kind == "round_closed":
         if opened is None or opened.round != number or entry.digest is None:
             raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")

@@ -11,20 +11,18 @@ Layout of a state folder::
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
+from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
+
 from .journal import Journal
-
-
 
 _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
@@ -96,6 +94,7 @@ class BlobStore:
         """Remove temporary files of interrupted writes; only for the process that holds the folder's lock."""
         for folder in (self.folder, *(self.folder / "partial").glob("*")):
             sweep(folder)
+
 
 class RunFolder:
     """Results of one run, for reports: they are derived from the journal and may be written twice."""
@@ -169,6 +168,7 @@ class RunFolder:
     def touched_ns(self) -> int:
         """When anything in the folder was last written, in nanoseconds since 1970."""
         return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
+
 
 def read_status(state: Path) -> dict[str, Any]:
     """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""

@@ -134,6 +134,14 @@ def test_every_exception_of_the_linter_has_a_reason(root):
     assert [line for line in rules if not re.search(r"#\s+\S+ \S+", line)] == []
 
 
+def test_the_linter_reads_every_folder_of_the_packages(root, sources):
+    """``extend-exclude`` names folders at any depth: that of a state folder once hid the package ``state``."""
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    (excluded,) = re.findall(r"^extend-exclude = \[(.*)\]$", text, re.MULTILINE)
+    names = set(re.findall(r'"([^"]+)"', excluded))
+    assert {part for source in sources for part in source.path.relative_to(root).parts} & names == set()
+
+
 def test_silenced_lint_names_its_rule_and_says_why(sources):
     """``# noqa: X - why`` or, where the line has no room, a comment on the line above."""
     wrong = []
