@@ -41,17 +41,29 @@ class _Instructions(dict[int, Any]):
         raise ValueError(f"instruction {code:#04x} is not used in these files")
 
 
+class _Named(dict[Any, Any]):
+    """A dictionary of named values; the hash of another key, such as a deeply nested tuple, could end this process."""
+
+    __slots__ = ()
+
+    def __setitem__(self, name: object, value: object) -> None:
+        if not isinstance(name, bytes | str):
+            raise TypeError("it has entries that are not named values")
+        super().__setitem__(name, value)
+
+
 class _Reader(_PYTHON_READER):  # type: ignore[name-defined,misc,valid-type,unused-ignore]
     """Python's reader, restricted to those instructions and to names that stand for parts of an array of bytes."""
 
     dispatch = _Instructions({code: _PYTHON_READER.dispatch[code] for code in _USED})
+    dispatch[ord("}")] = lambda reader: reader.append(_Named())
 
     def find_class(self, module: str, name: str) -> object:
         """The part of an array that is named; nothing is imported."""
         named = f"{module}.{name}"
         parts = {"numpy.core.multiarray._reconstruct": _Array, "numpy.ndarray": "ndarray", "numpy.dtype": _Bytes}
         if named not in parts:
-            raise ValueError(f"it names '{named}'")
+            raise ValueError(f"it names {named[:80]!r}")
         return parts[named]
 
 
@@ -96,8 +108,8 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
         if content[:2] != b"\x80\x02":
             raise ValueError("it does not begin as protocol 2")
         result = _Reader(file, encoding="bytes").load()
-        if not isinstance(result, dict) or not all(isinstance(name, bytes) for name in result):
-            raise ValueError("it is not one dictionary of named values")
+        if not isinstance(result, _Named):
+            raise TypeError("it is not one dictionary of named values")
         if file.read(1):
             raise ValueError("it goes on after the dictionary")
     except (*_PYTHON_ERRORS, pickle.UnpicklingError, struct.error) as error:

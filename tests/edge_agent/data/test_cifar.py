@@ -247,6 +247,25 @@ def test_programs_of_another_form_are_refused(content, words):
         parse(content, "x")
 
 
+def test_a_name_that_is_a_deeply_nested_tuple_is_refused_and_not_hashed():
+    """The hash of a tuple looks at all levels without a limit: a deep one would end the process."""
+    nested = b")" + b"\x85" * 200_000
+    for content in (b"\x80\x02}" + nested + b"K\x01s.", b"\x80\x02}(" + nested + b"K\x01u."):
+        with pytest.raises(DataError, match="entries that are not named values"):
+            parse(content, "x")
+
+
+def test_a_name_may_be_of_either_kind_of_text():
+    assert parse(b"\x80\x02}(U\x01aK\x01X\x01\x00\x00\x00bK\x02u.", "x") == {"a": 1, "b": 2}
+
+
+def test_a_hostile_name_is_shown_in_part_and_printable():
+    with pytest.raises(DataError) as caught:
+        parse(b"\x80\x02cos\n\x1b[31m" + b"n" * 100_000 + b"\n.", "x")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(
     "old, new, words",
     [
