@@ -37,7 +37,7 @@ class PerceptronHead(NormedHead):
         params, arrays = self.params, dict[str, np.ndarray]()
         for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
             arrays[f"weight{number}"], arrays[f"bias{number}"] = layers.uniform(size, outputs, rng)
-        chain = perceptron(arrays, params.batch_size)
+        chain = perceptron(arrays, min(len(inputs), params.batch_size))
         sgd = layers.Sgd(chain.pairs(), params)
 
         def step(rows: np.ndarray) -> None:

@@ -55,6 +55,15 @@ def test_the_same_generator_gives_the_same_head(hidden):
     assert (fitted[0] != fitted[2]).any()
 
 
+def test_a_batch_that_is_larger_than_the_data_takes_no_more_memory_than_the_data():
+    fitted = []
+    for batch_size in (90, 10**15):
+        head = heads.create("mlp", {"batch_size": batch_size, "hidden": 4})
+        head.fit(data(), np.random.default_rng(0))
+        fitted.append(head.arrays["weight0"])
+    assert (fitted[0] == fitted[1]).all()
+
+
 def test_one_linear_layer_is_the_default_and_learns():
     head = heads.create("mlp")
     head.fit(data(), np.random.default_rng(0))
