@@ -45,8 +45,8 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
         _syncs.reset(token)
         if folder is not None and _syncs.get():
             for path in [folder, *folder.rglob("*")]:
-                if path.is_dir() or (path.is_file() and not path.is_symlink()):
-                    with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(PermissionError, FileNotFoundError):
+                    if path.is_dir() or (path.is_file() and not path.is_symlink()):
                         _sync_path(path)
 
 

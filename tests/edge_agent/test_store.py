@@ -257,3 +257,18 @@ def test_without_syncs_nothing_waits_for_the_disk_until_the_end(tmp_path, monkey
     assert len(waited) == 4  # two folders and two files
     storage.write_atomic(tmp_path / "a", b"two")
     assert len(waited) == 6  # the file and its folder
+
+
+def test_a_file_that_may_not_be_looked_at_does_not_end_what_waits_for_the_disk(tmp_path, monkeypatch):
+    """A folder of another user may be listed and not be entered."""
+    closed, is_dir = tmp_path / "closed", Path.is_dir
+    closed.write_bytes(b"")
+
+    def look(path, *given, **named):
+        if path == closed:
+            raise PermissionError(13, "Permission denied")
+        return is_dir(path, *given, **named)
+
+    with storage.without_syncs(tmp_path):
+        (tmp_path / "a").write_bytes(b"one")
+        monkeypatch.setattr(Path, "is_dir", look)

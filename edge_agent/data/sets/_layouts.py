@@ -1,7 +1,7 @@
 """Image sets of several domains: one folder for each domain, in it one for each class; some with official lists.
 
 Lists name one image in each line, ``domain/class/file label``. The class is that of the folder: the number is not used,
-since it is wrong in folders (PACS's list ``art_painting_crossval_kfold.txt``, which also names an image twice).
+since it is wrong for some images (PACS's list ``art_painting_crossval_kfold.txt``, which also names an image twice).
 """
 
 from __future__ import annotations
