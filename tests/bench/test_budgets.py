@@ -6,7 +6,6 @@ Slow, and a busy machine misses budgets through no fault of the code, so what fa
 from __future__ import annotations
 
 import pytest
-import update_path
 import yardstick_memory
 import yardstick_precision
 import yardstick_scikit_learn
@@ -114,7 +113,3 @@ def test_a_device_without_torch(tmp_path):
     show("device", found)
     names = {row.name for row in found}
     assert {name for name in BUDGETS if name.startswith(("idle", "CPU", "ResNet18 ", "LR", "SVM", "DualFed"))} <= names
-
-
-def test_an_update_passes_few_files():
-    assert len(update_path.way_of_an_update()) <= update_path.MOST_FILES
