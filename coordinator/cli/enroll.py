@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import stat
@@ -68,7 +69,10 @@ def enroll(
     was_there = set_password(users, agent, password, account=account)
     write_atomic(path, f"{password}\n".encode(), access=access_of(path) if path.exists() else Access.private())
     has_changed = acl is not None and add_rules(acl, federation, account=account)
-    owner, mode = users.owner(), f"{stat.S_IMODE(users.stat().st_mode):o}"
+    status = users.stat()
+    owner, mode = str(status.st_uid), f"{stat.S_IMODE(status.st_mode):o}"
+    with contextlib.suppress(KeyError):  # an account without a name, as in many containers
+        owner = users.owner()
     result = {
         "agent": agent,
         "users": str(users),

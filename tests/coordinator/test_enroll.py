@@ -213,6 +213,16 @@ def test_account_that_is_not_there_is_named_and_nothing_is_written(tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
+def test_owner_without_a_name_is_shown_by_its_number(tmp_path, monkeypatch, capsys):
+    def nameless(path):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(Path, "owner", nameless)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        headwater(["enroll", "porch", "--users", str(tmp_path / "users"), "--out", str(tmp_path / "out"), "--json"])
+    assert json.loads(capsys.readouterr().out)["owner"] == str((tmp_path / "users").stat().st_uid)
+
+
 def test_rules_of_federations_that_are_added_at_once_are_all_there(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
