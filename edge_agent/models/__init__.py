@@ -98,7 +98,7 @@ def check(task: Task) -> Encoder:
     sides = task.input_shape[1:]
     if task.input.kind not in encoder.accepts:
         mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(encoder.accepts)}"
-        suited = [name for name in names() if task.input.kind in get(name).accepts]
+        suited = [name for name in names() if task.input.kind in _kinds_of(name)]
         mistakes = [f"{mistake}; encoders for {task.input.kind}s: {', '.join(suited)}"]
     elif min(sides) < encoder.smallest:
         size = " x ".join(map(str, sides))
@@ -111,3 +111,11 @@ def check(task: Task) -> Encoder:
     if mistakes:
         raise ConfigError(f"encoder '{task.encoder}'", mistakes)
     return encoder
+
+
+def _kinds_of(name: str) -> tuple[str, ...]:
+    """Kinds of inputs that an encoder can take; none where that of another package cannot be used."""
+    try:
+        return get(name).accepts
+    except (UsageError, ImportError):
+        return ()

@@ -80,6 +80,12 @@ def test_an_encoder_in_a_file_of_its_own_needs_no_listing(monkeypatch):
     assert models.get("bare") is module.bare
 
 
+def test_what_is_no_encoder_does_not_hide_which_encoders_suit_the_inputs(monkeypatch):
+    monkeypatch.setattr(models.registry, "_extra", {"bare": nn.Identity})
+    with pytest.raises(ConfigError, match=r"(?s)encoder 'small_cnn'.*encoders for windows: cnn1d, linear$"):
+        models.check(task("small_cnn", WindowInput(channels=1, length=8)))
+
+
 def test_what_is_no_encoder_is_refused(monkeypatch):
     monkeypatch.setattr(models.registry, "_extra", {"bare": nn.Identity})
     with pytest.raises(UsageError, match=r"encoder 'bare' .*: expected an edge_agent.models.Encoder"):
