@@ -84,10 +84,11 @@ class OwnDataHooks(RunHooks):
         entries = run.context.state.journal.entries(run.id, ("warm_started", "round_closed"))
         closed = max((entry.round or 0 for entry in entries), default=0)
         if closed:
+            queued = {evaluation.number for evaluation in self._of(run.id)}  # the run was stalled
             for number, path in _pending_states(run.context.state.run(run.id).folder):
                 if self._is_due(run, number):
                     self._evaluate(run, number, path)
-                else:
+                elif number not in queued:
                     _remove(path)
             self.after_round(run, closed)
         elif run.request.warm_start is not None and not entries:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 import torch
@@ -238,6 +240,21 @@ def test_where_rounds_are_faster_the_newest_waits_and_nothing_piles_up(tmp_path,
             slow.work()
         fed.finish()
         assert sorted(fed.told()) == [1, 5, 6]
+
+
+def test_a_run_that_was_stalled_keeps_the_states_that_are_being_evaluated(tmp_path, own):
+    slow = Slow()
+    with Watched(tmp_path, ProxyConfig(data=own, device="cpu"), slow) as fed:
+        fed.request("fedavg", rounds=3, params=SMALL)
+        fed.close_rounds(2)
+        assert fed.waiting() == [1, 2]
+        fed.coordinator.runs.stall(fed.run, OSError(errno.ENOSPC, "No space left on device"))
+        fed.close_rounds(3)
+        assert fed.waiting() == [1, 3]
+        while slow.waiting:
+            slow.work()
+        fed.finish()
+        assert sorted(fed.told()) == [1, 3]
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
