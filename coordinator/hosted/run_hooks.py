@@ -236,13 +236,17 @@ def _note_failure(run: Run, number: int, why: str) -> None:
     log.warning("proxy_failed run=%s round=%d reason=%s", run.id, number, why)
     with _only_logged(run.id, number):
         state = run.context.state
-        recorded = [str(e.body.get("reason")) for e in state.journal.entries(run.id, ("proxy_failed",))]
-        # Reasons are compared without numbers: those of rounds and processes differ each time.
-        *known, new = (re.sub(r"\d+", "#", reason) for reason in (*recorded, why))
-        if new in known or len(known) >= MOST_REASONS:
+        recorded = state.journal.entries(run.id, ("proxy_failed",))
+        known = {_without_numbers(str(entry.body.get("reason"))) for entry in recorded}
+        if _without_numbers(why) in known or len(known) >= MOST_REASONS:
             return
         state.journal.append("proxy_failed", run=run.id, round=number, body={"reason": why})
         state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
+
+
+def _without_numbers(reason: str) -> str:
+    """A reason for comparison: the numbers of rounds and processes differ each time."""
+    return re.sub(r"\d+", "#", reason)
 
 
 def _request(run: Run) -> dict[str, Any]:

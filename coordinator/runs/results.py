@@ -40,7 +40,8 @@ class Stats:
         What a process did in a round before it was killed does not count, nor does the time until the next process.
         """
         stats = cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
-        for entry in [] if run is None else context.state.journal.entries(run, ("round_closed",)):
+        closed = [] if run is None else context.state.journal.entries(run, ("round_closed",))
+        for entry in closed:
             stats.started_at -= entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)
             for agent, (up, down) in entry.body.get("traffic", {}).items():
                 stats.bytes_up[agent] = stats.bytes_up.get(agent, 0) - up
@@ -62,7 +63,8 @@ class Stats:
         Beside them ``traffic``: the bytes of each agent.
         """
         agents = sorted({*context.collector.bytes_from, *context.distributor.bytes_to})
-        traffic = {agent: [up, down] for agent in agents for up, down in [self.traffic(context, agent)] if up or down}
+        moved = {agent: list(self.traffic(context, agent)) for agent in agents}
+        traffic = {agent: both for agent, both in moved.items() if any(both)}
         return {
             "seconds": round(self.seconds(context), 4),
             "waiting_s": round(self.waiting_s, 4),

@@ -113,7 +113,8 @@ class RunLoop:
             yield from self._round(number, resumed)
             self.hooks.after_round(self.run, number)
             if export.every and not number % export.every and number != self.run.request.rounds:
-                yield from release_during_run((yield from self._with_pooled_norm(number)), number)
+                pooled = yield from self._with_pooled_norm(number)
+                yield from release_during_run(pooled, number)
             last = number
         yield from self._ask_for_reports()
         yield from self.hooks.after_run(self.run)
