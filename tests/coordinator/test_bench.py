@@ -128,6 +128,12 @@ def test_waiting_ends_with_an_error_that_says_for_what(tmp_path):
         measuring.wait_for(lambda: False, [], what="the moon", limit_s=0.0, every_s=0.001)
 
 
+def test_rounds_of_processes_are_measured(tmp_path):
+    found = rounds.measure(measuring.RoundPlan(agents=1, payload="5000", rounds=2), "amqtt", tmp_path)
+    assert len(found.seconds) == 1
+    assert found.seconds[0] > 0
+
+
 def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
     """Opened at 0; closed at 0.5, 0.7 and 1.5 s: rounds of 0.5, 0.2 and 0.8 s, whatever is journalled between."""
     times = iter([0.0, 0.0, 0.1, 0.5, 0.5, 0.7, 0.7, 1.5])

@@ -429,9 +429,8 @@ class RunTarget(StoredRun):
         """
         folder = StateFolder(state)
         with folder.look():
-            names = [run] if run else [*reversed(folder.journal.runs())]
-            records = [folder.journal.replay(name) for name in names]
-        record = next((record for record in records if record.round), None)
+            names = [run] if run else reversed(folder.journal.runs())
+            record = next((one for one in map(folder.journal.replay, names) if one.round), None)
         if record is None and run:
             raise UsageError(f"{run} has no closed round yet; there is nothing to analyze before the first one")
         if record is None:

@@ -61,6 +61,11 @@ class NoopMethod(Method):
     shared = ("encoder",)
     heads = ()
 
+    @property
+    def name(self) -> str:
+        """The name under which it is registered; the module of its class may be ``__main__``."""
+        return NOOP
+
     def build(self, task: Task) -> Parts:  # noqa: ARG002 - the same for every task
         """So many arrays of equal size."""
         import torch
