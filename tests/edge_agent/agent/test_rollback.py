@@ -97,7 +97,7 @@ def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, caps
     assert runs(fed) == bundles.current(state / "bundles").id == old
     assert load_head(state / "head", bundles.current(state / "bundles")).head.name == "prototype"
     (note,) = next(agent["notes"] for agent in fed.coordinator.status()["agents"] if agent["id"] == "porch")
-    assert f"rolled this device back by hand from bundle {new[:12]} (release 2)" in note
+    assert f"this device was rolled back by hand from bundle {new[:12]} (release 2)" in note
     fed.kill_coordinator()
     fed.start_coordinator()
     fed.wait(60)

@@ -104,7 +104,7 @@ def test_features_that_never_change_do_no_harm(name):
 def test_saved_and_read_again_it_answers_the_same(name, tmp_path):
     features, labels = blobs([10, 10, 0, 10])
     head = fitted(name, features, labels)
-    saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=NAMES, metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "ab" * 32, "fp32", NAMES, {}))
     found = saved.load(tmp_path).head
     assert (found.predict_proba(features) == head.predict_proba(features)).all()
 

@@ -260,7 +260,7 @@ def test_predicting_changes_nothing():
 
 def test_from_disk_it_predicts_the_same_bits(tmp_path):
     head = fitted(clouds(shared=True))
-    saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "ab" * 32, "fp32", ("a", "b", "c"), {}))
     found = saved.load(tmp_path).head
     assert (found.predict_proba(clouds().features) == head.predict_proba(clouds().features)).all()
 
@@ -269,7 +269,7 @@ def test_from_disk_it_predicts_the_same_bits(tmp_path):
 def test_a_saved_head_that_lacks_an_array_is_refused(tmp_path, lacking):
     head = fitted(clouds())
     del head.arrays[lacking]
-    saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "ab" * 32, "fp32", ("a", "b", "c"), {}))
     with pytest.raises(StateError, match="do not fit head 'dualfed'"):
         saved.load(tmp_path)
 

@@ -228,7 +228,7 @@ def test_the_generator_alone_decides():
 @pytest.mark.parametrize("selector", ["learned", "fisher"])
 def test_from_disk_it_predicts_the_same_bits(tmp_path, selector):
     head = fitted(data(shared=True), selector=selector)
-    saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "ab" * 32, "fp32", ("a", "b", "c"), {}))
     found = saved.load(tmp_path).head
     assert (found.predict_proba(data().features) == head.predict_proba(data().features)).all()
 
@@ -247,7 +247,7 @@ def test_a_saved_head_of_other_arrays_is_refused(tmp_path, change):
             del head.arrays[name]
         else:
             head.arrays[name] = array
-    saved.save(tmp_path, head, fingerprint="ab" * 32, precision="fp32", class_names=("a", "b", "c"), metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "ab" * 32, "fp32", ("a", "b", "c"), {}))
     with pytest.raises(StateError, match="do not fit head 'fedpick'"):
         saved.load(tmp_path)
 

@@ -181,7 +181,7 @@ def test_the_same_generator_picks_the_same_lambda():
 def test_a_saved_head_answers_the_same(tmp_path):
     features, labels = cloud()
     head = fitted(features, labels, 3, linear())
-    saved.save(tmp_path, head, fingerprint="0" * 64, precision="fp32", class_names=("a", "b", "c"), metrics={})
+    saved.save(tmp_path, saved.SavedHead(head, "0" * 64, "fp32", ("a", "b", "c"), {}))
     again = saved.load(tmp_path).head
     np.testing.assert_array_equal(again.predict_proba(features), head.predict_proba(features))
 
