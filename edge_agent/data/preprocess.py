@@ -1,6 +1,6 @@
 """An input spec, executed: the same arithmetic on a device as in training, with Pillow and without it.
 
-Pillow resizes where it is installed; the numpy twin stays within one grey level of it.
+Pillow resizes where it is installed; the numpy twin gives the same bits for 8-bit images.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from ..task import ImageInput, WindowInput
 
 _ROWS = 256
 """Image rows that are resized at once without Pillow: bounds the memory for large photos."""
+
+_PILLOW_UNIT = 2.0**22
+"""Pillow's weights are multiples of 1 / this."""
 
 
 def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
@@ -74,23 +77,30 @@ def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> n
         from PIL import Image
 
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-        resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        across = image.resize((width, image.height), Image.Resampling.BILINEAR)  # one call would let the release of
+        resized = np.asarray(across.resize((width, height), Image.Resampling.BILINEAR))  # Pillow choose the order
         return resized.reshape(height, width, pixels.shape[2])
     return resize_numpy(pixels, height, width, antialias=antialias)
 
 
 def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
-    """As `resize`, without Pillow: horizontal pass first, and 8 bits between the passes where the image has 8 bits."""
+    """As `resize`, without Pillow: horizontal pass first, and 8 bits between the passes where the image has 8 bits.
+
+    Antialiased 8-bit images get Pillow's bits: its weights have 22 bits, and their sums are exact in float64.
+    """
     across, down = (_weights(*sides, antialias) for sides in ((pixels.shape[1], width), (pixels.shape[0], height)))
     rounded = pixels.dtype == np.uint8
+    kind: type[np.floating[Any]] = np.float32
+    if rounded and antialias:
+        kind = np.float64
+        across, down = (np.floor(weights * _PILLOW_UNIT + 0.5) / _PILLOW_UNIT for weights in (across, down))
+    across, down = across.astype(kind), down.astype(kind)
     blocks = [
-        _round(
-            np.einsum("ow,hwc->hoc", across, pixels[begin : begin + _ROWS].astype(np.float32), optimize=True), rounded
-        )
+        _round(np.einsum("ow,hwc->hoc", across, pixels[begin : begin + _ROWS].astype(kind), optimize=True), rounded)
         for begin in range(0, len(pixels), _ROWS)
     ]
     between = np.concatenate(blocks)
-    return _round(np.einsum("oh,hwc->owc", down, between.astype(np.float32), optimize=True), rounded)
+    return _round(np.einsum("oh,hwc->owc", down, between.astype(kind), optimize=True), rounded)
 
 
 @functools.cache
@@ -101,13 +111,13 @@ def has_pillow() -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _weights(size: int, target: int, antialias: bool) -> np.ndarray:
-    """Rows (target, size) float32: how much each old pixel counts in a new one. A triangle, widened when shrinking."""
+    """Rows (target, size) float64: how much each old pixel counts in a new one. A triangle, widened when shrinking."""
     scale = size / target
     reach = max(scale, 1.0) if antialias else 1.0
     centers = (np.arange(target)[:, None] + 0.5) * scale
     distances = np.abs(np.arange(size)[None, :] + 0.5 - centers) / reach
     weights = np.maximum(1.0 - distances, 0.0)
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
 def _round(values: np.ndarray, to_bytes: bool) -> np.ndarray:

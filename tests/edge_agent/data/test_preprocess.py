@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -11,25 +11,30 @@ from edge_agent.errors import DataError
 from edge_agent.task import ImageInput, WindowInput
 
 
+@example((40, 59), (37, 37), 3, 238)  # two grey levels apart if the vertical pass comes first
 @given(
     st.tuples(st.integers(1, 70), st.integers(1, 70)),
     st.tuples(st.integers(4, 40), st.integers(4, 40)),
     st.sampled_from([1, 3]),
     st.integers(0, 10_000),
 )
-def test_resizing_without_pillow_stays_within_one_grey_level_of_it(size, target, channels, seed):
+def test_resizing_without_pillow_gives_its_bits(size, target, channels, seed):
     pixels = np.random.default_rng(seed).integers(0, 256, (*size, channels), dtype=np.uint8)
     image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
-    expected = np.asarray(image.resize(target[::-1], Image.Resampling.BILINEAR)).reshape(*target, channels)
+    across = image.resize((target[1], size[0]), Image.Resampling.BILINEAR)
+    expected = np.asarray(across.resize(target[::-1], Image.Resampling.BILINEAR)).reshape(*target, channels)
     found = preprocess.resize_numpy(pixels, *target, antialias=True)
     assert found.dtype == np.uint8
-    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+    assert (found == expected).all()
+    assert (preprocess.resize(pixels, *target, antialias=True) == expected).all()
+    at_once = np.asarray(image.resize(target[::-1], Image.Resampling.BILINEAR)).reshape(*target, channels)
+    assert np.abs(found.astype(int) - at_once.astype(int)).max() <= 2  # whichever order this Pillow takes
 
 
 def test_resizing_a_large_photo_in_row_blocks_is_the_same_as_pillow():
     pixels = np.random.default_rng(0).integers(0, 256, (700, 500, 3), dtype=np.uint8)
     expected = np.asarray(Image.fromarray(pixels).resize((32, 48), Image.Resampling.BILINEAR))
-    assert np.abs(preprocess.resize_numpy(pixels, 48, 32, antialias=True).astype(int) - expected).max() <= 1
+    assert (preprocess.resize_numpy(pixels, 48, 32, antialias=True) == expected).all()
 
 
 def test_without_antialias_the_result_is_torchs_plain_bilinear():
