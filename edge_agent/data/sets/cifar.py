@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-import struct
-from collections.abc import Mapping
+import pickletools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -26,79 +25,31 @@ from ...task import ImageInput
 from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 
-_PYTHON_ERRORS = (AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-"""What Python's reader raises on damaged bytes, besides its own error."""
+_ARRAY_PARTS = ("numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype")
+"""What a batch may name; nothing is imported for it."""
 
 
-_PYTHON_READER = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001 - the one written in Python, whose instructions can be restricted
-_USED = b"\x80}])N\x88\x89KMJ\x8aUTXhjct\x85\x86\x87R(qraesub."
-
-
-class _Instructions(dict[int, Any]):
-    """The instructions that these files have, as Python's own reader carries them out."""
-
-    def __missing__(self, code: int) -> NoReturn:
-        raise ValueError(f"instruction {code:#04x} is not used in these files")
-
-
-class _Named(dict[Any, Any]):
-    """A dictionary of named values; the hash of another key, such as a deeply nested tuple, could end this process."""
+class _Name(str):
+    """The name of a part of numpy."""
 
     __slots__ = ()
 
-    def __setitem__(self, name: object, value: object) -> None:
-        if not isinstance(name, bytes | str):
-            raise TypeError("it has entries that are not named values")
-        super().__setitem__(name, value)
-
-
-class _Reader(_PYTHON_READER):  # type: ignore[name-defined,misc,valid-type,unused-ignore]
-    """Python's reader, restricted to those instructions and to names that stand for parts of an array of bytes."""
-
-    dispatch = _Instructions({code: _PYTHON_READER.dispatch[code] for code in _USED})
-    dispatch[ord("}")] = lambda reader: reader.append(_Named())
-
-    def find_class(self, module: str, name: str) -> object:
-        """The part of an array that is named; nothing is imported."""
-        named = f"{module}.{name}"
-        parts = {"numpy.core.multiarray._reconstruct": _Array, "numpy.ndarray": "ndarray", "numpy.dtype": _Bytes}
-        if named not in parts:
-            raise ValueError(f"it names {named[:80]!r}")
-        return parts[named]
-
 
 class _Array:
-    """Stands for an array: announced by one instruction, filled in by a later one."""
+    """An array: announced by one instruction, filled in by a later one."""
 
-    def __init__(self, *given: object) -> None:
-        if given != ("ndarray", (0,), b"b"):
-            raise ValueError("it makes something that is no array of bytes")
-        self.values: np.ndarray | None = None
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        version, shape, kind, by_column, data = state
-        sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
-        if version != 1 or not isinstance(kind, _Bytes) or not isinstance(data, bytes) or not sides:
-            raise ValueError("an array is not made of bytes")
-        if math.prod(shape) != len(data):
-            raise ValueError(f"an array of {shape} has {len(data)} bytes")
-        self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_column else "C")
+    values: np.ndarray | None = None
 
 
 class _Bytes:
-    """Stands for an array's type, which is 'u1' in all of them."""
-
-    def __init__(self, *given: object) -> None:
-        if given != (b"u1", 0, 1):
-            raise ValueError("it makes something that is no array of bytes")
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if state[:2] != (3, b"|"):
-            raise ValueError("it sets the state of something that is no array of bytes")
+    """The type of an array's elements, which is 'u1' in all of these files."""
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
     """The dictionary in a batch: text, integers, lists of them, and arrays uint8.
+
+    A pickle is a program for a machine with a stack. Those instructions that the files of CIFAR have are carried out
+    by `_Machine`; none of them imports or calls anything.
 
     Raises:
         DataError: any instruction or name that those files do not have, or bytes that end early or go on.
@@ -107,29 +58,121 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
     try:
         if content[:2] != b"\x80\x02":
             raise ValueError("it does not begin as protocol 2")
-        result = _Reader(file, encoding="bytes").load()
-        if not isinstance(result, _Named):
+        machine = _Machine()
+        for instruction, value, _ in pickletools.genops(file):
+            machine.step(instruction.name, value)
+        if len(machine.stack) != 1 or not isinstance(result := machine.stack[0], dict):
             raise TypeError("it is not one dictionary of named values")
         if file.read(1):
             raise ValueError("it goes on after the dictionary")
-    except (*_PYTHON_ERRORS, pickle.UnpicklingError, struct.error) as error:
-        reason = str(error) or "it ends early"
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(
-            f"{where} is not a Python batch of CIFAR: {reason} at byte {file.tell()}; nothing of it was executed. "
-            "Download it again, or the binary version of the set"
+            f"{where} is not a Python batch of CIFAR: {str(error)[:120]} at byte {file.tell()}; nothing of it was "
+            "executed. Download it again, or the binary version of the set"
         ) from error
-    return {_text(name): _values(value) for name, value in result.items()}
+    return {name: value.values if isinstance(value, _Array) else value for name, value in result.items()}
 
 
-def _values(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_text(one) for one in value]
-    return value.values if isinstance(value, _Array) else _text(value)
+class _Machine:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memory: dict[int, Any] = {}
+
+    def step(self, name: str, value: Any) -> None:
+        """Carry out one instruction, by its name in `pickletools`."""
+        if name in _PUSHES:
+            self.stack.append(_PUSHES[name](self, value))
+        elif name in _CHANGES:
+            _CHANGES[name](self, value)
+        else:
+            raise ValueError(f"instruction {name} is not used in these files")
+
+    def last(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
+
+    def marked(self) -> list[Any]:
+        begin = self.marks.pop()
+        items = self.stack[begin:]
+        del self.stack[begin:]
+        return items
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, list):
+            raise TypeError("it has items for what is no list")
+        target.extend(items)
+
+    def fill(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, _Array):
+            target.values = _array(*state)
+        elif not isinstance(target, _Bytes) or state[:2] != (3, "|"):
+            raise ValueError("it sets the state of something that is no array of bytes")
+
+    def update(self, items: list[Any]) -> None:
+        target, names = self.stack[-1], items[::2]
+        if not isinstance(target, dict) or len(items) % 2 or not all(type(name) is str for name in names):
+            raise TypeError("it has entries that are not named values")
+        target.update(zip(names, items[1::2], strict=True))
 
 
-def _text(value: Any) -> Any:
-    return value.decode("latin-1") if isinstance(value, bytes) else value
+def _named(value: str) -> _Name:
+    if value not in _ARRAY_PARTS:
+        raise ValueError(f"it names {value[:80]!r}")
+    return _Name(value)
 
+
+def _made(function: object, given: object) -> object:
+    reconstruct, array, dtype = (_Name(name) for name in _ARRAY_PARTS)
+    if isinstance(function, _Name):
+        if function == reconstruct and given == (array, (0,), "b"):
+            return _Array()
+        if function == dtype and given == ("u1", 0, 1):
+            return _Bytes()
+    raise ValueError("it makes something that is no array of bytes")
+
+
+def _array(version: Any, shape: Any, kind: Any, by_column: Any, data: Any) -> np.ndarray:
+    sides = isinstance(shape, tuple) and len(shape) <= 4 and all(type(side) is int and side >= 0 for side in shape)
+    if version != 1 or not isinstance(kind, _Bytes) or type(data) is not str or not sides:
+        raise ValueError("an array is not made of bytes")
+    if math.prod(shape) != len(data):
+        raise ValueError(f"an array of {shape} has {len(data)} bytes")
+    return np.asarray(np.frombuffer(data.encode("latin-1"), np.uint8).reshape(shape, order="F" if by_column else "C"))
+
+
+_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE")
+_PUSHES: dict[str, Callable[[_Machine, Any], Any]] = {
+    **dict.fromkeys(_VALUES, lambda _, value: value),
+    "NONE": lambda *_: None,
+    "NEWTRUE": lambda *_: True,
+    "NEWFALSE": lambda *_: False,
+    "EMPTY_LIST": lambda *_: [],
+    "EMPTY_DICT": lambda *_: {},
+    "EMPTY_TUPLE": lambda *_: (),
+    "TUPLE1": lambda machine, _: tuple(machine.last(1)),
+    "TUPLE2": lambda machine, _: tuple(machine.last(2)),
+    "TUPLE3": lambda machine, _: tuple(machine.last(3)),
+    "TUPLE": lambda machine, _: tuple(machine.marked()),
+    "BINGET": lambda machine, place: machine.memory[place],
+    "LONG_BINGET": lambda machine, place: machine.memory[place],
+    "GLOBAL": lambda _, value: _named(value),
+    "REDUCE": lambda machine, _: _made(*machine.last(2)),
+}
+_CHANGES: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda *_: None,
+    "STOP": lambda *_: None,
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
+    "BINPUT": lambda machine, place: machine.memory.update({place: machine.stack[-1]}),
+    "LONG_BINPUT": lambda machine, place: machine.memory.update({place: machine.stack[-1]}),
+    "APPEND": lambda machine, _: machine.extend(machine.last(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.marked()),
+    "SETITEM": lambda machine, _: machine.update(machine.last(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.marked()),
+    "BUILD": lambda machine, _: machine.fill(),
+}
 
 PIXELS = 3 * 32 * 32
 IMAGES = {"cifar-10": {"train": 10_000, "test": 10_000}, "cifar-100": {"train": 50_000, "test": 10_000}}
