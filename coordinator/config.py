@@ -211,7 +211,7 @@ class CoordinatorConfig(Frozen):
     def _each_hosted_once(self) -> CoordinatorConfig:
         ids = [client.id for client in self.hosted]
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
-            raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each an id of its own")
+            raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each its own id")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ manifest names every file with its hash. It is the id that coordinator, agents, 
 encoder again gives it again. The **fingerprint** belongs to one variant of the encoder (fp32 or int8): features, heads
 and figures of one variant are of no use with another.
 
-On a device each bundle is unpacked into a folder of its own. ``root/current.json`` lists folder names, the one in use
+On a device each bundle is unpacked into its own folder. ``root/current.json`` lists folder names, the one in use
 first, its predecessors after it. A crash during an install leaves the old pointer and perhaps a folder that the next
 install removes.
 """

@@ -255,7 +255,7 @@ def _fields_at(model: type[BaseModel], path: Iterable[str]) -> list[str]:
     for step in path:
         if step.isdigit():  # one of a list, which has all models of one kind
             continue
-        if len(result) > 1:  # one of several, chosen by its kind, which is a step of its own
+        if len(result) > 1:  # one of several, chosen by its kind, which is its own step
             result = [one for one in result if "kind" in one.model_fields and one.model_fields["kind"].default == step]
             continue
         field = result[0].model_fields.get(step) if result else None

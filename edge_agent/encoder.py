@@ -1,6 +1,6 @@
 """A frozen encoder on a device: inputs in, features (n, d) float32 out. The only importer of onnxruntime here.
 
-The device makes an .ort file of its own from the bundle's .onnx once, and maps it into memory: ResNet18 then loads in
+The device makes its own .ort file from the bundle's .onnx once, and maps it into memory: ResNet18 then loads in
 5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it ends, and bound to
 the ONNX file, the runtime's version and the processor with its extensions.
 """

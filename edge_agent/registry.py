@@ -88,7 +88,7 @@ class Registry:
         return classes[0]
 
     def add(self, name: str, member: Any) -> None:
-        """Register an object or module of one's own for this process (examples and tests do)."""
+        """Register an own object or module for this process (examples and tests do)."""
         self._extra[name] = member
 
     def ships(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A data source of one's own, in two ways. No torch is imported.
+"""Your own data source, in two ways. No torch is imported.
 
 Run it:  python examples/02_custom_data_source.py        (about 1 s)
 

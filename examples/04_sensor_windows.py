@@ -4,7 +4,7 @@ Run it:  python examples/04_sensor_windows.py                       (about 10 s;
          python examples/04_sensor_windows.py my_recordings.npz     (yours, in the layout of `windows:`)
 
 The archive holds ``samples`` (time, channels) float32, all recordings one after another; ``lengths``, ``label`` and
-``subject`` of each recording; and ``label_names``. Here seven made-up people do three exercises in ways of their own:
+``subject`` of each recording; and ``label_names``. Here seven made-up people do three exercises in their own ways:
 the watch sits differently on each arm, and everybody has their own tempo. Five train the encoder together (FedAvg,
 nobody's recordings leave them); the other two get the frozen encoder in a bundle and fit a head on the first half of
 each of their own recordings.

@@ -1,4 +1,4 @@
-"""A personal head of one's own, in this one file: the nearest class by angle. No torch is imported.
+"""Your own personal head, in this one file: the nearest class by angle. No torch is imported.
 
 Run it:  python examples/06_my_own_head.py
 

@@ -1,7 +1,7 @@
 """MQTT brokers that this machine can run: the embedded one, and mosquitto where it is installed.
 
 Both run in a child process that is restarted when it exits and ends with its parent. Federations that outgrow one host
-use a broker of their own and name it in ``[broker]``.
+use their own broker and name it in ``[broker]``.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def is_loopback(bind: str) -> bool:
 class EmbeddedBroker(SupervisedBroker):
     """amqtt, for trials and single hosts; the coordinator depends neither on its sessions nor on its storage.
 
-    In a process of its own: its event loop would share the interpreter lock with rounds, and its crash would end the
+    In its own process: its event loop would share the interpreter lock with rounds, and its crash would end the
     coordinator.
     """
 

@@ -74,7 +74,7 @@ def mosquitto_acl(federation: str) -> str:
 def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
     """Add the rules of ``federation`` to the ACL file at ``path``; whether anything was changed.
 
-    All other lines stay as they are, so one file serves several federations and rules of one's own. The rules stand
+    All other lines stay as they are, so one file serves several federations and other rules. Its rules stand
     between two comments, and are replaced there when they differ. Owner, group and mode are those of `access_for`.
     Two commands at once wait for each other, so none loses the other's rules.
     """

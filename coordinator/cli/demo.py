@@ -66,7 +66,7 @@ def demo(
 ) -> None:
     """The whole way on this machine in under a minute: no network, no GPU, no download.
 
-    Starts a broker, a coordinator and six agents as processes of their own. Four agents train a shared encoder, each on
+    Starts a broker, a coordinator and six agents, each in its own process. Four agents train a shared encoder, each on
     digits of another style; the frozen encoder then goes to two agents without torch, whose styles and writers were in
     no training data, and they fit personal heads.
 

@@ -67,7 +67,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
     """The way to the broker and its topics, up to and with the first step that fails."""
     if config.broker is None:
-        yield Step("embedded", is_ok=True, detail="'headwater serve' starts a broker of its own")
+        yield Step("embedded", is_ok=True, detail="'headwater serve' starts its own broker")
         return
     tls = config.broker.tls
     for step in walk(config.broker, tls.ca if tls else None, TIMEOUT_S):

@@ -61,7 +61,7 @@ def from_model(
     The command gets a `Given` there. Names, types, help and defaults are the model's; ``help`` replaces some texts.
     Values are checked by the model, with all its other mistakes, unless ``bounds`` asks for that at once.
 
-    The options have no defaults of their own: what is not given is left to the model, or to a configuration file.
+    The options have no defaults: what is not given is left to the model, or to a configuration file.
     """
     chosen = {
         name: model.model_fields[name]

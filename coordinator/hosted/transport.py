@@ -188,7 +188,7 @@ class HostedTransport:
     def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
         """To the hosted clients of a configuration; by default in a process for each core, or in one with a GPU.
 
-        On a GPU each process would need a context of its own.
+        On a GPU each process would need its own context.
         """
         agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
         able = capabilities.find()
@@ -332,7 +332,7 @@ class HostedProcess:
 
 
 class _SendQueue:
-    """Messages to a process; bounded, and written by a thread of its own."""
+    """Messages to a process; bounded, and written by its own thread."""
 
     def __init__(self) -> None:
         self._waiting = queue.SimpleQueue[tuple[str, bytes] | None]()

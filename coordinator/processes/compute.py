@@ -43,7 +43,7 @@ class ComputeProcess:
         return None if self._child is None else self._child.pid
 
     def submit(self, request: Request) -> dict[str, Any]:
-        """The result; waits for it, so call it in a thread of its own, with one request at a time.
+        """The result; waits for it, so call it in its own thread, with one request at a time.
 
         Raises:
             RunFailed: the function failed, the process crashed repeatedly, or the request was cancelled.

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def listen(pipe: Pipe, on_frame: Callable[[Frame], None]) -> None:
-    """Call ``on_frame`` for each frame in a thread of its own; this process exits at once when its owner does."""
+    """Call ``on_frame`` for each frame in its own thread; this process exits at once when its owner does."""
 
     def receive() -> None:
         try:

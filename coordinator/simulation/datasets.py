@@ -104,9 +104,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
         UsageError: another number of clients than the data name, or options without effect.
     """
     if pools.test is not None and "test_fraction" in plan.model_fields_set:
-        raise UsageError(
-            f"test_fraction = {plan.test_fraction}: these data have a test part of their own; leave it out"
-        )
+        raise UsageError(f"test_fraction = {plan.test_fraction}: these data have their own test part; leave it out")
     if pools.test is None and plan.test_size is not None:
         raise UsageError(f"test_size = {plan.test_size}: these data have no test part; --test-fraction holds one out")
     rng = np.random.default_rng(plan.seed)

@@ -77,7 +77,7 @@ def _shown(part: Any) -> str:
 
 
 def reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
-    """How a plan names a class or factory, and whether other processes can load it: from a file of its own they can.
+    """How a plan names a class or factory, and whether other processes can load it: from its own file they can.
 
     ``add``: `add_method` or `add_encoder`.
     """

@@ -239,7 +239,7 @@ class Journal:
             raise StateError(f"{self.path}: no journal here; start the coordinator once, or give its state folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # No isolation level: sqlite3 would open transactions at moments of its own choice.
+            # No isolation level: sqlite3 would open transactions when it chooses.
             self._connection = sqlite3.connect(
                 self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )

@@ -1,7 +1,7 @@
 """The event loop of an agent: connect, send hello, receive jobs and bundles, send results.
 
 One loop handles events and timers; long work runs beside it. What was computed stays on disk until the coordinator has
-confirmed it by a message of its own. Everything is sent again after a reconnect, so no single message has to arrive.
+confirmed it by its own message. Everything is sent again after a reconnect, so no single message has to arrive.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class TaskRunner:
         Raises:
             MissingCapability: the method has nothing for a device that trains no encoder.
             DataError: its data do not fit the task.
-            TrainingFailed: what it trains of its own diverged.
+            TrainingFailed: its own training diverged.
         """
         from .head_tier import contribute_round
 

@@ -26,7 +26,7 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
   pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
   ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
-  python:module:function         a function of your own that returns (inputs, labels)
+  python:module:function         your own function that returns (inputs, labels)
 Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
 counts from the working folder here, and from the file's own folder in a configuration file.
 """

@@ -222,7 +222,7 @@ def read(where: str, options: DigitsOptions) -> Raw:
 
 
 def domains(where: str, options: DigitsOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each style its name and the options that give it digits of its own; nothing where one style was named."""
+    """For each style its name and the options that give it its own digits; nothing where one style was named."""
     if where:
         return {}
     own = not options.model_fields_set & {"client", "clients"}

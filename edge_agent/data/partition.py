@@ -245,7 +245,7 @@ class Own:
         """A client's rows from the file at ``path``.
 
         Raises:
-            DataError: no such file, no such client, or a rule whose clients are sources of their own.
+            DataError: no such file, no such client, or a rule whose clients are their own sources.
             ConfigError: not a partition.
             StateError: the file is damaged.
         """

@@ -1,4 +1,4 @@
-"""``python:module:function``: data from a function of your own, called with the options as keyword arguments (text).
+"""``python:module:function``: data from your own function, called with the options as keyword arguments (text).
 
 ``PATH.py:function`` does the same with a file.
 

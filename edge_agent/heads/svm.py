@@ -2,8 +2,8 @@
 
 The linear one, which is the default, is fitted in numpy, 600 x 512 x 10 in about 0.1 s. The one with a kernel is fitted
 by scikit-learn in a child process, so that an agent stays small (importing scikit-learn costs 80 MB and a second); its
-predictions are computed in numpy, where scikit-learn need not be installed. A machine of this kind has no probabilities
-of its own: `predict_proba` gives the softmax of its decision values, which ranks classes and is not calibrated.
+predictions are computed in numpy, where scikit-learn need not be installed. It computes no probabilities:
+`predict_proba` gives the softmax of its decision values, which ranks classes and is not calibrated.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Travels: encoder and head of the shared network, both ways, batch norm statistic
 Stays: the personal network v.
 Server: mean of the updates, weighted by sample counts.
 Differs from the paper: v takes as many steps as the shared network and on the same batches, as in the authors' code,
-where Algorithm 1 has a number s of its own. v starts as the shared network does.
+where Algorithm 1 has a separate number s. v starts as the shared network does.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def towards(state: State, mean: Tensors, rate: float) -> Tensors:
 
 
 class ServerSteps(Method, ABC):
-    """FedAvg whose server makes a step of its own from the mean change of a round."""
+    """FedAvg whose server makes its own step from the mean change of a round."""
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The state after one step; running statistics of batch norm are the mean."""

@@ -39,5 +39,5 @@ class FedBABU(FineTuned):
     frozen = ("head",)
     source = "Oh, Kim, Yun, FedBABU, ICLR 2022"
     exactness = grades(
-        mlp=("approximate", "fine-tuning of the head alone (tune = head), from weights of its own; the paper tunes all")
+        mlp=("approximate", "fine-tuning of the head alone (tune = head), from its own weights; the paper tunes all")
     )

@@ -1,4 +1,4 @@
-"""FedFomo: every client has a model of its own, and takes from a few others' what helps on its validation data.
+"""FedFomo: every client has its own model, and takes from a few others' what helps on its validation data.
 
 Source: Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization",
 ICLR 2021, Eqs. 3-6; official code where the paper is silent.

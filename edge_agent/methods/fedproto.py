@@ -70,7 +70,7 @@ class Prototypes(nn.Module):
 
 
 class FedProto(Method):
-    """Features drawn to common prototypes, each client with a model of its own."""
+    """Features drawn to common prototypes, each client with its own model."""
 
     Params = FedProtoParams
     shared = ("prototypes",)

@@ -46,7 +46,7 @@ class FedRep(FedPer):
             "same form",
             (
                 "one linear layer on the frozen encoder; but from random weights on standardised features with step "
-                "sizes of its own, where FedRep's goes on from round to round on raw ones"
+                "its own sizes, where FedRep's goes on from round to round on raw ones"
             ),
         ),
     )

@@ -176,7 +176,7 @@ class PFedHN(Method):
         return self.sent(client)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """None: every client has weights of its own."""
+        """None: every client has its own weights."""
         return None
 
 

@@ -1,6 +1,6 @@
 """Encoders: inputs (n, ...) float32 become features (n, feature_dim) float32.
 
-Each is an `Encoder` in one of the files in ``FAMILIES``, or in a file of its own with its name. Others' packages add
+Each is an `Encoder` in one of the files in ``FAMILIES``, or in its own file with its name. Others' packages add
 encoders through the entry-point group ``headwater.encoders``. Importing this module imports no torch.
 """
 

@@ -64,7 +64,7 @@ class MqttTransport:
         self._connection = 0
 
     def start(self) -> None:
-        """Begin connecting in a thread of its own.
+        """Begin connecting in its own thread.
 
         Raises:
             BrokerAway: ``config.wait`` is false and the first attempt fails.

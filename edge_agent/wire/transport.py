@@ -2,7 +2,7 @@
 
 Promises are few on purpose. A publish while disconnected is dropped (and counted), a message may come twice or not at
 all, and a broker's acknowledgement proves nothing: everything that matters is sent again after `Connected` and
-confirmed by the other side in a message of its own. So any MQTT broker can carry it.
+confirmed by the other side in its own message. So any MQTT broker can carry it.
 """
 
 from __future__ import annotations

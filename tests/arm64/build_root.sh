@@ -48,7 +48,7 @@ mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
 : >"$work/status"
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$work/sources"
 
-apt() { # apt ARCHITECTURE arguments: with a state of its own, so that this host's packages are neither read nor changed
+apt() { # apt ARCHITECTURE arguments: with its own state, so that this host's packages are neither read nor changed
   local architecture=$1
   shift
   apt-get -qq -y -o APT::Architecture="$architecture" -o APT::Architectures="$architecture" \

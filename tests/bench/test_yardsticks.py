@@ -104,7 +104,7 @@ def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypa
 
 
 def test_memory_of_few_clients_and_of_many_is_that_of_as_many_updates(tmp_path, monkeypatch):
-    """8 clients in 2 rounds send as many updates as 4 in 4; each simulation has a process of its own."""
+    """8 clients in 2 rounds send as many updates as 4 in 4; each simulation has its own process."""
     asked, most = [], {4: 1000.0, 8: 1050.0}
     monkeypatch.setattr(
         memory, "_in_a_process", lambda folder, clients, *rest: (asked.append((clients, *rest)), most[clients])[1]

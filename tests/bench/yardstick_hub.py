@@ -1,6 +1,6 @@
 """The coordinator's two halves of transport by themselves: its distributor and its collector, without a round loop.
 
-A process of its own: it asks agents (with `NoopTasks`) to fetch a blob, and then to send one each, and prints how
+Its own process: it asks agents (with `NoopTasks`) to fetch a blob, and then to send one each, and prints how
 long it took. Uploads are checked, synced and journalled as in service; their receipts end the clock.
 """
 

@@ -1,6 +1,6 @@
 """Memory of a simulation against its number of clients: as much work for few clients as for many.
 
-Each measurement has a process of its own, as what an earlier one has left behind would count with the next one. The
+Each measurement has its own process, as what an earlier one has left behind would count with the next one. The
 most memory of all comes when several workers and the coordinator are at their peaks together, so the more is done, the
 more of that is seen. Few clients therefore train so many rounds that they send as many updates as the many.
 """

@@ -1,4 +1,4 @@
-"""scikit-learn's logistic regression on the features of ``bench device``, in a process of its own."""
+"""scikit-learn's logistic regression on the features of ``bench device``, in its own process."""
 
 from __future__ import annotations
 

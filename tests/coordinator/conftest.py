@@ -11,7 +11,7 @@ from coordinator.cli import main
 
 @pytest.fixture(autouse=True)
 def quiet_loggers():
-    """The commands set up logging for a process of their own; the test run keeps its own."""
+    """The commands set up logging for their own process; the test run keeps its own."""
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
     yield

@@ -85,7 +85,7 @@ def test_a_simulation_has_a_copy_and_goes_on_with_that_whatever_becomes_of_the_f
 
 
 def test_a_personal_model_begins_with_them_too(images, tmp_path):
-    """Ditto's clients are scored with a model of their own, which they have before they ever trained."""
+    """Ditto's clients are scored with their own model, which they have before they ever trained."""
     plan = small_plan(images, "ditto", rounds=1, params=HARDLY)
     made = _write(tmp_path / "w.safetensors", Prepared.of(plan).task)
     fresh = Prepared.of(plan.model_copy(update={"weights": tmp_path / "w.safetensors"})).model.fresh

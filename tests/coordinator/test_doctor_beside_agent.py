@@ -84,7 +84,7 @@ def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_p
     assert [event for event in heard if isinstance(event, Disconnected)] == [], "the agent was not put out"
     assert [event.payload for event in heard if isinstance(event, Message)] == orders
     assert [event for event in said if event.topic == TOPICS.presence("porch") or event.retained] == []
-    assert len({event.payload for event in said}) == visitors, "each has spoken as a start of its own"
+    assert len({event.payload for event in said}) == visitors, "each has spoken as a separate start"
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(step["ok"] for found in told for step in found["broker"])
     if "mosquitto" in request.node.name:

@@ -1,4 +1,4 @@
-"""The Python interface: what the packages offer, parts of one's own, and what mistakes get."""
+"""The Python interface: what the packages offer, a user's own parts, and what mistakes get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosted clients in processes of their own: beside agents over a real broker, and when one is killed at its work."""
+"""Hosted clients in their own processes: beside agents over a real broker, and when one is killed at its work."""
 
 from __future__ import annotations
 

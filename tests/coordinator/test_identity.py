@@ -261,7 +261,7 @@ def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tm
 
 
 class Second:
-    """Another coordinator at the same broker, with a state folder of its own."""
+    """Another coordinator at the same broker, with its own state folder."""
 
     def __init__(self, fed, folder, boot):
         self.fed, self._opened = fed, contextlib.ExitStack()

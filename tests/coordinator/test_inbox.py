@@ -84,7 +84,7 @@ def test_a_fault_about_other_work_of_the_run_leaves_the_agent_in_round_and_resul
     fed.wait(1)
     late.link.send(wire.Fault(**FAILED, run=fed.run_id, round=number))
     fed.settle()
-    assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is the last fault of its own"
+    assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is its own last fault"
     fed.finish()
     assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [2, 2, 2]
     assert fed.entries("update_refused") == []

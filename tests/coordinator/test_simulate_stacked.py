@@ -197,7 +197,7 @@ def test_a_method_that_claims_a_standard_update_and_has_none_is_found_out(images
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"method": "fedprox"}, "method 'fedprox' trains in a way of its own"),
+        ({"method": "fedprox"}, "method 'fedprox' trains in its own way"),
         (
             {"encoder": "tiny_norm", "encoder_params": {"dropout": 0.5}},
             "'encoder.layers.4' draws random numbers (Dropout)",

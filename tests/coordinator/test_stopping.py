@@ -37,7 +37,7 @@ data = { source = "digits:optdigits?n=120" }
 
 @contextlib.contextmanager
 def group(folder, *command):
-    """A command as the leader of a process group of its own; nothing of that group is left at the end."""
+    """A command as the leader of its own process group; nothing of that group is left at the end."""
     with (folder / "out.log").open("wb") as log:
         leader = subprocess.Popen(
             [sys.executable, "-m", "coordinator", *command],

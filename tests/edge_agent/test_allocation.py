@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: counted in page faults, in processes of their own as it is for good."""
+"""Freed memory stays with the process: counted in page faults, in their own processes as it is for good."""
 
 from __future__ import annotations
 

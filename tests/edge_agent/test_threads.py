@@ -1,4 +1,4 @@
-"""Threads of numpy's linear algebra, counted by the kernel in processes of their own."""
+"""Threads of numpy's linear algebra, counted by the kernel in their own processes."""
 
 from __future__ import annotations
 

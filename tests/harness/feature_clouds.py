@@ -1,4 +1,4 @@
-"""Features as an encoder may give them: each class a cloud around a place of its own."""
+"""Features as an encoder may give them: each class a cloud around its own place."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_every_error_is_raised_somewhere(sources):
     leaves = {
         kind.__name__ for kind in subclasses(errors.HeadwaterError) - parents if kind.__module__ == errors.__name__
     }
-    # Some are raised by a class method of their own, or by their name from what a child process has told.
+    # Some are raised by their own class method, or by their name from what a child process has told.
     used = {name for name in leaves for source in sources if source.name != "edge_agent.errors" and name in source.text}
     assert leaves - used == set()
 

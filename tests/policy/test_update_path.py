@@ -10,7 +10,7 @@ import update_path
 
 
 def test_the_table_names_the_files_that_an_update_passes(root):
-    command = [sys.executable, update_path.__file__]  # a process of its own: files that are imported on the way count
+    command = [sys.executable, update_path.__file__]  # its own process: files that are imported on the way count
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     measured = sorted(line.partition(": ")[0] for line in done.stdout.splitlines()[:-1])
     text = (root / "coordinator/README.md").read_text(encoding="utf-8")

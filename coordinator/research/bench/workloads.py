@@ -1,6 +1,6 @@
 """The workloads of ``bench round`` and ``bench simulate``, and the two programs that know them.
 
-``noop`` trains nothing, so that only the framework's own work is left: every agent adds a number of its own to all that
+``noop`` trains nothing, so that only the framework's own work is left: every agent adds its own number to all that
 it receives, each round carries other bytes both ways, and nothing can come from a cache.
 
 ``w1`` trains: Fashion-MNIST, 600 training samples an agent, 5 epochs, batch 50, SGD with lr 0.05, a CNN of 281,034

@@ -7,6 +7,7 @@ receives, so the same seed gives the same bits on every engine and with any numb
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def received(blobs: Sequence[memoryview]) -> Tensors:
     return tensors
 
 
-class Engine:
+class Engine(ABC):
     """Where clients compute. Call `take` where `is_busy`, and `give` only where there is `room`."""
 
     name: str
@@ -143,6 +144,7 @@ class Engine:
         """Whether any job that was given has not been taken back."""
         return bool(self._given or self._done)
 
+    @abstractmethod
     def start(self) -> None:
         """Get ready; called once before the first job."""
 
@@ -162,12 +164,13 @@ class Engine:
             self._advance()
         return self._done.popleft()
 
+    @abstractmethod
     def close(self) -> None:
         """Stop at once."""
 
+    @abstractmethod
     def _advance(self) -> None:
         """Work until some job is done, or any other change."""
-        raise NotImplementedError
 
 
 class Serial(Engine):
@@ -178,6 +181,12 @@ class Serial(Engine):
     def __init__(self, shared: Shared, most: int = 1) -> None:
         super().__init__(most)
         self._shared = shared
+
+    def start(self) -> None:
+        """Nothing has to be started."""
+
+    def close(self) -> None:
+        """Nothing runs beside the caller."""
 
     def _advance(self) -> None:
         self._run(self._given.pop(0))

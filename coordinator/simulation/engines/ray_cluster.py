@@ -1,6 +1,6 @@
 """Engine ``ray``: workers on the machines of a Ray cluster, one torch thread and one model each.
 
-The cluster is an existing one, or one of our own on this machine that ends with this process. Samples go to each
+The cluster is an existing one, or a new one on this machine that ends with this process. Samples go to each
 machine once. A client's state travels with its job and comes back with the reply, so no folder has to be shared: all
 files stay with this process. Every machine needs the same Headwater, and the same torch where bits are to be equal.
 

@@ -92,7 +92,7 @@ class Stacked(Serial):
         method = methods.create(work.job.method, work.job.params)
         is_standard = method.has_standard_update()
         if self._verdict is None:
-            reason = obstacle(self._model) if is_standard else f"method '{method.name}' trains in a way of its own"
+            reason = obstacle(self._model) if is_standard else f"method '{method.name}' trains in its own way"
             if reason:
                 self._decide(Verdict(None, reason))
         is_off = not is_standard or (self._verdict is not None and self._verdict.convolutions is None)

@@ -1,4 +1,4 @@
-"""A small table in a folder of its own, and the command that makes it again."""
+"""A small table in its own folder, and the command that makes it again."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_room_for_less_than_what_is_needed_is_no_room(tmp_path):
 
 @pytest.fixture
 def small_disk():
-    """A file system of 2 MiB of its own."""
+    """A separate file system of 2 MiB."""
     folder = Path(tempfile.mkdtemp(prefix="headwater-disk-"))
     mounted = os.name != "nt" and os.geteuid() == 0
     mounted = (

@@ -20,10 +20,10 @@ from edge_agent.wire.tensors import decode, encode, specs_of
 every_method = pytest.mark.parametrize("name", methods.names())
 
 OWN_PACE = {"fedadam"}
-"""Methods whose server goes from the old state at a pace of its own: they rest only where nobody moves."""
+"""Methods whose server goes from the old state at its own pace: they rest only where nobody moves."""
 
 MEANS = [name for name in methods.names() if methods.get(name).aggregate is Method.aggregate]
-"""Methods that do not aggregate in a way of their own."""
+"""Methods that do not aggregate in their own way."""
 
 
 def same(one, other) -> bool:

@@ -1,4 +1,4 @@
-"""The networks of FedRIR and FedBN, and encoders without parameters of their own."""
+"""The networks of FedRIR and FedBN, and encoders without their own parameters."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_29_of_49_patches_are_masked_at_28_pixels():
     assert grid.shape == (16, 49)
     assert grid.sum(dim=1).tolist() == [29] * 16
     assert torch.equal(masked[masked != 0], images[masked != 0])
-    assert len({tuple(row.tolist()) for row in grid}) == 16, "each image has a mask of its own"
+    assert len({tuple(row.tolist()) for row in grid}) == 16, "each image has its own mask"
 
 
 @given(

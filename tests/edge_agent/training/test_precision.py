@@ -27,7 +27,7 @@ def test_the_quicker_precision_is_chosen_and_float32_where_they_are_equal(float3
 
 
 def test_steps_are_timed_in_balanced_turns_after_warming_up(model, monkeypatch):
-    """Steps on a clock of their own: 10 and 20 s when cold, then 1 and 2 s, the second turn disturbed by 5 s."""
+    """Steps on their own clock: 10 and 20 s when cold, then 1 and 2 s, the second turn disturbed by 5 s."""
     now, order = [0.0], []
 
     def step(_, inputs, kind):

@@ -1,4 +1,4 @@
-"""Certificates over MQTT: an authority of one's own, and refusals that never fall back to plain text."""
+"""Certificates over MQTT: a private authority, and refusals that never fall back to plain text."""
 
 from __future__ import annotations
 

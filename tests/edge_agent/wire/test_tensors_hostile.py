@@ -184,7 +184,7 @@ def test_a_mutant_is_refused_or_read_exactly_as_the_library_reads_it(data):
 
 
 def test_the_library_refuses_what_it_is_known_to_refuse():
-    """If one day it accepts these, or refuses the others, the limits of our own deserve a new look."""
+    """If one day it accepts these, or refuses the others, our own limits deserve a new look."""
     rejected = {name for name, data in HOSTILE.items() if not _library_reads(data)}
     assert {"header of 2**60", "an overlap", "a hole", "a byte behind the last tensor"} <= rejected
     assert {"the same name twice", "a true of 255", "8193 empty tensors"}.isdisjoint(rejected)

@@ -48,7 +48,7 @@ class InMemory:
 
 
 class OverMqtt:
-    """A real broker process on a port of its own."""
+    """A real broker process on its own port."""
 
     def __init__(self, kind):
         self.broker = KINDS[kind]()
