@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,6 +31,23 @@ from .storage import check_writable, folder_lock, read_tensors, write_tensors
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 """All samples of a device, or training and held-out samples."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a device fits and scores a personal head; one value for the library, the agent and the command line.
+
+    ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
+    come divided) and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
+    """
+
+    head: str = "lr"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    cache: Path | None = None
+    progress: Progress | None = None
+    clock: Callable[[], float] = time.perf_counter
+
 
 _RAW_DIMENSIONS = 4096
 """Raw inputs above this size are averaged down before the local baseline sees them."""
@@ -121,8 +138,8 @@ class Personalizer:
             MissingCapability: a package that this head needs for fitting is not installed.
         """
         heads.create(head, params)  # a misspelt name does not wait for the features
-        samples = self._samples(X, y)
-        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, head, params, seed)
+        options, samples = FitOptions(head, params or {}, seed), self._samples(X, y)
+        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, options)
         metrics: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
         self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, self.classes, metrics)
         return self
@@ -262,6 +279,7 @@ class Features:
 
     bundle: Bundle
     encoder: Encoder
+    options: FitOptions
     train: Samples
     test: Samples
     train_features: np.ndarray
@@ -275,18 +293,7 @@ class Features:
         return Scores(personal, self.overall, self.local)
 
 
-def personalize(
-    bundle: Bundle,
-    samples: Given,
-    head: str = "lr",
-    params: Mapping[str, Any] | None = None,
-    *,
-    encoder: Encoder,
-    seed: int = 0,
-    cache: Path | None = None,
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Result:
+def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Result:
     """A personal head for the bundle's encoder, fitted on one part of ``samples`` and scored on the rest.
 
     Raises:
@@ -295,15 +302,13 @@ def personalize(
         MissingCapability: a package that it needs for fitting is not installed.
         DataError: samples that do not fit the task.
     """
-    begin = clock()
-    features = extract(bundle, samples, encoder, seed=seed, cache=cache, progress=progress)
-    result = _fit_and_score(features, head, params, seed)
-    return replace(result, seconds=clock() - begin)
+    options = options or FitOptions()
+    begin = options.clock()
+    result = _fit_and_score(extract(bundle, samples, encoder, options), options)
+    return replace(result, seconds=options.clock() - begin)
 
 
-def evaluate_heads(
-    features: Features, names: Iterable[str] | None = None, seed: int = 0
-) -> tuple[list[Result], dict[str, str]]:
+def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
     """One result for each head that can be fitted here, best first, and the errors of the others.
 
     ``names`` None = those that the bundle offers, or all that are installed where it names none.
@@ -311,10 +316,11 @@ def evaluate_heads(
     results: list[Result] = []
     failed: dict[str, str] = {}
     for name in names if names is not None else (features.bundle.manifest.heads or heads.names()):
-        begin = time.perf_counter()
+        options = replace(features.options, head=name, params={})
+        begin = options.clock()
         try:
-            result = _fit_and_score(features, name, None, seed)
-            results.append(replace(result, seconds=time.perf_counter() - begin))
+            result = _fit_and_score(features, options)
+            results.append(replace(result, seconds=options.clock() - begin))
         except HeadwaterError as error:
             _log.warning("head_not_fitted head=%s reason=%s", name, error)
             failed[name] = str(error)
@@ -322,9 +328,9 @@ def evaluate_heads(
     return results, failed
 
 
-def _fit_and_score(features: Features, head: str, params: Mapping[str, Any] | None, seed: int) -> Result:
+def _fit_and_score(features: Features, options: FitOptions) -> Result:
     manifest = features.bundle.manifest
-    fitted = fit(features.bundle, features.train_features, features.train.labels, head, params, seed)
+    fitted = fit(features.bundle, features.train_features, features.train.labels, options)
     card = manifest.heads.get(fitted.name)
     return Result(
         head=fitted,
@@ -339,27 +345,23 @@ def _fit_and_score(features: Features, head: str, params: Mapping[str, Any] | No
     )
 
 
-def extract(
-    bundle: Bundle,
-    samples: Given,
-    encoder: Encoder,
-    *,
-    seed: int = 0,
-    cache: Path | None = None,
-    progress: Progress | None = None,
-) -> Features:
-    """Training and held-out samples, with features that come from ``cache`` where they were computed before."""
-    train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, seed)
-    train_features, test_features = (features_of(part, encoder, cache, progress) for part in (train, test))
+def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Features:
+    """Training and held-out samples, with features that come from the cache where they were computed before."""
+    options = options or FitOptions()
+    train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, options.seed)
+    train_features, test_features = (
+        features_of(part, encoder, options.cache, options.progress) for part in (train, test)
+    )
     return Features(
         bundle,
         encoder,
+        options,
         train,
         test,
         train_features,
         test_features,
         overall=_score_global(bundle, test_features, test.labels),
-        local=raw_accuracy(train, test, bundle.manifest.task.num_classes, seed),
+        local=raw_accuracy(train, test, bundle.manifest.task.num_classes, options.seed),
     )
 
 
@@ -387,15 +389,8 @@ def features_of(
     return result
 
 
-def fit(
-    bundle: Bundle,
-    features: np.ndarray,
-    labels: np.ndarray,
-    head: str,
-    params: Mapping[str, Any] | None = None,
-    seed: int = 0,
-) -> Head:
-    """A head fitted on features (n, d) and labels (n,); ``params`` win over those that the bundle suggests.
+def fit(bundle: Bundle, features: np.ndarray, labels: np.ndarray, options: FitOptions) -> Head:
+    """A head fitted on features (n, d) and labels (n,).
 
     Raises:
         UnknownName: no such head.
@@ -403,10 +398,10 @@ def fit(
         MissingCapability: a package that it needs for fitting is not installed.
     """
     manifest = bundle.manifest
-    suggested = manifest.heads[head].params if head in manifest.heads else {}
-    fitted = heads.create(head, {**suggested, **(params or {})})
+    suggested = manifest.heads[options.head].params if options.head in manifest.heads else {}
+    fitted = heads.create(options.head, {**suggested, **options.params})
     given = FitData(features, labels, manifest.task.num_classes, bundle.global_head(), manifest.method_params)
-    fitted.fit(given, np.random.default_rng(seed))
+    fitted.fit(given, np.random.default_rng(options.seed))
     return fitted
 
 

@@ -24,7 +24,7 @@ from ..errors import BundleDamaged, BundleError, HeadwaterError, MissingCapabili
 from ..heads import FitData
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
-from ..personalize import Result, accuracy, features_of, load_head, of_one_class, personalize
+from ..personalize import FitOptions, Result, accuracy, features_of, load_head, of_one_class, personalize
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
@@ -145,8 +145,8 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
     log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
-    head = config.head
-    return personalize(bundle, samples, head.name, head.params, encoder=encoder, seed=config.data.seed, cache=features)
+    options = FitOptions(config.head.name, config.head.params, config.data.seed, features)
+    return personalize(bundle, samples, encoder, options)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

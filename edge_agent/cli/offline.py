@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..bundle import Bundle, EncoderPrecision
     from ..data import Samples
     from ..encoder import Encoder
+    from ..personalize import FitOptions
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class
@@ -62,7 +63,7 @@ def fit(arguments: argparse.Namespace) -> int:
     bundle = _bundle(arguments)
     parts = _parts(arguments, bundle)
     encoder = _encoder(arguments, bundle, train=parts[0])
-    result = personalize(bundle, parts, arguments.head, params, encoder=encoder, **_options(arguments))
+    result = personalize(bundle, parts, encoder, _options(arguments, head=arguments.head, params=params))
     result.save(arguments.out)
     content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
     rows = [
@@ -161,7 +162,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     encoder = _encoder(arguments, bundle, saved.precision)
-    scores = extract(bundle, parts, encoder, **_options(arguments)).scores(saved.head).metrics()
+    scores = extract(bundle, parts, encoder, _options(arguments)).scores(saved.head).metrics()
     count, one_class = len(parts[1]), of_one_class(*parts)
     content = {**scores, "head": saved.head.name, "precision": saved.precision, "n_test": count, "one_class": one_class}
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
@@ -178,8 +179,8 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     for name in names or ():
         heads.get(name)  # an unknown name is a mistake of the command line, not a head that failed
     encoder = _encoder(arguments, bundle, train=parts[0])
-    features = extract(bundle, parts, encoder, **_options(arguments))
-    results, failed = evaluate_heads(features, names, arguments.seed)
+    features = extract(bundle, parts, encoder, _options(arguments))
+    results, failed = evaluate_heads(features, names)
     rows = [
         (result.head.name, output.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
         for result in results
@@ -398,9 +399,8 @@ def _encoder(
     )
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "seed": arguments.seed,
-        "cache": _cache_of(arguments) / "features",
-        "progress": output.progress("features"),
-    }
+def _options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
+    from ..personalize import FitOptions
+
+    cache, progress = _cache_of(arguments) / "features", output.progress("features")
+    return FitOptions(seed=arguments.seed, cache=cache, progress=progress, **more)

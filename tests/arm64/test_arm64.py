@@ -136,7 +136,7 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
     inputs, labels = samples.inputs[:IMAGES], samples.labels[:IMAGES]
     np.savez(folder / "inputs.npz", inputs=inputs, labels=labels)
     here = {precision: Encoder.open(bundle, precision).features(inputs) for precision in ("fp32", "int8")}
-    result = personalize(bundle, samples, "lr", encoder=Encoder.open(bundle, "fp32"))
+    result = personalize(bundle, samples, Encoder.open(bundle, "fp32"))
     result.save(folder / "head")
 
     run(guest, HERE / "in_guest.py", path, folder / "inputs.npz", folder / "head", folder / "out.npz", limit_s=600)

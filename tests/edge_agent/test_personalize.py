@@ -11,7 +11,7 @@ from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
 from edge_agent.errors import FingerprintMismatch, StateError, UnknownName
 from edge_agent.heads import saved
-from edge_agent.personalize import evaluate_heads, extract, flattened, load_head, personalize
+from edge_agent.personalize import FitOptions, evaluate_heads, extract, flattened, load_head, personalize
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
     from sklearn.preprocessing import StandardScaler
 
     made, bundle, encoder, samples = ready
-    result = personalize(bundle, samples, "lr", {"feature_norm": "none"}, encoder=encoder, seed=3)
+    result = personalize(bundle, samples, encoder, FitOptions(params={"feature_norm": "none"}, seed=3))
     train, test = split(samples, 0.25, 3)
     assert (result.n_train, result.n_test) == (len(train), len(test))
     # c = 0.5 is what the bundle's manifest suggests.
@@ -49,7 +49,7 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
 def test_metrics_carry_their_scope_and_are_shares(ready):
     _, bundle, encoder, samples = ready
     times = iter([10.0, 12.5])
-    result = personalize(bundle, samples, encoder=encoder, clock=lambda: next(times))
+    result = personalize(bundle, samples, encoder, FitOptions(clock=lambda: next(times)))
     metrics = result.metrics()
     assert {"acc.personal", "acc.global", "acc.local", "n_train", "n_test", "seconds", "head"} <= metrics.keys()
     assert all(0 <= metrics[name] <= 1 for name in ("acc.personal", "acc.global", "acc.local"))
@@ -60,7 +60,7 @@ def test_metrics_carry_their_scope_and_are_shares(ready):
 
 def test_the_same_seed_gives_the_same_head(ready):
     _, bundle, encoder, samples = ready
-    one, two, three = (personalize(bundle, samples, "mlp", encoder=encoder, seed=seed) for seed in (1, 1, 2))
+    one, two, three = (personalize(bundle, samples, encoder, FitOptions("mlp", seed=seed)) for seed in (1, 1, 2))
     assert all((one.head.arrays[name] == two.head.arrays[name]).all() for name in one.head.arrays)
     assert (one.head.arrays["weight0"] != three.head.arrays["weight0"]).any()
 
@@ -68,13 +68,13 @@ def test_the_same_seed_gives_the_same_head(ready):
 def test_without_a_shared_classifier_there_is_no_global_score(make_bundle, tmp_path):
     bundle = bundles.install(make_bundle().path, tmp_path / "bundles")
     samples = load("digits?n=60", bundle.manifest.task.input)
-    assert personalize(bundle, samples, encoder=Encoder.open(bundle, "fp32")).scores.overall is None
+    assert personalize(bundle, samples, Encoder.open(bundle, "fp32")).scores.overall is None
 
 
 def test_too_few_samples_to_hold_back_give_a_head_without_scores(ready):
     _, bundle, encoder, samples = ready
     one_each = samples.take(np.array([np.flatnonzero(samples.labels == label)[0] for label in range(10)]))
-    result = personalize(bundle, one_each, encoder=encoder)
+    result = personalize(bundle, one_each, encoder)
     assert result.scores.metrics() == {"acc.personal": None, "acc.global": None, "acc.local": None}
     assert (result.n_train, result.n_test) == (10, 0)
 
@@ -86,12 +86,12 @@ def test_features_are_computed_once_and_again_only_when_something_changed(ready,
     monkeypatch.setattr(
         Encoder, "features", lambda self, inputs, *rest: runs.append(len(inputs)) or real(self, inputs, *rest)
     )
-    first = personalize(bundle, samples, encoder=encoder, cache=tmp_path / "c")
-    second = personalize(bundle, samples, "prototype", encoder=encoder, cache=tmp_path / "c")
+    first = personalize(bundle, samples, encoder, FitOptions(cache=tmp_path / "c"))
+    second = personalize(bundle, samples, encoder, FitOptions("prototype", cache=tmp_path / "c"))
     assert runs == [first.n_train, first.n_test]
     assert second.n_train == first.n_train
     changed = Samples(samples.inputs + np.float32(0.1), samples.labels, samples.class_names, samples.input)
-    personalize(bundle, changed, encoder=encoder, cache=tmp_path / "c")
+    personalize(bundle, changed, encoder, FitOptions(cache=tmp_path / "c"))
     assert len(runs) == 4
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_cache_is_computed_again(ready, tmp_path, damage):
 
 def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
     _, bundle, encoder, samples = ready
-    personalize(bundle, samples, encoder=encoder).save(tmp_path / "head")
+    personalize(bundle, samples, encoder).save(tmp_path / "head")
     assert load_head(tmp_path / "head", bundle).head.name == "lr"
     assert load_head(tmp_path / "head", bundle, "fp32").metrics["head"] == "lr"
     with pytest.raises(FingerprintMismatch):
@@ -118,7 +118,7 @@ def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
 
 def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
     _, bundle, encoder, samples = ready
-    result = personalize(bundle, samples, encoder=encoder)
+    result = personalize(bundle, samples, encoder)
     names = ("zero", *result.class_names[1:])
     saved.save(tmp_path, saved.SavedHead(result.head, encoder.fingerprint, "fp32", names, {}))
     with pytest.raises(StateError, match="zero"):
@@ -140,7 +140,7 @@ def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch
 def test_an_unknown_head_is_named(ready):
     _, bundle, encoder, samples = ready
     with pytest.raises(UnknownName):
-        personalize(bundle, samples, "lrr", encoder=encoder)
+        personalize(bundle, samples, encoder, FitOptions("lrr"))
 
 
 @pytest.mark.parametrize("shape, expected", [((3, 8, 8), 192), ((3, 64, 64), 3072), ((6, 2000), 3000), ((5000,), 5000)])

@@ -11,7 +11,7 @@ from edge_agent import methods
 from edge_agent.data import load
 from edge_agent.encoder import Encoder
 from edge_agent.errors import FingerprintMismatch
-from edge_agent.personalize import load_head, personalize
+from edge_agent.personalize import FitOptions, load_head, personalize
 from edge_agent.training.parts import encoder_and_head
 from export import bundle
 
@@ -41,8 +41,8 @@ def test_only_the_int8_variants_have_fingerprints_of_their_own(pair):
 
 def test_cached_features_of_one_are_not_those_of_the_other(pair, task, tmp_path):
     samples = load("digits:optdigits?n=60&classes=0,1,2", task.input)
-    shared = [personalize(b, samples, encoder=Encoder.open(b, "int8"), cache=tmp_path) for b in pair]
-    alone = [personalize(b, samples, encoder=Encoder.open(b, "int8")) for b in pair]
+    shared = [personalize(b, samples, Encoder.open(b, "int8"), FitOptions(cache=tmp_path)) for b in pair]
+    alone = [personalize(b, samples, Encoder.open(b, "int8")) for b in pair]
     weights = [result.head.arrays["weight"] for result in shared]
     assert not np.array_equal(*weights)
     for with_cache, without in zip(shared, alone, strict=True):
@@ -51,7 +51,7 @@ def test_cached_features_of_one_are_not_those_of_the_other(pair, task, tmp_path)
 
 def test_a_head_fitted_on_one_is_refused_with_the_other(pair, task, tmp_path):
     samples = load("digits:optdigits?n=60&classes=0,1,2", task.input)
-    personalize(pair[0], samples, encoder=Encoder.open(pair[0], "int8")).save(tmp_path)
+    personalize(pair[0], samples, Encoder.open(pair[0], "int8")).save(tmp_path)
     assert load_head(tmp_path, pair[0]).precision == "int8"
     with pytest.raises(FingerprintMismatch, match="fit again"):
         load_head(tmp_path, pair[1])
@@ -59,5 +59,5 @@ def test_a_head_fitted_on_one_is_refused_with_the_other(pair, task, tmp_path):
 
 def test_fp32_features_and_heads_serve_both(pair, task, tmp_path):
     samples = load("digits:optdigits?n=60&classes=0,1,2", task.input)
-    personalize(pair[0], samples, encoder=Encoder.open(pair[0], "fp32")).save(tmp_path)
+    personalize(pair[0], samples, Encoder.open(pair[0], "fp32")).save(tmp_path)
     assert load_head(tmp_path, pair[1]).precision == "fp32"

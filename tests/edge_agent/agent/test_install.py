@@ -13,7 +13,7 @@ from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleError, DataError
-from edge_agent.personalize import features_of, load_head
+from edge_agent.personalize import FitOptions, features_of, load_head
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Install
 
@@ -265,7 +265,7 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     samples = data.load(config.data.source, other.manifest.task.input, other.manifest.task.class_names)
     folder = config.state.parent / "elsewhere"
     bundle = bundles.install(other.path, folder)
-    result = module.personalize(bundle, samples, "prototype", {}, encoder=Encoder.open(bundle, "fp32", 1))
+    result = module.personalize(bundle, samples, Encoder.open(bundle, "fp32", 1), FitOptions("prototype"))
     assert TaskRunner(config, "head").bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)
     tasks = TaskRunner(config, "head")
