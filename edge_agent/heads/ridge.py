@@ -1,0 +1,68 @@
+"""Ridge regression onto the classes: one linear solve, and the penalty from exact leave-one-out errors.
+
+The fastest head, and hard to overfit: 600 x 512 x 10 takes a few hundredths of a second. Scores are regressions onto +1
+for the class and -1 for the others, as scikit-learn's ``RidgeClassifierCV`` fits them; probabilities are the softmax of
+``sharpness`` times the scores, with the sharpness of 0.5 ... 16 that suits the leave-one-out scores best.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..task import Tensors
+from ._features import NormedHead, NormedParams
+from .base import softmax
+
+PENALTIES = tuple(np.logspace(-3, 4, 15).tolist())
+"""Weights of the penalty |w|^2 that are tried."""
+
+SHARPNESS = tuple(2.0**power for power in range(-1, 5))
+"""Factors of the scores that are tried."""
+
+
+class RidgeHead(NormedHead):
+    """Regularised least squares; the penalty is found, not given, and the result does not depend on the generator."""
+
+    Params = NormedParams
+    source = "Hoerl and Kennard 1970; leave-one-out errors by the hat matrix (Allen's PRESS)"
+
+    def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
+        chosen = np.eye(classes)[labels]
+        weight, bias, left_out = fit_ridge(inputs, 2 * chosen - 1)
+        rows = np.arange(len(labels))
+        sharpness = max(
+            SHARPNESS,
+            key=lambda sharp: float(np.log(np.maximum(softmax(sharp * left_out)[rows, labels], 1e-12)).mean()),
+        )
+        return {"weight": sharpness * weight, "bias": sharpness * bias}
+
+
+def fit_ridge(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights (k, d), biases (k,) and leave-one-out predictions (n, k), float64, for the best of `PENALTIES`.
+
+    ``inputs`` (n, d) and ``targets`` (n, k) float64, n >= 2. The intercept is not penalised. The best penalty is that
+    with the least mean square of leave-one-out errors, over all targets.
+    """
+    center, middle = inputs.mean(axis=0), targets.mean(axis=0)
+    rows, wanted = inputs - center, targets - middle
+    if len(rows) <= rows.shape[1]:
+        values, left = np.linalg.eigh(rows @ rows.T)
+        known = values > max(float(values[-1]), 1e-30) * 1e-12
+        values, left = values[known], left[:, known]
+    else:
+        values, right = np.linalg.eigh(rows.T @ rows)
+        known = values > max(float(values[-1]), 1e-30) * 1e-12
+        values = values[known]
+        left = rows @ right[:, known] / np.sqrt(values)
+    projected, squares = left.T @ wanted, left**2
+    best: tuple[float, float, np.ndarray] | None = None
+    for penalty in PENALTIES:
+        kept = values / (values + penalty)
+        leverage = 1 / len(rows) + squares @ kept
+        errors = (wanted - left @ (kept[:, None] * projected)) / np.maximum(1 - leverage, 1e-9)[:, None]
+        loss = float((errors**2).mean())
+        if best is None or loss < best[0]:
+            best = loss, penalty, targets - errors
+    assert best is not None  # noqa: S101 - for mypy: PENALTIES is not empty
+    weight = (rows.T @ (left @ (projected / (values + best[1])[:, None]))).T
+    return weight, middle - weight @ center, best[2]

@@ -1,0 +1,29 @@
+"""The bundle's shared classifier, for the classes that the device has: nothing is learned but which classes these are.
+
+With a handful of samples it is often the best head there is. Its probabilities are those of the classes of the device
+alone, so a class that the device has never seen is not answered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import UsageError
+from ..task import Tensors
+from ._features import shared_logits, shared_rows
+from .base import FitData, Head, softmax
+
+
+class SharedHead(Head):
+    """The rows of the shared classifier of the classes that occur."""
+
+    source = "the federation's own classifier"
+
+    def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
+        if data.global_head is None:
+            raise UsageError("head 'shared': the bundle has no shared classifier; choose another head")
+        return shared_rows(data, classes)
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        logits = shared_logits(self.arrays, features.astype(np.float64))
+        return softmax(np.asarray(logits))
