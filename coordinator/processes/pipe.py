@@ -10,7 +10,6 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,6 +37,8 @@ class SharedBuffer:
         if hasattr(os, "memfd_create"):
             buffer = cls(os.memfd_create("headwater", os.MFD_CLOEXEC))
         else:
+            import tempfile
+
             with tempfile.TemporaryFile() as file:
                 buffer = cls(os.dup(file.fileno()))
         try:
@@ -126,3 +127,8 @@ class Pipe:
                 raise EOFError("the other end of the pipe is closed")
             result += piece
         return bytes(result)
+
+
+def owner_pipe() -> Pipe:
+    """In a child process: the pipe to the process that started it, which is standard input."""
+    return Pipe(socket.socket(fileno=os.dup(0)))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +93,14 @@ class ChildProcess:
     Output and errors go to the file ``log``; without one, `follow_output` has to read them.
     """
 
-    def __init__(self, command: Sequence[str], log: Path | None = None, limits: Limits = NO_LIMITS) -> None:
-        """Start the process.
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path | None = None,
+        limits: Limits = NO_LIMITS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process; ``environment`` is added to this one's.
 
         Raises:
             OSError: it cannot be started.
@@ -114,7 +120,7 @@ class ChildProcess:
                     stdin=theirs.fileno(),
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **limits.environment()},
+                    env={**os.environ, **limits.environment(), **(environment or {})},
                 )
         except BaseException:
             self.pipe.close()

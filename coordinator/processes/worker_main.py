@@ -12,12 +12,11 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
 
-from .pipe import Frame, Pipe
+from .pipe import Frame, Pipe, owner_pipe
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
         if cpu_s:
             resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s),) * 2)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    pipe = Pipe(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    pipe = owner_pipe()
     module, _, name = sys.argv[1].partition(":")
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         getattr(importlib.import_module(module), name)(pipe, *sys.argv[2:])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.fleet.transfers import Collection, Collector, Distributor
-from coordinator.research.bench.measuring import say
+from coordinator.research.bench.measuring import lines, send_line
 from coordinator.research.bench.workloads import NOOP
 from coordinator.state.store import StateFolder
 from edge_agent.config import BrokerConfig
@@ -153,8 +153,6 @@ class Hub:
 
 def main() -> None:
     """Print "ready" when all agents are here; then, for each line that comes in, do what it says and print seconds."""
-    import sys
-
     parser = argparse.ArgumentParser()
     for name, kind in (("url", str), ("federation", str), ("state", Path), ("agents", int), ("size", int)):
         parser.add_argument(name, type=kind)
@@ -164,10 +162,10 @@ def main() -> None:
         state.journal.request_run({})
         hub = Hub(state, transport, Topics(given.federation))
         hub.start(given.agents)
-        say("ready")
-        for number, line in enumerate(sys.stdin, 1):
-            work = hub.broadcast if line.strip() == "broadcast" else hub.upload
-            say(json.dumps(work(number, given.size)))
+        send_line("ready")
+        for number, line in enumerate(lines(), 1):
+            work = hub.broadcast if line == "broadcast" else hub.upload
+            send_line(json.dumps(work(number, given.size)))
         transport.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.research.bench import workloads
-from coordinator.research.bench.measuring import Measured, answer, module, say, tell, usage
+from coordinator.research.bench.measuring import Measured, lines, module, send_line, usage
 from edge_agent.limits import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -49,10 +48,10 @@ def main() -> None:
     train = fedavg if arguments.method == "fedavg" else fedpac
     start = fresh_model().state_dict()
     mean = {name: tensor.clone() for name, tensor in start.items()}
-    say("ready")
-    for _ in sys.stdin:
+    send_line("ready")
+    for _ in lines():
         mean = one_round(train, mean, data)
-        say("done")
+        send_line("done")
 
 
 def one_round(train: Any, received: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -169,20 +168,20 @@ class BareWorkers:
             for number in range(count)
         ]
         for worker in started:
-            answer(worker)
+            worker.answer()
         return cls(tuple(started))
 
     def timed_round(self) -> tuple[float, float]:
         """(wall, CPU) seconds until all clients have trained once."""
         begin, cpu = time.perf_counter(), self._cpu_s()
         for worker in self.workers:
-            tell(worker)
+            worker.send()
         for worker in self.workers:
-            answer(worker)
+            worker.answer()
         return time.perf_counter() - begin, self._cpu_s() - cpu
 
     def _cpu_s(self) -> float:
-        return sum(usage(worker.process.pid).cpu_s for worker in self.workers)
+        return sum(usage(worker.pid).cpu_s for worker in self.workers)
 
 
 def bare_seconds(clients: int, folder: Path, repeats: int = 5) -> float:

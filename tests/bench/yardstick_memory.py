@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.research.bench.measuring import Row, answer, module, say
+from coordinator.research.bench.measuring import Row, module, send_line
 from coordinator.research.bench.simulate import proportional_mb
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import Simulation, open_simulation
@@ -37,7 +37,7 @@ def main() -> None:
     for name in ("clients", "rounds", "workers"):
         parser.add_argument(name, type=int)
     arguments = parser.parse_args()
-    say(repr(most_mb(arguments.folder, arguments.clients, arguments.rounds, arguments.workers)))
+    send_line(repr(most_mb(arguments.folder, arguments.clients, arguments.rounds, arguments.workers)))
 
 
 def memory_rows(many: int, workers: int, folder: Path) -> list[Row]:
@@ -60,7 +60,7 @@ def memory_rows(many: int, workers: int, folder: Path) -> list[Row]:
 def _in_a_process(folder: Path, clients: int, rounds: int, workers: int) -> float:
     arguments = (folder, clients, rounds, workers)
     with module(folder.name, arguments, folder.parent, module="yardstick_memory", environment=ENVIRONMENT) as measured:
-        return float(answer(measured))
+        return float(measured.answer())
 
 
 def most_mb(folder: Path, clients: int, rounds: int, workers: int) -> float:

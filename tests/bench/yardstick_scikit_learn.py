@@ -13,14 +13,14 @@ import numpy as np
 
 from coordinator.research.bench.device import Features
 from coordinator.research.bench.device_child import least_seconds
-from coordinator.research.bench.measuring import answer, module
+from coordinator.research.bench.measuring import module, send_line
 
 
 def measure(features: tuple[Path, Path], folder: Path) -> dict[str, float]:
     """CPU seconds of a fit, accuracy, and peak memory of the process in MB."""
     environment = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with module("scikit-learn", features, folder, module="yardstick_scikit_learn", environment=environment) as child:
-        found: dict[str, float] = json.loads(answer(child))
+        found: dict[str, float] = json.loads(child.answer())
         return found
 
 
@@ -39,6 +39,5 @@ def fit(file: str, test: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(fit(*sys.argv[1:])) + "\n")
-    sys.stdout.flush()
+    send_line(json.dumps(fit(*sys.argv[1:])))
     sys.stdin.read()

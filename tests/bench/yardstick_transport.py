@@ -11,7 +11,7 @@ from typing import Any
 
 import yardstick_tcp as tcp
 
-from coordinator.research.bench.measuring import Measured, answer, forget_peak, module, rounded, tell, usage
+from coordinator.research.bench.measuring import Measured, forget_peak, module, rounded, usage
 from coordinator.research.bench.rounds import FEDERATION, PROGRAMS, agent_file, broker
 
 DIRECTIONS = ("broadcast", "upload")
@@ -46,7 +46,7 @@ class _Measure:
     def leg(self, name: str, direction: str, tcp_s: float) -> Leg:
         """One direction: one transfer to warm up, then so many that count."""
         self._transfer(direction)
-        pids = (self.broker_pid, self.hub.process.pid, *(agent.process.pid for agent in self.agents))
+        pids = (self.broker_pid, self.hub.pid, *(agent.pid for agent in self.agents))
         for pid in pids:
             forget_peak(pid)
         before = [usage(pid) for pid in pids]
@@ -62,8 +62,8 @@ class _Measure:
         )
 
     def _transfer(self, direction: str) -> float:
-        tell(self.hub, direction)
-        return float(json.loads(answer(self.hub)))
+        self.hub.send(direction)
+        return float(json.loads(self.hub.answer()))
 
 
 def measure(agents: int, size_bytes: int, brokers: list[str], folder: Path, repeats: int = 3) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _over(name: str, agents: int, size: int, tcp_s: dict[str, float], folder: Pa
         ]
         arguments = [running.url, FEDERATION, folder / "hub", agents, size]
         hub = stack.enter_context(module("hub", arguments, folder, module="yardstick_hub", environment=tcp.ENVIRONMENT))
-        answer(hub)
+        hub.answer()
         measure = _Measure(hub, started, running.pid or 0, agents * size / 1e6, repeats)
         return [measure.leg(name, direction, tcp_s[direction]) for direction in DIRECTIONS]
 

@@ -119,8 +119,8 @@ def test_a_process_that_is_gone_is_named():
 
 def test_a_measured_process_that_ends_tells_its_last_words(tmp_path):
     with measuring.module("broken", ["hub"], tmp_path, module=rounds.PROGRAMS) as measured:
-        with pytest.raises(MeasuringFailed, match=r"(?s)broken ended with code 2.*invalid choice: 'hub'"):
-            measuring.answer(measured)
+        with pytest.raises(MeasuringFailed, match=r"(?s)broken ended: exit code 2.*invalid choice: 'hub'"):
+            measured.answer()
 
 
 def test_waiting_ends_with_an_error_that_says_for_what(tmp_path):

@@ -31,7 +31,7 @@ from edge_agent.wire.transport import Message
 
 from ...broker import find_mosquitto
 from ...state.store import read_status
-from .measuring import Row, Usage, answer, module, usage, wait_for
+from .measuring import Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def _child(folder: Path, *arguments: object) -> tuple[dict[str, float], Usage]:
     with module(
         "child", arguments, folder, module="coordinator.research.bench.device_child", environment=ONE_THREAD
     ) as child:
-        result: dict[str, float] = json.loads(answer(child))
-        return result, usage(child.process.pid)
+        result: dict[str, float] = json.loads(child.answer())
+        return result, usage(child.pid)
 
 
 def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage]:
@@ -128,8 +128,8 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
                 if isinstance(wire.parse_from_agent(event.payload), wire.Hello):
                     break
             else:
-                raise MeasuringFailed(f"{name} sent no hello within {LIMIT_S:.0f} s; {agent.stderr_tail()}")
-            ready = usage(agent.process.pid)
+                raise MeasuringFailed(f"{name} sent no hello within {LIMIT_S:.0f} s; {agent.stopped()}")
+            ready = usage(agent.pid)
             welcome = wire.Welcome(
                 software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=wire.new_id(), epoch=1
             )
@@ -140,7 +140,7 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
                 what="the agent to be welcomed",
                 limit_s=LIMIT_S,
             )
-            return ready, usage(agent.process.pid)
+            return ready, usage(agent.pid)
 
 
 FIT, EPOCHS = 600, 2

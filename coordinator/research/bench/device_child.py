@@ -1,6 +1,6 @@
 """One part of a device's work in a child process that never loads torch: an encoder or a head.
 
-The child prints what it has timed and then waits, so that its parent can read its memory use from the kernel.
+The child sends what it has timed and then waits, so that its parent can read its memory use from the kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from ...processes.pipe import owner_pipe
+
 RUNS = 30
 
 
 def main() -> None:
-    """Measure one part, print a JSON object, and stay until standard input ends."""
+    """Measure one part, send a JSON object, and stay until standard input ends."""
     _, part, *given = sys.argv  # from our own parent; a parser would add half a megabyte to what is measured
     timed = encoder(*given) if part == "encoder" else fit(*given)
-    sys.stdout.write(json.dumps(timed) + "\n")
-    sys.stdout.flush()
+    owner_pipe().send("line", json.dumps(timed).encode())
     sys.stdin.read()
 
 

@@ -6,12 +6,10 @@ import contextlib
 import math
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +22,8 @@ from edge_agent.errors import MeasuringFailed, MissingCapability, UsageError
 from edge_agent.task import Frozen
 
 from ...processes import supervisor
+from ...processes.pipe import owner_pipe
+from ...processes.supervisor import ChildProcess
 
 PACKAGES = ("numpy", "paho-mqtt", "pydantic", "onnxruntime", "torch", "amqtt")
 _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1_000_000, "GB": 1_000_000_000}
@@ -152,10 +152,6 @@ def caveat(of: dict[str, Any], not_shown: str) -> str:
     )
 
 
-PATIENCE_S = 3.0
-"""Time between SIGTERM and SIGKILL."""
-
-
 @dataclass(frozen=True)
 class Usage:
     """What one process has used so far.
@@ -196,13 +192,13 @@ def forget_peak(pid: int) -> None:
         (Path("/proc") / str(pid) / "clear_refs").write_text("5", encoding="ascii")
 
 
-@dataclass
-class Measured:
-    """A process of ours, and the file of its stderr."""
+class Measured(ChildProcess):
+    """A process under measurement. It may answer through its pipe, see `send_line` and `lines`."""
 
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        """Start it; ``environment`` is added to this process's."""
+        self.name = name
+        super().__init__(command, log, environment=environment)
 
     def check(self) -> None:
         """Check that it still runs.
@@ -210,77 +206,55 @@ class Measured:
         Raises:
             MeasuringFailed: it has ended.
         """
-        code = self.process.poll()
-        if code is not None:
-            raise MeasuringFailed(f"{self.name} ended with code {code}; its stderr ends:\n{self.stderr_tail()}")
+        if not self.is_running:
+            raise MeasuringFailed(f"{self.name} ended: {self.exit_reason()}")
 
-    def stderr_tail(self) -> str:
-        """The last lines that it logged."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-5:]) or "(stderr is empty)"
+    def stopped(self) -> str:
+        """End it; its exit code, and the last lines that it logged."""
+        self.stop()
+        return self.exit_reason()
+
+    def send(self, line: str = "") -> None:
+        """Send it one line."""
+        self.pipe.send("line", line.encode())
+
+    def answer(self) -> str:
+        """The next line that it sends.
+
+        Raises:
+            MeasuringFailed: it ended instead.
+        """
+        try:
+            return self.pipe.receive().payload.decode()
+        except (EOFError, OSError) as error:
+            raise MeasuringFailed(f"{self.name} ended: {self.exit_reason()}") from error
 
 
 @contextlib.contextmanager
 def module(
-    name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: dict[str, str] | None = None
+    name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Measured]:
-    """``python -m module arguments`` as long as the context lasts; its standard input ends when we do, even killed."""
-    log = folder / f"{name}.log"
+    """``python -m module arguments`` as long as the context lasts; its output goes to ``folder/name.log``."""
     command = supervisor.command(module, *map(str, arguments))
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={**os.environ, **(environment or {})},
-        )
+    process = Measured(name, command, folder / f"{name}.log", environment or {})
     try:
-        yield Measured(name, process, log)
+        yield process
     finally:
-        end(process)
+        process.stop()
+        process.close()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process: SIGTERM first, SIGKILL where that does not help."""
-    process.terminate()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def send_line(line: str) -> None:
+    """One line from a measured process to the one that waits in `Measured.answer`."""
+    owner_pipe().send("line", line.encode())
 
 
-def answer(measured: Measured) -> str:
-    """The next line that the process prints.
-
-    Raises:
-        MeasuringFailed: it ended instead.
-    """
-    stream = measured.process.stdout
-    line = stream.readline() if stream is not None else b""
-    if not line:
-        measured.process.wait(PATIENCE_S)
-        measured.check()
-    return line.decode().strip()
-
-
-def say(line: str) -> None:
-    """One line from a measured process to the one that waits in `answer`."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def tell(measured: Measured, line: str = "") -> None:
-    """Give the process one line on its standard input."""
-    stream = measured.process.stdin
-    if stream is not None:
-        stream.write(line.encode() + b"\n")
-        stream.flush()
+def lines() -> Iterator[str]:
+    """In a measured process: the lines that `Measured.send` sends, until that process ends."""
+    pipe = owner_pipe()
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            yield pipe.receive().payload.decode()
 
 
 def wait_for(
@@ -296,8 +270,8 @@ def wait_for(
         for measured in watched:
             measured.check()
         if time.monotonic() > until:
-            tails = "\n".join(f"[{m.name}] {m.stderr_tail()}" for m in watched)
-            raise MeasuringFailed(f"{what}: not within {limit_s:.0f} s; stderr:\n{tails}")
+            ends = "\n".join(f"[{measured.name}] {measured.stopped()}" for measured in watched)
+            raise MeasuringFailed(f"{what}: not within {limit_s:.0f} s; stopped:\n{ends}")
         pause.wait(every_s)
 
 

@@ -17,7 +17,7 @@ from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mo
 from ...runs.request import Request
 from ...state.journal import Journal
 from ...state.store import StateFolder, read_status
-from .measuring import RoundPlan, Row, Usage, answer, forget_peak, module, quantile, usage, wait_for
+from .measuring import RoundPlan, Row, Usage, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
 FEDERATION = "bench"
@@ -106,14 +106,14 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
             path = agent_file(folder, name, url, w1_source(number, plan.agents))
             arguments = ["agent", "--config", path, *train]
             processes.append(stack.enter_context(module(name, arguments, folder, module=PROGRAMS)))
-        answer(processes[0])
+        processes[0].answer()
 
         def all_present() -> bool:
             agents = read_status(folder / "coordinator").get("agents", ())
             return len([agent for agent in agents if agent["present"]]) == plan.agents
 
         wait_for(all_present, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
-        pids = [running.pid or 0, *(process.process.pid for process in processes)]
+        pids = [running.pid or 0, *(process.pid for process in processes)]
         before = [usage(pid) for pid in pids]
         for pid in pids[1:]:
             forget_peak(pid)

@@ -161,12 +161,12 @@ def main() -> None:
 
     from ...config import load_config
     from ...service.app import coordinator
-    from .measuring import say
+    from .measuring import send_line
 
     torch.set_num_threads(1)
     register()
     with coordinator(load_config(arguments.config)) as service, stop_on_signals() as stop:
-        say("ready")
+        send_line("ready")
         service.serve(stop)
 
 
