@@ -122,6 +122,10 @@ class DataConfig(Frozen):
     folder: Path = Field(Path(), description="base of relative paths in source; default: this file's folder")
     test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: int = Field(0, ge=0, description="seed of that split")
+    test: str | None = Field(None, description="source of the held-out samples; all of 'source' is for training then")
+    strict: bool = Field(
+        False, description="refuse data with images or recordings that cannot be used, instead of leaving those out"
+    )
     partition: Path | None = Field(
         None, description="partition file; this device uses only its client's rows of the source"
     )
@@ -133,8 +137,14 @@ class DataConfig(Frozen):
     def _one_split(self) -> DataConfig:
         fields = type(self).model_fields
         given = [name for name in ("seed", "test_fraction") if getattr(self, name) != fields[name].default]
+        if self.partition is not None and self.test is not None:
+            raise ValueError(f"test = '{self.test}' with a partition, which says itself which rows test; leave one out")
         if self.partition is not None and given:
             raise ValueError(f"{' and '.join(given)} of a partition, which says itself which rows test; leave it out")
+        if self.test is not None and "test_fraction" in given:
+            raise ValueError(f"test_fraction with test = '{self.test}', which is held out as a whole; leave one out")
+        if self.test == self.source:
+            raise ValueError(f"test = '{self.test}' is the source itself; expected other samples, or leave it out")
         if self.partition is None and self.client is not None:
             raise ValueError(f"client = '{self.client}' without partition; name the file that has this client")
         return self

@@ -20,7 +20,9 @@ from numpy.typing import ArrayLike
 from . import bundle as bundles
 from . import data, heads
 from .bundle import Bundle, EncoderPrecision
+from .config import DataConfig, parse
 from .data import Samples, split
+from .data.partition import own_samples
 from .encoder import Encoder, Progress
 from .errors import HeadwaterError, StateError, UsageError
 from .heads import FitData, Head, saved
@@ -85,6 +87,31 @@ def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
     return result
 
 
+def local_data(
+    source: str,
+    *,
+    test: str | None = None,
+    partition: str | Path | None = None,
+    client: str | None = None,
+    test_fraction: float | None = None,
+    seed: int = 0,
+    strict: bool = True,
+) -> DataConfig:
+    """What ``[data]`` of an agent's configuration says, from arguments; ``seed`` counts where samples are split.
+
+    Raises:
+        ConfigError: arguments that do not go together; all of them are listed.
+        UsageError: a partition without a client.
+    """
+    if partition is not None and client is None:
+        raise UsageError(f"partition {partition}: which client's rows? Name one (--client)")
+    given = {"test": test, "partition": partition, "client": client, "test_fraction": test_fraction}
+    given = {name: value for name, value in given.items() if value is not None}
+    if partition is None:
+        given["seed"] = seed
+    return parse(DataConfig, {"source": source, "strict": strict, **given}, where="local data")
+
+
 class Personalizer:
     """A bundle's frozen encoder and a personal head: ``fit``, ``predict``, ``evaluate``, ``save``, ``load``.
 
@@ -120,6 +147,33 @@ class Personalizer:
         """Names of the classes, in the order of the columns of ``predict_proba``."""
         return self.bundle.manifest.task.class_names
 
+    def samples(
+        self,
+        source: str,
+        *,
+        test: str | None = None,
+        partition: str | Path | None = None,
+        client: str | None = None,
+        test_fraction: float | None = None,
+        seed: int = 0,
+        strict: bool = True,
+    ) -> tuple[Samples, Samples]:
+        """Training and held-out samples of a data source, the same rows that an agent and ``edge-agent fit`` take.
+
+        ``test``: a source that is held out as a whole. ``partition``: a file, of which ``client`` has some rows.
+        Neither: ``test_fraction`` (default 0.25) of the samples is held out. Not ``strict``: what cannot be used is
+        left out.
+
+        Raises:
+            ConfigError: arguments that do not go together.
+            DataError: samples that do not fit the bundle's task, or a partition that does not fit the data.
+        """
+        given = local_data(
+            source, test=test, partition=partition, client=client, test_fraction=test_fraction, seed=seed, strict=strict
+        )
+        task = self.bundle.manifest.task
+        return own_samples(given, "", task.input, task.class_names)
+
     def fit(
         self,
         X: ArrayLike | Samples | str,  # noqa: N803 - as scikit-learn calls it
@@ -151,7 +205,8 @@ class Personalizer:
             DataError: inputs that do not fit the bundle's task.
             UsageError: there is neither a head nor a shared classifier.
         """
-        return probabilities(self.bundle, self.head, self._features(X, None)[1])
+        samples = self._samples(X, None, is_labelled=False)
+        return probabilities(self.bundle, self.head, self.encoder.features(samples.inputs))
 
     def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
         """Name (n,) of the most probable class of each input; as `predict_proba`."""
@@ -166,7 +221,8 @@ class Personalizer:
         Raises:
             DataError: samples or labels that do not fit the bundle's task.
         """
-        samples, features = self._features(X, y)
+        samples = self._samples(X, y)
+        features = self.encoder.features(samples.inputs)
         personal = None
         if self.head is not None:
             personal = accuracy(self.head.head.predict_proba, features, samples.labels)
@@ -195,16 +251,12 @@ class Personalizer:
             self.encoder = Encoder.open(self.bundle, self.head.precision)
         return self
 
-    def _features(self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None) -> tuple[Samples, np.ndarray]:
-        samples = self._samples(inputs, labels, is_labelled=labels is not None)
-        return samples, self.encoder.features(samples.inputs)
-
     def _samples(
         self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, *, is_labelled: bool = True
     ) -> Samples:
         task = self.bundle.manifest.task
         if isinstance(inputs, str):
-            return data.load(inputs, task.input, task.class_names)
+            return data.load(inputs, task.input, task.class_names, labelled=is_labelled)
         if isinstance(inputs, data.Samples):
             return inputs
         array = np.asarray(inputs)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..personalize import FitOptions
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
-  images:DIR                     one sub-folder of image files for each class
+  images:DIR                     one sub-folder of image files for each class; without any for 'predict'
   npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
   idx:DIR?split=train            MNIST and the like; split=train, test or all
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
@@ -29,7 +29,8 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
   python:module:function         your own function that returns (inputs, labels)
 Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
-counts from the working folder here, and from the file's own folder in a configuration file.
+counts from the working folder here, and from the file's own folder in a configuration file. Files that cannot be used
+are left out and counted.
 """
 
 
@@ -65,7 +66,9 @@ def fit(arguments: argparse.Namespace) -> int:
     encoder = _encoder(arguments, bundle, train=parts[0])
     result = personalize(bundle, parts, encoder, _options(arguments, head=arguments.head, params=params))
     result.save(arguments.out)
+    skipped = _skipped(parts)
     content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
+    content["skipped"] = len(skipped)
     rows = [
         ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
@@ -73,7 +76,7 @@ def fit(arguments: argparse.Namespace) -> int:
         ("time", f"{result.seconds:.2f} s"),
         ("saved in", arguments.out),
     ]
-    notes = [output.ONE_CLASS] if result.one_class else []
+    notes = [*output.skipped(skipped), *([output.ONE_CLASS] if result.one_class else [])]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -95,8 +98,11 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     _add_bundle(parser)
     parser.add_argument("--head", type=Path, metavar="DIR", help="saved head; default: the bundle's shared classifier")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--data", metavar="SOURCE", help="labelled data, as for 'edge-agent fit'")
-    where.add_argument("--input", action="append", metavar="FILE", help="image file; may be repeated")
+    where.add_argument("--data", metavar="SOURCE", help="data as for 'edge-agent fit'; they need no labels")
+    where.add_argument(
+        "--input", action="append", metavar="FILE", help="image, or recording as array (*.npy); may be repeated"
+    )
+    _add_strict(parser)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -105,31 +111,28 @@ def predict(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
     """
-    from ..data import images_from_files
+    from ..data import from_files, load
     from ..personalize import load_head, probabilities
-    from ..task import ImageInput
 
     _check_head(arguments)
     bundle = _bundle(arguments)
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     task = bundle.manifest.task
     if arguments.data is not None:
-        samples = _samples(arguments, bundle)
-        inputs, names = samples.inputs, list(samples.names) or [str(number) for number in range(len(samples))]
-    elif isinstance(task.input, ImageInput):
-        inputs, names = images_from_files(arguments.input, task.input), arguments.input
+        samples = load(arguments.data, task.input, task.class_names, strict=arguments.strict, labelled=False)
     else:
-        raise UsageError("--input takes image files, this bundle's task has sensor windows; use --data windows:FILE")
+        samples = from_files(arguments.input, task.input, strict=arguments.strict)
+    names = samples.names or tuple(map(str, range(len(samples))))
     encoder = _encoder(arguments, bundle, head.precision if head is not None else None)
-    shares = probabilities(bundle, head, encoder.features(inputs, output.progress("features")))
+    shares = probabilities(bundle, head, encoder.features(samples.inputs, output.progress("features")))
     rows = [
         {"input": name, "class": task.class_names[row.argmax()], "probability": round(float(row.max()), 6)}
         for name, row in zip(names, shares, strict=True)
     ]
     shown = [(row["input"], row["class"], output.percent(row["probability"])) for row in rows]
-    return output.result(
-        arguments, {"predictions": rows}, lambda: output.table(("input", "class", "probability"), shown)
-    )
+    content = {"predictions": rows, "skipped": list(samples.skipped)}
+    notes = output.skipped(samples.skipped)
+    return output.result(arguments, content, lambda: [*output.table(("input", "class", "probability"), shown), *notes])
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,11 +166,12 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[
     saved = load_head(arguments.head, bundle, arguments.precision)
     encoder = _encoder(arguments, bundle, saved.precision)
     scores = extract(bundle, parts, encoder, _options(arguments)).scores(saved.head).metrics()
-    count, one_class = len(parts[1]), of_one_class(*parts)
+    count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
     content = {**scores, "head": saved.head.name, "precision": saved.precision, "n_test": count, "one_class": one_class}
+    content["skipped"] = len(skipped)
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
     rows += [(name, output.percent(share)) for name, share in scores.items()]
-    notes = [output.ONE_CLASS] if one_class else []
+    notes = [*output.skipped(skipped), *([output.ONE_CLASS] if one_class else [])]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -191,10 +195,10 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
         lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
         lines += [output.ONE_CLASS] if result.one_class else []
-    lines += [f"{name}: {reason}" for name, reason in failed.items()]
-    return output.result(
-        arguments, {"heads": [result.metrics() for result in results], "failed": failed}, lambda: lines
-    )
+    skipped = _skipped(parts)
+    lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
+    content = {"heads": [result.metrics() for result in results], "failed": failed, "skipped": len(skipped)}
+    return output.result(arguments, content, lambda: lines)
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -316,11 +320,23 @@ def _add_bundle(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="SOURCE", help="local data, see below")
+    parser.add_argument("--test", metavar="SOURCE", help="held-out samples; all of --data is for training then")
     parser.add_argument(
-        "--test-fraction", type=float, default=0.25, metavar="F", help="share held out for evaluation (default: 0.25)"
+        "--test-fraction", type=float, metavar="F", help="share of --data held out for evaluation (default: 0.25)"
     )
+    parser.add_argument(
+        "--partition", type=Path, metavar="FILE", help="partition file: use the rows of one --client of --data"
+    )
+    parser.add_argument("--client", metavar="NAME", help="client in --partition")
+    _add_strict(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
     parser.epilog = f"{_SOURCES}\n{parser.epilog or ''}"
+
+
+def _add_strict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse data of which something cannot be used, instead of leaving it out"
+    )
 
 
 def _cache_of(arguments: argparse.Namespace) -> Path:
@@ -363,17 +379,19 @@ def _check_exists(path: Path, expected: str) -> None:
         raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
 
 
-def _samples(arguments: argparse.Namespace, bundle: Bundle) -> Samples:
-    from ..data import load
-
-    return load(arguments.data, bundle.manifest.task.input, bundle.manifest.task.class_names)
-
-
 def _parts(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
-    """The samples that ``--data`` names: those to learn from, and those held out by ``--test-fraction``."""
-    from ..data import split
+    """Samples to learn from and held-out ones, as an agent with this bundle would take them."""
+    from ..data.partition import own_samples
+    from ..personalize import local_data
 
-    return split(_samples(arguments, bundle), arguments.test_fraction, arguments.seed)
+    task, names = bundle.manifest.task, ("test", "test_fraction", "partition", "client", "strict")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return own_samples(local_data(arguments.data, seed=arguments.seed, **given), "", task.input, task.class_names)
+
+
+def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
+    """What was left out of training and held-out samples, each once."""
+    return tuple(dict.fromkeys((*parts[0].skipped, *parts[1].skipped)))
 
 
 def _encoder(

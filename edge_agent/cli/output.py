@@ -41,6 +41,14 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
+def skipped(reasons: Sequence[str]) -> list[str]:
+    """Lines about images and recordings that were left out; none where all could be used."""
+    if not reasons:
+        return []
+    more = [f"  … and {len(reasons) - 5} more"] if len(reasons) > 5 else []
+    return [f"left out because they cannot be used: {len(reasons)}", *(f"  {one}" for one in reasons[:5]), *more]
+
+
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
 
 

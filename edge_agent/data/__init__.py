@@ -24,8 +24,9 @@ from ..errors import ConfigError, DataError, UnknownName, UsageError
 from ..registry import Registry, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import DataSource, Options, Raw, Samples, labels_by_name, near, split, standardised
+from .base import DataSource, FileItems, Options, Raw, Samples, labels_by_name, near, split, standardised
 from .npz import from_arrays as npz_arrays
+from .npz import load_array
 
 __all__ = [
     "DataSource",
@@ -35,7 +36,7 @@ __all__ = [
     "check",
     "domains",
     "from_arrays",
-    "images_from_files",
+    "from_files",
     "load",
     "location",
     "natural_input",
@@ -66,12 +67,15 @@ def load(
     *,
     folder: Path | None = None,
     compact: bool = False,
+    strict: bool = True,
+    labelled: bool = True,
 ) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
 
     Classes are matched by name, so that a device may hold some of the task's classes, in any order. A relative path
     is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not normalised yet, which
-    takes a quarter of the memory; `Samples.ready` normalises them.
+    takes a quarter of the memory; `Samples.ready` normalises them. Not ``strict``: images and recordings that cannot be
+    used are left out, named in ``skipped`` and in a warning. Not ``labelled``: labels are not needed and not read.
 
     Raises:
         UnknownName: no such kind of source.
@@ -80,7 +84,10 @@ def load(
         MissingCapability: a package that this kind needs is not installed.
     """
     raw = _resolve(source, folder).read()
-    return _samples(raw, input if input is not None else _natural(raw), class_names, source, compact=compact)
+    spec = input if input is not None else _natural(raw)
+    if labelled:
+        return _samples(raw, spec, class_names, source, compact=compact, strict=strict)
+    return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
 
 
 def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, class_names: Sequence[str]) -> Samples:
@@ -88,33 +95,45 @@ def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, 
 
     ``inputs``: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
     (n, channels, length). ``labels`` (n,): names of classes, as text or as integers, else positions in ``class_names``;
-    None: not known, they are 0.
+    None: not known.
 
     Raises:
         DataError: arrays of different lengths or of another form, or unknown classes.
     """
     if labels is None:
-        raw = npz_arrays(
-            inputs, np.zeros(len(inputs), np.int64), class_names=(), groups=None, kind=spec.kind, where="X"
-        )
-        result, counts, groups = _execute(raw, spec, "X")
-        return Samples(result, np.zeros(int(counts.sum()), np.int64), tuple(class_names), spec, groups)
+        raw = npz_arrays(inputs, np.full(len(inputs), -1), class_names=(), groups=None, kind=spec.kind, where="X")
+        return _unlabelled(raw, spec, class_names, "X")
     by_name = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
     values, names = labels_by_name(labels, () if by_name else class_names, "y")
     raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
-    return _samples(raw, spec, class_names, "X", compact=False)
+    return _samples(raw, spec, class_names, "X")
 
 
-def _samples(raw: Raw, spec: InputSpec, class_names: Sequence[str] | None, source: str, *, compact: bool) -> Samples:
-    inputs, counts, groups = _execute(raw, spec, source, compact=compact)
+def _samples(
+    raw: Raw,
+    spec: InputSpec,
+    class_names: Sequence[str] | None,
+    source: str,
+    *,
+    compact: bool = False,
+    strict: bool = True,
+) -> Samples:
     labels, names = _match_names(raw, class_names, source)
-    labels = np.repeat(labels, counts)
-    origins = tuple(name for name, count in zip(raw.names, counts, strict=False) for _ in range(count))
+    done = _execute(raw, spec, source, compact=compact, strict=strict)
+    labels = labels[done.rows]
     if len(result := np.unique(labels)) == 1:
         _log.warning(
             "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[result[0]]
         )
-    return Samples(inputs, labels, names, spec, groups, origins)
+    return Samples(done.inputs, labels, names, spec, done.groups, done.origins(raw), done.skipped)
+
+
+def _unlabelled(
+    raw: Raw, spec: InputSpec, class_names: Sequence[str], source: str, *, compact: bool = False, strict: bool = True
+) -> Samples:
+    done = _execute(raw, spec, source, compact=compact, strict=strict)
+    labels = np.full(len(done.rows), -1, np.int64)
+    return Samples(done.inputs, labels, tuple(class_names), spec, done.groups, done.origins(raw), done.skipped)
 
 
 def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
@@ -147,7 +166,9 @@ def check(
     if kind.needs_path and not Path(resolved.location).exists():
         raise DataError(f"{source}: there is no {Path(resolved.location).absolute()}; check the path")
     if kind.inspect is not None:
-        kind.inspect(resolved.location, options)
+        inspected = kind.inspect(resolved.location, options)
+        if isinstance(inspected, Raw):
+            _check_labelled(inspected)
     if class_names is not None:
         raw = resolved.read()
         _match_names(raw, class_names, source)
@@ -164,18 +185,31 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
         )
 
 
-def images_from_files(paths: Sequence[str], spec: ImageInput) -> np.ndarray:
-    """Inputs (n, *spec.shape) float32 for image files without labels.
+def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True) -> Samples:
+    """Inputs without labels from single files: images, or recordings for a task of windows.
+
+    A recording is an array (time, channels) in a ``.npy`` file. Not ``strict``: files that cannot be used are left out
+    and named in ``skipped``.
 
     Raises:
         DataError: files that cannot be read; all of them are listed.
         MissingCapability: Pillow is not installed.
     """
-    from .images import ImageFiles
+    files, unknown = [Path(path) for path in paths], np.full(len(paths), -1)
+    if isinstance(spec, ImageInput):
+        from .images import ImageFiles
 
-    files = ImageFiles([Path(path) for path in paths])
-    raw = Raw("image", files, np.zeros(len(paths), np.int64), ("",), names=tuple(paths))
-    return _execute(raw, spec, "input")[0]
+        raw = Raw("image", ImageFiles(files), unknown, (), names=tuple(paths))
+    else:
+        raw = Raw("recording", FileItems(files, _recording), unknown, (), names=tuple(paths))
+    return _unlabelled(raw, spec, (), "input", strict=strict)
+
+
+def _recording(path: Path) -> np.ndarray:
+    """The recording (time, channels) in a file."""
+    if path.suffix.lower() == ".npy":
+        return load_array(path)
+    raise DataError("is no recording; expected a file ending in .npy with an array (time, channels)")
 
 
 def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
@@ -327,13 +361,24 @@ def _natural(raw: Raw) -> InputSpec:
     return WindowInput(channels=first.shape[0], length=first.shape[1], stride=first.shape[1])
 
 
-def _execute(
-    raw: Raw, spec: InputSpec, source: str, *, compact: bool = False
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Inputs (m, *shape), how many inputs each item gave (n,), and the groups (m,)."""
+@dataclass(frozen=True)
+class _Executed:
+    """Inputs (m, *shape), the item that each is of (m,), their groups (m,), and what was left out."""
+
+    inputs: np.ndarray
+    rows: np.ndarray
+    groups: np.ndarray | None
+    skipped: tuple[str, ...]
+
+    def origins(self, raw: Raw) -> tuple[str, ...]:
+        """The origin of each input, where the items have names."""
+        return tuple(raw.names[row] for row in self.rows) if raw.names else ()
+
+
+def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool = True) -> _Executed:
     _check_kind(raw, spec, source)
     if isinstance(spec, WindowInput):
-        return _execute_windows(raw, spec, source)
+        return _execute_windows(raw, spec, source, strict=strict)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
 
     def fill(row: int) -> None:
@@ -343,13 +388,15 @@ def _execute(
             inputs = inputs.astype(np.float32)  # finer than 8 bits
         inputs[row] = pixels
 
-    _for_all(raw, fill, source, "images")
+    rows, skipped = _for_all(raw, fill, source, "images", strict=strict)
+    if skipped:
+        inputs = inputs[rows]
     if inputs.dtype != np.uint8:
         inputs = preprocess.normalise_images(inputs, spec)
-    return inputs, np.ones(len(inputs), np.int64), raw.groups
+    return _Executed(inputs, rows, None if raw.groups is None else raw.groups[rows], skipped)
 
 
-def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) -> _Executed:
     result: list[np.ndarray] = []
 
     def fill(row: int) -> None:
@@ -363,31 +410,52 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str) -> tuple[np.ndarr
             raise DataError("holds NaN or infinity")
         result.append(item[None].astype(np.float32))
 
-    _for_all(raw, fill, source, f"{raw.kind}s")
-    counts = np.array([len(windows) for windows in result])
-    groups = raw.groups if raw.kind == "window" else np.arange(len(result)) if raw.groups is None else raw.groups
-    return (
-        preprocess.normalise_windows(np.concatenate(result), spec),
-        counts,
-        None if groups is None else np.repeat(groups, counts).astype(np.int64),
-    )
+    used, skipped = _for_all(raw, fill, source, f"{raw.kind}s", strict=strict)
+    rows = np.repeat(used, [len(windows) for windows in result])
+    groups = raw.groups
+    if groups is None and raw.kind == "recording":
+        groups = np.arange(len(raw.items))
+    inputs = preprocess.normalise_windows(np.concatenate(result), spec)
+    return _Executed(inputs, rows, None if groups is None else groups[rows].astype(np.int64), skipped)
 
 
-def _for_all(raw: Raw, fill: Callable[[int], None], source: str, what: str) -> None:
-    """Call ``fill`` for each row, and report all rows that failed at once."""
-    mistakes = []
+def _for_all(
+    raw: Raw, fill: Callable[[int], None], source: str, what: str, *, strict: bool
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Call ``fill`` for each row; returns the rows for which it worked, and why it did not for the others.
+
+    Raises:
+        DataError: it failed for some, where that is not allowed, or for all; they are reported at once.
+    """
+    rows, mistakes = [], []
     for row in range(len(raw.items)):
         try:
             fill(row)
+            rows.append(row)
         except DataError as error:
             mistakes.append(f"{raw.names[row] if raw.names else row}: {error}")
-    if mistakes:
+    if mistakes and (strict or not rows):
         more = f"\n  … and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
         lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN])
         raise DataError(f"{source}: {len(mistakes)} of {len(raw.items)} {what} cannot be used\n{lines}{more}")
+    if mistakes:
+        count, total, first = len(mistakes), len(raw.items), mistakes[0]
+        _log.warning("skipped source=%s count=%d of=%d first=%s", source, count, total, first)
+    return np.array(rows, np.int64), tuple(mistakes)
+
+
+def _check_labelled(raw: Raw) -> None:
+    """Check that the data have labels.
+
+    Raises:
+        DataError: they have none; says what would be one.
+    """
+    if raw.unlabelled:
+        raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' uses them")
 
 
 def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    _check_labelled(raw)
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
     position = {name: index for index, name in enumerate(class_names)}

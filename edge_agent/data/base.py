@@ -6,7 +6,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -45,7 +46,8 @@ class Raw:
     ``items``: images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
     (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
     may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were recorded
-    together, in time order. ``natural`` is the spec to use where the task does not bring one.
+    together, in time order. ``natural`` is the spec to use where the task does not bring one. ``unlabelled``: why these
+    data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then.
     """
 
     kind: Literal["image", "recording", "window"]
@@ -55,6 +57,27 @@ class Raw:
     groups: np.ndarray | None = None
     natural: InputSpec | None = None
     names: tuple[str, ...] = ()
+    unlabelled: str = ""
+
+
+class FileItems(Sequence[Any]):
+    """What ``read`` makes of each path, on access, so that a folder of photos need not fit into memory."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[Path], Any]) -> None:
+        self.paths, self.read = paths, read
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> FileItems: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """The item at ``index``; DataError where its file cannot be read."""
+        if isinstance(index, slice):
+            return FileItems(self.paths[index], self.read)
+        return self.read(self.paths[index])
 
 
 @dataclass(frozen=True)
@@ -80,12 +103,13 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Samples:
-    """Labelled inputs, ready for an encoder.
+    """Inputs with labels, ready for an encoder.
 
     ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are not normalised yet, to save
     memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
-    positions in ``class_names``; ``groups`` (n,) int64 recording of each window, windows of one recording in time
-    order, or None; ``names`` (n or none) are the origins of the inputs.
+    positions in ``class_names``, or -1 where they are not known; ``groups`` (n,) int64 recording of each window,
+    windows of one recording in time order, or None; ``names`` (n or none) are the origins of the inputs. ``skipped``:
+    what was left out because it cannot be used, each with the reason.
     """
 
     inputs: np.ndarray
@@ -94,6 +118,7 @@ class Samples:
     input: InputSpec
     groups: np.ndarray | None = None
     names: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

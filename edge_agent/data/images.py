@@ -1,19 +1,20 @@
 """``images:DIR``: one folder for each class, image files in it, of any size and mode.
 
 Options: ``limit`` (at most that many of each class, first by name). Photos are rotated as their EXIF data require.
+``edge-agent predict`` also takes a folder of images without sub-folders, which has no labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, MissingCapability, cause
-from .base import DataSource, Options, Raw
+from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -25,52 +26,55 @@ class ImagesOptions(Options):
     limit: int | None = Field(None, ge=1, description="at most that many images of each class, first by name")
 
 
-class ImageFiles(Sequence[Any]):
-    """Images that are decoded on access, so that a folder of photos need not fit into memory."""
+class ImageFiles(FileItems):
+    """Images that are decoded on access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         if not has_pillow():
             raise MissingCapability.package("PIL", "agent", "reading image files")
-        self.paths = paths
+        super().__init__(paths, decoded)
 
-    def __len__(self) -> int:
-        return len(self.paths)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> ImageFiles: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """The decoded image; DataError where it cannot be read."""
-        if isinstance(index, slice):
-            return ImageFiles(self.paths[index])
-        import warnings
+def decoded(path: Path) -> Any:
+    """The image in a file.
 
-        from PIL import Image
+    Raises:
+        DataError: it cannot be read as an image, or its header declares more pixels than Pillow takes from strangers.
+    """
+    import warnings
 
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(self.paths[index]) as image:
-                    image.load()
-                    return image
-        # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
-        except Exception as error:
-            raise DataError(f"cannot be read as an image: {cause(error)}") from error
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                image.load()
+                return image
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded
+        raise DataError(f"is too large to be decoded: {cause(error)}; make it smaller first") from error
+    # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
+    except Exception as error:
+        raise DataError(f"cannot be read as an image: {cause(error)}") from error
 
 
 def read(where: str, options: ImagesOptions) -> Raw:
-    """The images of all class folders in ``where``."""
+    """The images of all class folders in ``where``, or those in it, without labels, where there are no folders."""
     root = Path(where).expanduser()
     if not root.is_dir():
         raise DataError(f"images: no folder '{where}'; expected a folder with one sub-folder of images for each class")
     result = {folder.name: images_in(folder)[: options.limit] for folder in visible(root) if folder.is_dir()}
     result = {name: paths for name, paths in result.items() if paths}
     if not result:
-        raise DataError(
+        reason = (
             f"images: no images in the sub-folders of '{where}'; expected one sub-folder for each class, "
             f"with files ending in {', '.join(sorted(SUFFIXES))}"
         )
+        paths = images_in(root)[: options.limit]
+        if not paths:
+            raise DataError(reason)
+        names, unknown = tuple(path.name for path in paths), np.full(len(paths), -1)
+        return Raw("image", ImageFiles(paths), unknown, (), names=names, unlabelled=reason)
     paths = [path for group in result.values() for path in group]
     labels = np.repeat(np.arange(len(result)), [len(group) for group in result.values()])
     names = tuple(str(path.relative_to(root)) for path in paths)

@@ -2,11 +2,12 @@
 
 Images: (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1. Windows: (n, channels, length) together
 with ``kind=window``. Options: ``inputs``, ``labels``, ``groups`` (names of arrays), ``class_names`` (name of an array
-of text), ``kind=image|window``.
+of text), ``kind=image|window``. ``edge-agent predict`` needs no array of labels.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,14 +32,18 @@ def read(where: str, options: NpzOptions) -> Raw:
     """The arrays of one archive."""
     arrays = load_arrays(Path(where).expanduser())
     wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
-    if missing := [name for name in wanted if name not in arrays]:
-        raise DataError(f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
-    names = arrays.get(options.class_names or "class_names", np.array([], "U1"))
-    labels, class_names = labels_by_name(arrays[options.labels], [str(name) for name in names], f"npz: {where}")
-    groups = arrays[options.groups] if options.groups else None
-    return from_arrays(
-        arrays[options.inputs], labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}"
-    )
+    missing = [name for name in wanted if name not in arrays]
+    reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}" if missing else ""
+    if reason and (missing != [options.labels] or "labels" in options.model_fields_set):
+        raise DataError(reason)
+    inputs, groups = arrays[options.inputs], arrays[options.groups] if options.groups else None
+    class_names: tuple[str, ...] = ()
+    labels = np.full(inputs.shape[:1], -1)
+    if not missing:
+        names = [str(name) for name in arrays.get(options.class_names or "class_names", ())]
+        labels, class_names = labels_by_name(arrays[options.labels], names, f"npz: {where}")
+    raw = from_arrays(inputs, labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}")
+    return replace(raw, unlabelled=reason)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -57,6 +62,21 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(
             f"npz: '{path}' cannot be read: {cause(error)}; expected arrays of numbers or text, no objects"
         ) from error
+
+
+def load_array(path: Path) -> np.ndarray:
+    """The array in a ``.npy`` file.
+
+    Raises:
+        DataError: no such file, another one, or one with pickled objects.
+    """
+    try:
+        result = np.load(path, allow_pickle=False)
+    except Exception as error:  # as in `load_arrays`
+        raise DataError(f"cannot be read: {cause(error)}; expected an array of numbers, no objects") from error
+    if not isinstance(result, np.ndarray) or result.dtype.kind not in "iufb":
+        raise DataError("holds no array of numbers")
+    return result
 
 
 def from_arrays(

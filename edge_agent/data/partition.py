@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,13 @@ from ..config import NAME_PATTERN, DataConfig, mistakes_of
 from ..errors import ConfigError, DataError, StateError, UnknownName, nearest
 from ..storage import read_json, write_atomic
 from ..task import Frozen, InputSpec, Task
-from . import Samples, load, parse_source, source_kind, split, with_options
+from . import Samples, load, location, parse_source, source_kind, split, with_options
 from . import check as check_source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_log = logging.getLogger(__name__)
 FORMAT = 1
 
 Row = Annotated[int, Field(ge=0)]
@@ -271,15 +273,44 @@ class Own:
 def own_samples(
     config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str]
 ) -> tuple[Samples, Samples]:
-    """Training and test samples of a device: its rows of a shared partition, or all of its source, split.
+    """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
+
+    A partition counts rows, so nothing of its source is left out, whether ``config.strict`` or not.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client.
+        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
+            or samples of the test set are of the same images or recordings as some for training.
     """
-    if config.partition is None:
-        return split(load(config.source, spec, class_names, folder=config.folder), config.test_fraction, config.seed)
-    own = Own.of(config.partition, config.client or client)
-    return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
+    if config.partition is not None:
+        own = Own.of(config.partition, config.client or client)
+        return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
+    samples = load(config.source, spec, class_names, folder=config.folder, strict=config.strict)
+    if config.test is None:
+        return split(samples, config.test_fraction, config.seed)
+    test = load(config.test, spec, class_names, folder=config.folder, strict=config.strict)
+    _check_apart(config, samples, test)
+    return samples, test
+
+
+def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
+    """Check that the test set holds no image and no recording that trains, and warn where some inputs are equal."""
+    places = [location(source, config.folder)[:2] for source in (config.source, config.test or "")]
+    if places[0] == places[1] and (both := sorted({*train.names} & {*test.names})):
+        raise DataError(
+            f"{config.test}: {len(both)} of its images or recordings ('{both[0]}' …) are also in {config.source}; "
+            "samples that train say nothing about new ones, give others for testing"
+        )
+    known, tested = (
+        {hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in part.inputs} for part in (train, test)
+    )
+    if equal := len(known & tested):
+        _log.warning(
+            "shared_samples test=%s equal=%d of=%d: these inputs are also among the training samples, so accuracies on "
+            "them are flattered",
+            config.test,
+            equal,
+            len(test),
+        )
 
 
 def check_own(config: DataConfig, client: str, task: Task | None = None) -> None:
@@ -291,7 +322,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None) -> None
         HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
     """
     parts = None if config.partition is None else parts_of(config.source)
-    for source in parts or (config.source,):
+    for source in (*(parts or (config.source,)), *filter(None, [config.test])):
         if task is None:
             check_source(source, config.folder)
         else:

@@ -3,13 +3,15 @@
 ``PATH.py:function`` does the same with a file.
 
 It returns ``(inputs, labels)``, ``(inputs, labels, class_names)`` or ``(inputs, labels, class_names, groups)``. Inputs
-are an array of images or windows (channels, length), or a list of recordings (time, channels).
+are an array of images or windows (channels, length), or a list of recordings (time, channels). Labels may be None for
+``edge-agent predict``.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -67,15 +69,22 @@ def _find(where: str) -> Callable[..., Any]:
 
 
 def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:
-    values, names = labels_by_name(np.asarray(labels), [str(name) for name in class_names or ()], where)
+    reason, values = "", np.full(len(inputs), -1)
+    names: tuple[str, ...] = ()
+    if labels is None:
+        reason = f"{where} returned no labels; expected (inputs, labels[, class_names[, groups]])"
+    else:
+        values, names = labels_by_name(np.asarray(labels), [str(name) for name in class_names or ()], where)
     group_ids = None if groups is None else np.asarray(groups, np.int64)
     if isinstance(inputs, list):
         if len(inputs) != len(values):
             raise DataError(f"{where}: {len(inputs)} recordings, {len(values)} labels; expected one label for each")
-        return Raw("recording", [np.asarray(item) for item in inputs], values, names, group_ids)
+        items = [np.asarray(item) for item in inputs]
+        return Raw("recording", items, values, names, group_ids, unlabelled=reason)
     array = np.asarray(inputs)
     kind: Literal["image", "window"] = "window" if array.ndim == 3 and array.dtype.kind == "f" else "image"
-    return from_arrays(array, values, class_names=names, groups=group_ids, kind=kind, where=where)
+    raw = from_arrays(array, values, class_names=names, groups=group_ids, kind=kind, where=where)
+    return replace(raw, unlabelled=reason)
 
 
 SOURCE = DataSource(PythonOptions, read, inspect=inspect)

@@ -3,7 +3,7 @@
 Arrays: ``samples`` (N, channels) float32, all recordings one after another; ``lengths`` (recordings,); ``label``
 (recordings,) integers; optional ``subject``, ``side`` (recordings,), ``label_names``, ``channel_names``,
 ``sampling_hz``. Options: ``subject``, ``exclude_subject``, ``side`` (lists of numbers) and ``shortest``, the number of
-samples below which a recording is left out.
+samples below which a recording is left out. ``edge-agent predict`` needs no ``label``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ class WindowsOptions(Options):
 def read(where: str, options: WindowsOptions) -> Raw:
     """The recordings that the options choose."""
     arrays = _arrays(where)
-    names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
-    labels, class_names = labels_by_name(arrays["label"], names, f"windows: {where}")
+    reason, labels = "", np.full(arrays["lengths"].shape, -1)
+    class_names: tuple[str, ...] = ()
+    if "label" in arrays:
+        names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
+        labels, class_names = labels_by_name(arrays["label"], names, f"windows: {where}")
+    else:
+        reason = f"windows: '{where}' has no array label; it has {', '.join(sorted(arrays))}"
     lengths = arrays["lengths"].astype(np.int64)
     chosen = lengths >= options.shortest
     rules = (
@@ -56,7 +61,7 @@ def read(where: str, options: WindowsOptions) -> Raw:
     length = min(max(2 * rate, 4), 65536)
     natural = WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
     origins = tuple(f"recording {row}" for row in rows)
-    return Raw("recording", items, labels[rows], class_names, rows, natural, origins)
+    return Raw("recording", items, labels[rows], class_names, rows, natural, origins, reason)
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
 
 def _arrays(where: str) -> dict[str, np.ndarray]:
     arrays = load_arrays(Path(where).expanduser())
-    if missing := [name for name in ("samples", "lengths", "label") if name not in arrays]:
+    if missing := [name for name in ("samples", "lengths") if name not in arrays]:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
     samples, lengths = arrays["samples"], arrays["lengths"]
     mistakes = []

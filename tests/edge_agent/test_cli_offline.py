@@ -175,12 +175,127 @@ def test_missing_packages_are_named_without_a_traceback(place, capsys, monkeypat
     assert "headwater[agent]" in capsys.readouterr().err
 
 
-def test_a_bundle_for_windows_takes_no_pictures(place, capsys, make_bundle):
+def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bundle):
     from edge_agent.task import Task, WindowInput
 
-    make_bundle("w.hwb", task=Task(input=WindowInput(channels=2, length=8), class_names=("a", "b")))
+    spec = WindowInput(channels=2, length=8, stride=8)
+    make_bundle("w.hwb", task=Task(input=spec, class_names=("a", "b")), global_head=True)
     assert main(["predict", "--bundle", "w.hwb", "--input", "x.png"]) == 2
-    assert "--data" in capsys.readouterr().err
+    assert "file ending in .npy with an array (time, channels)" in capsys.readouterr().err
+    recording = np.random.default_rng(0).normal(size=(25, 2)).astype(np.float32)
+    np.save("r.npy", recording)
+    np.savez("r.npz", samples=recording, lengths=[25])
+    found = answer(capsys, "predict", "--bundle", "w.hwb", "--input", "r.npy")["predictions"]
+    assert [row["input"] for row in found] == ["r.npy"] * 3
+    same = answer(capsys, "predict", "--bundle", "w.hwb", "--data", "windows:r.npz")["predictions"]
+    assert [row["probability"] for row in same] == [row["probability"] for row in found]
+    assert main(["fit", "--bundle", "w.hwb", "--data", "windows:r.npz", "--out", "h"]) == 2
+    assert "no array label; it has lengths, samples; without labels" in capsys.readouterr().err
+    for name, array, words in (
+        ("three.npy", np.zeros((9, 3)), "expected (time, 2)"),
+        ("objects.npy", np.array([None]), "no objects"),
+        ("nan.npy", np.full((9, 2), np.nan), "NaN"),
+        ("short.npy", np.zeros((5, 2)), "has 5 samples, one window needs 8"),
+    ):
+        np.save(name, array)
+        assert main(["predict", "--bundle", "w.hwb", "--input", name]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def photos(place):
+    """Six photos of zeros and ones by class, and the same in one flat folder."""
+    digits = load("digits:rendered?n=6&classes=0,1", bundles.open_bundle(place / "b.hwb").manifest.task.input)
+    (place / "flat").mkdir()
+    for number, (pixels, label) in enumerate(zip(digits.inputs, digits.labels, strict=True)):
+        (place / "photos" / str(label)).mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(np.round((pixels * 0.5 + 0.5) * 255).astype(np.uint8).transpose(1, 2, 0))
+        for path in (place / "photos" / str(label) / f"{number}.png", place / "flat" / f"{number}.png"):
+            image.save(path)
+    return digits
+
+
+def test_data_without_labels_are_classified(place, photos, capsys):
+    flat = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "images:flat")["predictions"]
+    by_class = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "images:photos")["predictions"]
+    key = lambda row: row["input"].rpartition("/")[2]
+    assert [{**row, "input": key(row)} for row in sorted(by_class, key=key)] == flat
+    pixels = np.round((photos.inputs * 0.5 + 0.5) * 255).astype(np.uint8)
+    np.savez("x.npz", inputs=pixels)
+    arrays = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "npz:x.npz")["predictions"]
+    assert [row["probability"] for row in arrays] == [row["probability"] for row in flat]
+    for source, words in (
+        ("images:flat", "expected one sub-folder for each class"),
+        ("npz:x.npz", "has no array labels; it has inputs; without labels only 'edge-agent predict' uses them"),
+    ):
+        for command in (("fit", "--out", "h"), ("evaluate",)):
+            assert main([*command, "--bundle", "b.hwb", "--data", source]) == 2
+            assert words in capsys.readouterr().err
+
+
+def test_classes_that_the_bundle_does_not_know_do_not_stop_a_prediction(place, photos, capsys):
+    (place / "photos" / "0").rename(place / "photos" / "zero")
+    assert len(answer(capsys, "predict", "--bundle", "b.hwb", "--data", "images:photos")["predictions"]) == 6
+
+
+def test_broken_files_are_left_out_and_counted(place, photos, capsys):
+    for folder in ("photos/0", "flat"):
+        (place / folder / "broken.png").write_bytes(b"no image")
+    fit = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
+    found = answer(capsys, *fit)
+    assert (found["n_train"] + found["n_test"], found["skipped"]) == (6, 1)
+    assert answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--head", "h")["skipped"] == 1
+    assert answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "images:photos")["skipped"] == 1
+    predicted = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "images:flat")
+    assert len(predicted["predictions"]) == 6
+    assert predicted["skipped"][0].startswith("broken.png: cannot be read as an image")
+    flat = [f"--input=flat/{name}.png" for name in ("0", "broken", "1")]
+    shown = answer(capsys, "predict", "--bundle", "b.hwb", *flat)
+    assert [row["input"] for row in shown["predictions"]] == ["flat/0.png", "flat/1.png"]
+    assert len(shown["skipped"]) == 1
+    assert main([*fit]) == 0
+    assert "left out because they cannot be used: 1\n  0/broken.png: cannot be read" in capsys.readouterr().out
+    for words in ((*fit, "--strict"), ("predict", "--bundle", "b.hwb", "--data", "images:flat", "--strict")):
+        assert main(words) == 2
+        assert "1 of 7 images cannot be used" in capsys.readouterr().err
+
+
+def test_where_all_files_are_broken_nothing_is_fitted(place, photos, capsys):
+    answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
+    before = (place / "h" / "head.json").read_bytes()
+    for path in (place / "photos").rglob("*.png"):
+        path.write_bytes(b"\x89PNG")
+    assert main(["fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h"]) == 2
+    assert "6 of 6 images cannot be used" in capsys.readouterr().err
+    assert (place / "h" / "head.json").read_bytes() == before
+
+
+def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
+    fit = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
+    found = answer(capsys, *fit, "--test", "digits:rendered?n=20&seed=7&classes=0,1")
+    assert (found["n_train"], found["n_test"]) == (6, 20)
+    words = ("evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--head", "h")
+    scored = answer(capsys, *words, "--test", "digits:rendered?n=20&seed=7&classes=0,1")
+    assert (scored["n_test"], scored["acc.personal"]) == (20, found["acc.personal"])
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("--test", "images:photos"), "is the source itself"),
+        (("--test", "images:photos?limit=2"), "4 of its images or recordings ('0/"),
+        (("--test", "digits?n=9", "--test-fraction", "0.5"), "test_fraction with test = 'digits?n=9'"),
+        (("--test", "digits?n=9", "--partition", "p.json", "--client", "c0"), "leave one out"),
+        (("--partition", "p.json"), "which client's rows? Name one (--client)"),
+        (("--client", "c0"), "without partition; name the file"),
+        (("--partition", "p.json", "--client", "c0", "--test-fraction", "0.5"), "says itself which rows test"),
+        (("--partition", "nowhere.json", "--client", "c0"), "no such file"),
+        (("--test", "images:nowhere"), "no folder"),
+    ],
+)
+def test_what_does_not_go_together_is_a_message(place, photos, capsys, given, words):
+    assert main(["fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h", *given]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_quietly(place, capsys, monkeypatch):

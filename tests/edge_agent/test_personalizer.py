@@ -63,3 +63,23 @@ def test_nothing_is_saved_or_opened_that_is_not_there(opened, tmp_path):
         opened.save(tmp_path / "head")
     with pytest.raises(UsageError, match="it is not there"):
         Personalizer.open(tmp_path / "no.hwb")
+
+
+def test_inputs_without_labels_are_predicted_but_not_scored(opened, tmp_path):
+    inputs, labels = samples()
+    np.savez(tmp_path / "x.npz", inputs=inputs)
+    opened.fit(inputs, labels)
+    np.testing.assert_array_equal(opened.predict(f"npz:{tmp_path / 'x.npz'}"), opened.predict(inputs))
+    with pytest.raises(UsageError, match="y is missing"):
+        opened.evaluate(inputs)
+    with pytest.raises(DataError, match="has no array labels"):
+        opened.evaluate(f"npz:{tmp_path / 'x.npz'}")
+
+
+def test_samples_are_split_as_the_command_line_splits_them(opened):
+    train, test = opened.samples("digits?n=40", test_fraction=0.5, seed=3)
+    assert len(train) + len(test) == 40
+    assert 17 <= len(test) <= 23
+    assert opened.fit(train).evaluate(test)["acc.personal"] > 0.2
+    with pytest.raises(UsageError, match="which client's rows"):
+        opened.samples("digits?n=40", partition="p.json")

@@ -13,7 +13,7 @@ from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import ImageInput, Task
+from edge_agent.task import ImageInput, Task, WindowInput
 
 SPEC = ImageInput(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
 NAMES = ("a", "b", "c")
@@ -124,6 +124,9 @@ def test_a_missing_partition_is_told_before_anything_begins(tmp_path, source):
         ({"partition": "p.json", "test_fraction": 0.5}, "test_fraction of a partition"),
         ({"partition": "p.json", "seed": 1, "test_fraction": 0.5}, "seed and test_fraction of a partition"),
         ({"client": "c0"}, "client = 'c0' without partition"),
+        ({"partition": "p.json", "test": "npz:y"}, "test = 'npz:y' with a partition"),
+        ({"test_fraction": 0.5, "test": "npz:y"}, "test_fraction with test = 'npz:y'"),
+        ({"test": "npz:x"}, "test = 'npz:x' is the source itself"),
     ],
 )
 def test_what_means_nothing_is_refused(given, words):
@@ -134,3 +137,48 @@ def test_what_means_nothing_is_refused(given, words):
 def test_the_partition_counts_from_the_file_that_names_it(tmp_path):
     config = parse(AgentConfig, {"data": {"source": "npz:x", "partition": "p.json"}}, where="test", base=tmp_path)
     assert config.data.partition == tmp_path / "p.json"
+
+
+def test_a_test_source_is_held_out_as_a_whole_and_counts_from_the_same_folder(tmp_path, source):
+    np.savez(
+        tmp_path / "y.npz", inputs=np.full((4, 4, 4), 99, np.uint8), labels=[0, 1, 2, 0], class_names=np.array(NAMES)
+    )
+    train, test = own(source="npz:x.npz", test="npz:y.npz", folder=tmp_path)
+    assert (len(train), greys(test), test.labels.tolist()) == (30, [99] * 4, [0, 1, 2, 0])
+    with pytest.raises(DataError, match=r"there is no .*nowhere\.npz"):
+        partition.check_own(DataConfig(source=source, test="npz:nowhere.npz", folder=tmp_path), "c0")
+
+
+def test_inputs_that_train_and_test_are_told(tmp_path, source, caplog):
+    np.savez(tmp_path / "y.npz", inputs=np.full((4, 4, 4), 7, np.uint8), labels=[1] * 4, class_names=np.array(NAMES))
+    own(source=source, test=f"npz:{tmp_path / 'y.npz'}")
+    assert "shared_samples" in caplog.text
+    assert "equal=1 of=4" in caplog.text
+
+
+def test_no_recording_stands_on_both_sides(tmp_path):
+    """Two sources may name overlapping windows of one recording; their inputs need not be equal."""
+    arrays = {"samples": np.zeros((60, 2), np.float32), "lengths": [30, 30], "label": [0, 1], "subject": [1, 2]}
+    np.savez(tmp_path / "w.npz", **arrays)
+    spec = WindowInput(channels=2, length=10, stride=5)
+    where = f"windows:{tmp_path / 'w.npz'}"
+    with pytest.raises(DataError, match=r"1 of its images or recordings \('recording 1' …\) are also in"):
+        partition.own_samples(DataConfig(source=where, test=f"{where}?subject=2"), "c0", spec, ("0", "1"))
+    config = DataConfig(source=f"{where}?subject=1", test=f"{where}?subject=2")
+    assert [len(part) for part in partition.own_samples(config, "c0", spec, ("0", "1"))] == [5, 5]
+
+
+def test_what_cannot_be_used_is_left_out_unless_strict_or_in_a_partition(tmp_path):
+    """A partition counts rows: without the second of three recordings, row 2 would be another one."""
+    arrays = {"samples": np.zeros((60, 2), np.float32), "lengths": [30, 4, 26], "label": [0, 1, 1]}
+    np.savez(tmp_path / "w.npz", **arrays)
+    spec, source = WindowInput(channels=2, length=10, stride=10), f"windows:{tmp_path / 'w.npz'}"
+    take = lambda **given: partition.own_samples(DataConfig(source=source, **given), "c0", spec, ("0", "1"))
+    train, test = take()
+    assert (len(train), len(test), sorted({*train.groups.tolist()})) == (3, 2, [0, 2])
+    assert train.skipped == ("recording 1: has 4 samples, one window needs 10",)
+    pool = partition.Pool.of(np.array([0, 0, 0, 1, 1]), None)
+    partition.divided("iid", {}, pool, {"c0": (np.array([0]), np.array([4]))}).write(tmp_path / "p.json")
+    for given in ({"strict": True}, {"partition": tmp_path / "p.json"}):
+        with pytest.raises(DataError, match="1 of 3 recordings cannot be used"):
+            take(**given)

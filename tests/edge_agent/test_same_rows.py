@@ -1,0 +1,61 @@
+"""A client's training and held-out rows are the same in a simulation, in its agent, and in 'edge-agent fit'."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from simulation_harness import write_images
+
+from coordinator.simulation import datasets
+from coordinator.simulation.plan import Plan
+from edge_agent import Personalizer, personalize
+from edge_agent.agent.tasks import TaskRunner
+from edge_agent.cli import main
+from edge_agent.config import AgentConfig, DataConfig
+
+
+@pytest.mark.parametrize("rule", ["dirichlet", "domains"])
+def test_simulation_agent_and_command_take_the_same_rows(tmp_path, make_bundle, monkeypatch, capsys, rule):
+    """By a partition file, and where each client has its own source, which each splits alike."""
+    data, given = (write_images(tmp_path / "x.npz", 120),), {"alpha": 0.5, "clients": 2}
+    if rule == "domains":
+        data, given = ("digits:optdigits?n=80", "digits:rendered?n=60"), {}
+    pools, division, task = datasets.prepare(Plan(data=data, partition=rule, encoder="linear", **given))
+    division.write(tmp_path / "p.json")
+    bundle = make_bundle(task=task).path
+    for number, client in enumerate(division.clients):
+        own = {"source": data[0], "partition": tmp_path / "p.json", "client": client}
+        words = ["--data", data[0], "--partition", str(tmp_path / "p.json"), "--client", client]
+        if rule == "domains":
+            own, words = {"source": data[number]}, ["--data", data[number]]
+        simulated = pools.arrays(division.share(client, "p.json"))
+        config = AgentConfig(id="porch", state=tmp_path / "s", data=DataConfig(**own))
+        in_agent = TaskRunner(config, "head")._samples(task)
+        in_command = fitted_with(monkeypatch, ["fit", "--bundle", str(bundle), "--out", str(tmp_path / "h"), *words])
+        opened = Personalizer.open(bundle, cache=tmp_path / "cache")
+        in_python = opened.samples(str(own.pop("source")), **own)
+        for parts in (in_agent, in_command, in_python):
+            for one, other in zip(simulated, parts, strict=True):
+                assert len(one.labels)
+                np.testing.assert_array_equal(one.inputs, other.inputs)
+                np.testing.assert_array_equal(one.labels, other.labels)
+        words = ["evaluate", "--bundle", str(bundle), "--head", str(tmp_path / "h"), "--json", *words]
+        capsys.readouterr()
+        assert main(words) == 0
+        assert json.loads(capsys.readouterr().out)["n_test"] == len(simulated[1].labels)
+
+
+def fitted_with(monkeypatch, words):
+    """The samples with which the command fits."""
+    taken, real = [], personalize.personalize
+
+    def watched(bundle, samples, *rest, **options):
+        taken.append(samples)
+        return real(bundle, samples, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(personalize, "personalize", watched)
+        assert main(words) == 0
+    return taken[0]
