@@ -181,6 +181,7 @@ class HeadConfig(Frozen):
     precision: Literal["auto", "fp32", "int8"] = Field(
         "auto", description="auto: int8 where it is faster on this device and as accurate on local data, else fp32"
     )
+    own_classes: bool = Field(False, description="the data may hold classes that the bundle does not know; tier head")
     min_gain: float = Field(
         -0.02,
         ge=-1,
@@ -204,7 +205,9 @@ class AgentConfig(Frozen):
         description="unique in the federation; default: the host name",
     )
     federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation, as at the coordinator")
-    tier: Literal["auto", "train", "head"] = Field("auto", description="auto: train where torch is installed")
+    tier: Literal["auto", "train", "head"] = Field(
+        "auto", description="auto: train where torch is installed and head.own_classes is false"
+    )
     state: Path = Field(Path("agent-state"), description="folder for bundles, heads and client state")
     cache_bytes: int = Field(
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
@@ -214,6 +217,13 @@ class AgentConfig(Frozen):
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
+
+    @model_validator(mode="after")
+    def _own_classes_stay_here(self) -> AgentConfig:
+        if self.head.own_classes and (self.tier == "train" or self.data.partition is not None):
+            what = "tier is train" if self.tier == "train" else "data.partition divides samples of the task's classes"
+            raise ValueError(f"head.own_classes is true and {what}; own classes need tier 'head' and its own data")
+        return self
 
 
 def load(model: type[Model], path: Path, overrides: Mapping[str, Any] | None = None) -> Model:

@@ -24,11 +24,12 @@ from .config import DataConfig, parse
 from .data import Samples, split
 from .data.partition import own_samples
 from .encoder import Encoder, Progress
-from .errors import HeadwaterError, StateError, UsageError
+from .errors import DataError, HeadwaterError, UsageError
 from .heads import FitData, Head, saved
 from .heads.base import softmax
 from .heads.saved import SavedHead
 from .storage import check_writable, folder_lock, read_tensors, write_tensors
+from .task import Tensors
 
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
@@ -144,8 +145,8 @@ class Personalizer:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the columns of ``predict_proba``."""
-        return self.bundle.manifest.task.class_names
+        """Names of the classes, in the order of the columns of ``predict_proba``: the head's, else the bundle's."""
+        return self.bundle.manifest.task.class_names if self.head is None else self.head.class_names
 
     def samples(
         self,
@@ -157,12 +158,13 @@ class Personalizer:
         test_fraction: float | None = None,
         seed: int = 0,
         strict: bool = True,
+        own_classes: bool = False,
     ) -> tuple[Samples, Samples]:
         """Training and held-out samples of a data source, the same rows that an agent and ``edge-agent fit`` take.
 
         ``test``: a source that is held out as a whole. ``partition``: a file, of which ``client`` has some rows.
         Neither: ``test_fraction`` (default 0.25) of the samples is held out. Not ``strict``: what cannot be used is
-        left out.
+        left out. ``own_classes``: as in `fit`.
 
         Raises:
             ConfigError: arguments that do not go together.
@@ -172,7 +174,7 @@ class Personalizer:
             source, test=test, partition=partition, client=client, test_fraction=test_fraction, seed=seed, strict=strict
         )
         task = self.bundle.manifest.task
-        return own_samples(given, "", task.input, task.class_names)
+        return own_samples(given, "", task.input, task.class_names, own_classes=own_classes)
 
     def fit(
         self,
@@ -182,8 +184,12 @@ class Personalizer:
         head: str = "lr",
         params: Mapping[str, Any] | None = None,
         seed: int = 0,
+        own_classes: bool = False,
     ) -> Personalizer:
         """This object, with a head fitted on all samples that are given.
+
+        With ``own_classes`` y are names, also of classes that the bundle does not know. Classes are then those of the
+        bundle and the new ones behind them, or the new ones alone where y has none of the bundle's.
 
         Raises:
             UnknownName: no such head.
@@ -192,10 +198,12 @@ class Personalizer:
             MissingCapability: a package that this head needs for fitting is not installed.
         """
         heads.create(head, params)  # a misspelt name does not wait for the features
-        options, samples = FitOptions(head, params or {}, seed), self._samples(X, y)
-        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, options)
+        options = FitOptions(head, params or {}, seed)
+        samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
+        names = samples.class_names
+        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, options, names)
         metrics: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
-        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, self.classes, metrics)
+        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, names, metrics)
         return self
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -205,7 +213,7 @@ class Personalizer:
             DataError: inputs that do not fit the bundle's task.
             UsageError: there is neither a head nor a shared classifier.
         """
-        samples = self._samples(X, None, is_labelled=False)
+        samples = self._samples(X, None, self.classes, is_labelled=False)
         return probabilities(self.bundle, self.head, self.encoder.features(samples.inputs))
 
     def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -216,17 +224,17 @@ class Personalizer:
     def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
 
-        None where there is no head, or no shared classifier.
+        None where there is no head, or no shared classifier that knows the classes.
 
         Raises:
             DataError: samples or labels that do not fit the bundle's task.
         """
-        samples = self._samples(X, y)
+        samples = self._samples(X, y, self.classes)
         features = self.encoder.features(samples.inputs)
         personal = None
         if self.head is not None:
             personal = accuracy(self.head.head.predict_proba, features, samples.labels)
-        return {"acc.personal": personal, "acc.global": _score_global(self.bundle, features, samples.labels)}
+        return {"acc.personal": personal, "acc.global": _score_global(self.bundle, features, samples)}
 
     def save(self, path: str | Path) -> Path:
         """Write the head into the folder ``path``, as 'edge-agent fit --out' does; returns its JSON file.
@@ -244,7 +252,7 @@ class Personalizer:
 
         Raises:
             FingerprintMismatch: the head was fitted on another encoder.
-            StateError: no head there, a damaged one, or one for other classes.
+            StateError: no head there, or a damaged one.
         """
         self.head = load_head(Path(path), self.bundle)
         if self.head.precision != self.encoder.precision:
@@ -252,17 +260,28 @@ class Personalizer:
         return self
 
     def _samples(
-        self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, *, is_labelled: bool = True
+        self,
+        inputs: ArrayLike | Samples | str,
+        labels: ArrayLike | None,
+        names: tuple[str, ...],
+        *,
+        is_labelled: bool = True,
+        own_classes: bool = False,
     ) -> Samples:
-        task = self.bundle.manifest.task
+        spec = self.bundle.manifest.task.input
         if isinstance(inputs, str):
-            return data.load(inputs, task.input, task.class_names, labelled=is_labelled)
+            return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes)
         if isinstance(inputs, data.Samples):
+            if is_labelled and inputs.class_names != names and not own_classes:
+                raise DataError(
+                    f"samples of classes {', '.join(inputs.class_names[:10])}; expected {', '.join(names[:10])}, in "
+                    "this order; fit with own_classes=True for a head of these classes"
+                )
             return inputs
-        array = np.asarray(inputs)
         if labels is None and is_labelled:
             raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
-        return data.from_arrays(array, None if labels is None else np.asarray(labels), task.input, task.class_names)
+        given = None if labels is None else np.asarray(labels)
+        return data.from_arrays(np.asarray(inputs), given, spec, names, own_classes=own_classes)
 
 
 @dataclass(frozen=True)
@@ -288,7 +307,8 @@ class Result:
 
     ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
 
-    ``one_class``: the data have a single class, so the scores are meaningless.
+    ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
+    ``acc.global``; None where there is one.
     """
 
     head: Head
@@ -301,6 +321,7 @@ class Result:
     exactness: str
     one_class: bool = False
     seconds: float = 0.0
+    no_global: str | None = None
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
@@ -313,6 +334,7 @@ class Result:
             "n_test": self.n_test,
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
+            "no_global": self.no_global,
             "seconds": round(self.seconds, 3),
         }
 
@@ -381,19 +403,24 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
-    manifest = features.bundle.manifest
-    fitted = fit(features.bundle, features.train_features, features.train.labels, options)
-    card = manifest.heads.get(fitted.name)
+    names, train = features.train.class_names, features.train
+    fitted = fit(features.bundle, features.train_features, train.labels, options, names)
+    exactness, card = "not stated", features.bundle.manifest.heads.get(fitted.name)
+    if card is not None:
+        exactness = card.exactness
+    if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
+        exactness = "approximate"  # it answers without the shared classifier
     return Result(
         head=fitted,
         fingerprint=features.encoder.fingerprint,
         precision=features.encoder.precision,
-        class_names=manifest.task.class_names,
+        class_names=names,
         scores=features.scores(fitted),
         n_train=len(features.train),
         n_test=len(features.test),
-        exactness=card.exactness if card is not None else "not stated",
-        one_class=of_one_class(features.train, features.test),
+        exactness=exactness,
+        one_class=of_one_class(train, features.test),
+        no_global=why_no_global(features.bundle, names),
     )
 
 
@@ -412,8 +439,8 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         test,
         train_features,
         test_features,
-        overall=_score_global(bundle, test_features, test.labels),
-        local=raw_accuracy(train, test, bundle.manifest.task.num_classes, options.seed),
+        overall=_score_global(bundle, test_features, test),
+        local=raw_accuracy(train, test, len(train.class_names), options.seed),
     )
 
 
@@ -441,8 +468,17 @@ def features_of(
     return result
 
 
-def fit(bundle: Bundle, features: np.ndarray, labels: np.ndarray, options: FitOptions) -> Head:
+def fit(
+    bundle: Bundle,
+    features: np.ndarray,
+    labels: np.ndarray,
+    options: FitOptions,
+    class_names: tuple[str, ...] | None = None,
+) -> Head:
     """A head fitted on features (n, d) and labels (n,).
+
+    Labels are positions in ``class_names``, by default the bundle's. With other classes than these the head learns
+    without the shared classifier.
 
     Raises:
         UnknownName: no such head.
@@ -452,7 +488,8 @@ def fit(bundle: Bundle, features: np.ndarray, labels: np.ndarray, options: FitOp
     manifest = bundle.manifest
     suggested = manifest.heads[options.head].params if options.head in manifest.heads else {}
     fitted = heads.create(options.head, {**suggested, **options.params})
-    given = FitData(features, labels, manifest.task.num_classes, bundle.global_head(), manifest.method_params)
+    names = manifest.task.class_names if class_names is None else class_names
+    given = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
     fitted.fit(given, np.random.default_rng(options.seed))
     return fitted
 
@@ -464,10 +501,31 @@ def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, 
     return float(np.mean(predict(features).argmax(axis=1) == labels))
 
 
-def _score_global(bundle: Bundle, features: np.ndarray, labels: np.ndarray) -> float | None:
-    """Accuracy of the bundle's shared classifier; None where the bundle has none."""
-    shared = bundle.global_head()
-    return None if shared is None else accuracy(lambda rows: global_probabilities(shared, rows), features, labels)
+def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
+    """The bundle's shared classifier; None where it has none, or one for other classes."""
+    return bundle.global_head() if class_names == bundle.manifest.task.class_names else None
+
+
+def why_no_global(bundle: Bundle, class_names: tuple[str, ...]) -> str | None:
+    """Why samples of these classes have no ``acc.global``; None where they have."""
+    known = bundle.manifest.task.class_names
+    if bundle.manifest.global_head is None:
+        return "the bundle has no shared classifier"
+    if class_names == known:
+        return None
+    own = [name for name in class_names if name not in known]
+    more = f" and {len(own) - 10} more" if len(own) > 10 else ""
+    if not own:
+        return "the bundle's shared classifier has its classes in another order"
+    return f"the bundle's shared classifier does not know {', '.join(own[:10])}{more}"
+
+
+def _score_global(bundle: Bundle, features: np.ndarray, samples: Samples) -> float | None:
+    """Accuracy of the bundle's shared classifier; None where the bundle has none that knows the classes."""
+    shared = shared_classifier(bundle, samples.class_names)
+    if shared is None:
+        return None
+    return accuracy(lambda rows: global_probabilities(shared, rows), features, samples.labels)
 
 
 def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray:
@@ -521,15 +579,11 @@ def flattened(inputs: np.ndarray) -> np.ndarray:
 def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:
     """The saved head in ``folder``, if it was fitted on a variant of this bundle's encoder; ``precision``: on that one.
 
+    Its classes are its own: they need not be the bundle's.
+
     Raises:
         FingerprintMismatch: it was fitted on another encoder or another variant of it.
-        StateError: no head there, damaged, or for other classes than the bundle's.
+        StateError: no head there, or a damaged one.
     """
     known = bundle.fingerprints
-    result = saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})
-    if result.class_names != bundle.manifest.task.class_names:
-        raise StateError(
-            f"{folder}: head for classes {', '.join(result.class_names[:10])}; the bundle has "
-            f"{', '.join(bundle.manifest.task.class_names[:10])}; fit the head again"
-        )
-    return result
+    return saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})

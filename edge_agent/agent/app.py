@@ -77,6 +77,8 @@ def choose_tier(config: AgentConfig) -> str:
     """
     able = capabilities.find()
     tier = able.tier if config.tier == "auto" else config.tier
+    if config.tier == "auto" and config.head.own_classes:
+        tier = "head"
     if tier == "train" and "torch" not in able.packages:
         raise MissingCapability.package("torch", "train", f"agent '{config.id}' of tier 'train'")
     if tier != "train" and "onnxruntime" not in able.packages:

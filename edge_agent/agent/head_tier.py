@@ -125,7 +125,8 @@ class _Trial:
 
 
 def _samples(config: AgentConfig, task: Task) -> Split:
-    return own_samples(config.data, config.id, task.input, task.class_names)
+    own = config.head.own_classes
+    return own_samples(config.data, config.id, task.input, task.class_names, own_classes=own)
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
@@ -163,7 +164,7 @@ def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
     """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
     (bundle, saved), (_, test) = old, samples
     task = bundle.manifest.task
-    if (task.class_names, task.input) != (test.class_names, test.input):
+    if (saved.class_names, task.input) != (test.class_names, test.input):
         return None
     encoder = Encoder.open(bundle, saved.precision, config.training.threads)
     rows = features_of(test, encoder, config.state / "features")

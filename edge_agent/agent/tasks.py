@@ -373,7 +373,7 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     from ..data.partition import check_own
 
     heads.create(config.head.name, config.head.params)
-    check_own(config.data, config.id, task)
+    check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 
 
 def check_beside(config: AgentConfig, task: Task) -> None:

@@ -28,9 +28,9 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
   ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
   python:module:function         your own function that returns (inputs, labels)
-Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others. A relative place
-counts from the working folder here, and from the file's own folder in a configuration file. Files that cannot be used
-are left out and counted.
+Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others, unless
+--own-classes is given. A relative place counts from the working folder here, and from the file's own folder in a
+configuration file. Files that cannot be used are left out and counted.
 """
 
 
@@ -77,6 +77,7 @@ def fit(arguments: argparse.Namespace) -> int:
         ("saved in", arguments.out),
     ]
     notes = [*output.skipped(skipped), *([output.ONE_CLASS] if result.one_class else [])]
+    notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -118,15 +119,16 @@ def predict(arguments: argparse.Namespace) -> int:
     bundle = _bundle(arguments)
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     task = bundle.manifest.task
+    class_names = task.class_names if head is None else head.class_names
     if arguments.data is not None:
-        samples = load(arguments.data, task.input, task.class_names, strict=arguments.strict, labelled=False)
+        samples = load(arguments.data, task.input, class_names, strict=arguments.strict, labelled=False)
     else:
         samples = from_files(arguments.input, task.input, strict=arguments.strict)
     names = samples.names or tuple(map(str, range(len(samples))))
     encoder = _encoder(arguments, bundle, head.precision if head is not None else None)
     shares = probabilities(bundle, head, encoder.features(samples.inputs, output.progress("features")))
     rows = [
-        {"input": name, "class": task.class_names[row.argmax()], "probability": round(float(row.max()), 6)}
+        {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6)}
         for name, row in zip(names, shares, strict=True)
     ]
     shown = [(row["input"], row["class"], output.percent(row["probability"])) for row in rows]
@@ -154,24 +156,26 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """
     _check_head(arguments)
     bundle = _bundle(arguments)
-    parts = _parts(arguments, bundle)
     if arguments.head is not None:
-        return _evaluate_saved(arguments, bundle, parts)
-    return _compare(arguments, bundle, parts)
+        return _evaluate_saved(arguments, bundle)
+    return _compare(arguments, bundle, _parts(arguments, bundle))
 
 
-def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
-    from ..personalize import extract, load_head, of_one_class
+def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..personalize import extract, load_head, of_one_class, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
+    parts = _parts(arguments, bundle, saved.class_names)
     encoder = _encoder(arguments, bundle, saved.precision)
     scores = extract(bundle, parts, encoder, _options(arguments)).scores(saved.head).metrics()
     count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
+    no_global = why_no_global(bundle, saved.class_names)
     content = {**scores, "head": saved.head.name, "precision": saved.precision, "n_test": count, "one_class": one_class}
-    content["skipped"] = len(skipped)
+    content |= {"no_global": no_global, "skipped": len(skipped)}
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
     rows += [(name, output.percent(share)) for name, share in scores.items()]
     notes = [*output.skipped(skipped), *([output.ONE_CLASS] if one_class else [])]
+    notes += [f"note: no acc.global: {no_global}"] if no_global else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -195,6 +199,7 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
         lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
         lines += [output.ONE_CLASS] if result.one_class else []
+        lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     skipped = _skipped(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
     content = {"heads": [result.metrics() for result in results], "failed": failed, "skipped": len(skipped)}
@@ -330,6 +335,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--client", metavar="NAME", help="client in --partition")
     _add_strict(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
+    parser.add_argument(
+        "--own-classes", action="store_true", help="the data may hold classes that the bundle does not know"
+    )
     parser.epilog = f"{_SOURCES}\n{parser.epilog or ''}"
 
 
@@ -379,14 +387,20 @@ def _check_exists(path: Path, expected: str) -> None:
         raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
 
 
-def _parts(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
-    """Samples to learn from and held-out ones, as an agent with this bundle would take them."""
+def _parts(
+    arguments: argparse.Namespace, bundle: Bundle, class_names: tuple[str, ...] | None = None
+) -> tuple[Samples, Samples]:
+    """Samples to learn from and held-out ones, as an agent with this bundle would take them.
+
+    They are of the classes ``class_names`` (a saved head's), or of those that the arguments allow.
+    """
     from ..data.partition import own_samples
     from ..personalize import local_data
 
     task, names = bundle.manifest.task, ("test", "test_fraction", "partition", "client", "strict")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return own_samples(local_data(arguments.data, seed=arguments.seed, **given), "", task.input, task.class_names)
+    local, own = local_data(arguments.data, seed=arguments.seed, **given), class_names is None and arguments.own_classes
+    return own_samples(local, "", task.input, class_names or task.class_names, own_classes=own)
 
 
 def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:

@@ -24,7 +24,18 @@ from ..errors import ConfigError, DataError, UnknownName, UsageError
 from ..registry import Registry, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
-from .base import DataSource, FileItems, Options, Raw, Samples, labels_by_name, near, split, standardised
+from .base import (
+    DataSource,
+    FileItems,
+    Options,
+    Raw,
+    Samples,
+    labels_by_name,
+    near,
+    split,
+    standardised,
+    with_own_classes,
+)
 from .npz import from_arrays as npz_arrays
 from .npz import load_array
 
@@ -69,13 +80,16 @@ def load(
     compact: bool = False,
     strict: bool = True,
     labelled: bool = True,
+    own_classes: bool = False,
 ) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
 
-    Classes are matched by name, so that a device may hold some of the task's classes, in any order. A relative path
-    is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not normalised yet, which
-    takes a quarter of the memory; `Samples.ready` normalises them. Not ``strict``: images and recordings that cannot be
-    used are left out, named in ``skipped`` and in a warning. Not ``labelled``: labels are not needed and not read.
+    Classes are matched by name, so that a device may hold some of the task's classes, in any order. With
+    ``own_classes`` it may hold others, too: they follow, or take the place of ``class_names`` where the data have none
+    of these. A relative path is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not
+    normalised yet, which takes a quarter of the memory; `Samples.ready` normalises them. Not ``strict``: images and
+    recordings that cannot be used are left out, named in ``skipped`` and in a warning. Not ``labelled``: labels are not
+    needed and not read.
 
     Raises:
         UnknownName: no such kind of source.
@@ -85,17 +99,26 @@ def load(
     """
     raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
-    if labelled:
-        return _samples(raw, spec, class_names, source, compact=compact, strict=strict)
-    return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
+    if not labelled:
+        return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
+    if own_classes and class_names is not None:
+        class_names = with_own_classes(class_names, _held(raw))
+    return _samples(raw, spec, class_names, source, compact=compact, strict=strict)
 
 
-def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, class_names: Sequence[str]) -> Samples:
+def from_arrays(
+    inputs: np.ndarray,
+    labels: np.ndarray | None,
+    spec: InputSpec,
+    class_names: Sequence[str],
+    *,
+    own_classes: bool = False,
+) -> Samples:
     """Samples of arrays in memory, preprocessed by ``spec``.
 
     ``inputs``: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
     (n, channels, length). ``labels`` (n,): names of classes, as text or as integers, else positions in ``class_names``;
-    None: not known.
+    None: not known. ``own_classes``: they are names, also of other classes; see `load`.
 
     Raises:
         DataError: arrays of different lengths or of another form, or unknown classes.
@@ -103,10 +126,10 @@ def from_arrays(inputs: np.ndarray, labels: np.ndarray | None, spec: InputSpec, 
     if labels is None:
         raw = npz_arrays(inputs, np.full(len(inputs), -1), class_names=(), groups=None, kind=spec.kind, where="X")
         return _unlabelled(raw, spec, class_names, "X")
-    by_name = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
+    by_name = own_classes or labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
     values, names = labels_by_name(labels, () if by_name else class_names, "y")
     raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
-    return _samples(raw, spec, class_names, "X")
+    return _samples(raw, spec, with_own_classes(class_names, _held(raw)) if own_classes else class_names, "X")
 
 
 def _samples(
@@ -153,7 +176,8 @@ def check(
 ) -> None:
     """Check that ``source`` is well formed and that its data exist; no sample is read.
 
-    With ``class_names`` the labels are read and have to be among them; with ``input`` also the kind of the samples.
+    With ``class_names`` the labels are read and have to be among them; with ``input`` the kind of the samples has to
+    fit.
 
     Raises:
         UnknownName: no such kind of source.
@@ -169,7 +193,7 @@ def check(
         inspected = kind.inspect(resolved.location, options)
         if isinstance(inspected, Raw):
             _check_labelled(inspected)
-    if class_names is not None:
+    if class_names is not None or input is not None:
         raw = resolved.read()
         _match_names(raw, class_names, source)
         if input is not None:
@@ -459,17 +483,23 @@ def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tu
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
     position = {name: index for index, name in enumerate(class_names)}
-    held = [raw.class_names[label] for label in np.unique(raw.labels)]
+    held = _held(raw)
     if extra := [name for name in held if name not in position]:
         missing = [name for name in class_names if name not in set(held)]
         shown = [f"'{name}'{near(name, missing)}" for name in extra]
         raise DataError(
             f"{source}: has classes that the task or bundle does not know: {_listed(shown)}; "
             f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
-            "rename or remove unknown classes; missing classes are fine"
+            "rename or remove unknown classes; missing classes are fine. A head of a device may have its own classes: "
+            "--own-classes, own_classes under [head] of an agent, or own_classes=True in Python"
         )
     table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
     return table[raw.labels], tuple(class_names)
+
+
+def _held(raw: Raw) -> list[str]:
+    """Names of the classes that occur."""
+    return [raw.class_names[label] for label in np.unique(raw.labels)]
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -149,6 +149,15 @@ def near(name: str, known: Sequence[str]) -> str:
     return "" if result is None else f" (did you mean '{result}'?)"
 
 
+def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ...]:
+    """Classes of a device whose data hold the classes ``held``: the ``known`` ones, then the others in their order.
+
+    Where the data hold none of the known classes these are left out.
+    """
+    own = [name for name in held if name not in known]
+    return tuple(own if len(own) == len(held) else [*known, *own])
+
+
 def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels (n,) int64 and class names for integer or text ``values``; no names given: sorted values name themselves.
 

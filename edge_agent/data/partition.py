@@ -271,11 +271,13 @@ class Own:
 
 
 def own_samples(
-    config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str]
+    config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str], *, own_classes: bool = False
 ) -> tuple[Samples, Samples]:
     """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
 
     A partition counts rows, so nothing of its source is left out, whether ``config.strict`` or not.
+
+    ``own_classes``: its source may hold others than ``class_names``; see `edge_agent.data.load`.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
@@ -284,10 +286,12 @@ def own_samples(
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
         return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
-    samples = load(config.source, spec, class_names, folder=config.folder, strict=config.strict)
+    samples = load(
+        config.source, spec, class_names, folder=config.folder, strict=config.strict, own_classes=own_classes
+    )
     if config.test is None:
         return split(samples, config.test_fraction, config.seed)
-    test = load(config.test, spec, class_names, folder=config.folder, strict=config.strict)
+    test = load(config.test, spec, samples.class_names, folder=config.folder, strict=config.strict)
     _check_apart(config, samples, test)
     return samples, test
 
@@ -313,10 +317,10 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
         )
 
 
-def check_own(config: DataConfig, client: str, task: Task | None = None) -> None:
+def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_classes: bool = False) -> None:
     """Check that the data of a device exist and that the partition has it; no sample is read.
 
-    With a task its classes and the kind of its inputs have to be those of the data.
+    With a task the kind of its inputs has to be that of the data, and so have its classes, but with ``own_classes``.
 
     Raises:
         HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
@@ -326,7 +330,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None) -> None
         if task is None:
             check_source(source, config.folder)
         else:
-            check_source(source, config.folder, task.input, task.class_names)
+            check_source(source, config.folder, task.input, None if own_classes else task.class_names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)
 

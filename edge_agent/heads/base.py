@@ -60,6 +60,8 @@ class Head(ABC):
 
     Params: ClassVar[type[HeadParams]] = HeadParams
     source: ClassVar[str] = ""
+    uses_shared: ClassVar[bool] = False
+    """Whether the bundle's shared classifier takes part in its answers, where there is one."""
     contribute: ClassVar[Contribute | None] = None
     """How a device without torch takes part in rounds of the method of the same name, where it can."""
 

@@ -59,6 +59,7 @@ class DualFedHead(Head):
 
     Params = DualFedHeadParams
     source = "Zhu et al., DualFed, ACM Multimedia 2024, Eqs. 5-8"
+    uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)

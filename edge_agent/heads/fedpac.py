@@ -43,6 +43,7 @@ class FedPACHead(Head):
 
     Params = FedPACHeadParams
     source = "Xu, Tong, Huang, FedPAC, ICLR 2023: step 1 of local training (Eq. 6)"
+    uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         return train(_start(data, {}), data.features, data.labels, self.params, rng)

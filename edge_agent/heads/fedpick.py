@@ -78,6 +78,7 @@ class FedPickHead(Head):
 
     Params = FedPickHeadParams
     source = "Zhu et al., Take Your Pick (FedPick), arXiv 2307.13995, Eqs. 5-15"
+    uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         shared = shared_rows(data, classes)

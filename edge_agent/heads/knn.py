@@ -40,6 +40,7 @@ class KNNHead(Head):
 
     Params = KNNParams
     source = "Marfoq, Neglia, Kameni, Vidal, kNN-Per, ICML 2022"
+    uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         norm = fit_norm(data.features, self.params.feature_norm)

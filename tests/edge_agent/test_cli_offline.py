@@ -57,6 +57,37 @@ def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
     assert (params.c, params.feature_norm) == (0.25, "l2")
 
 
+@pytest.fixture
+def pets(place):
+    """Photos of three kinds, which differ in their brightness; no bundle knows their names."""
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(("cat", "dog", "tree")):
+        folder = place / "photos" / name
+        folder.mkdir(parents=True)
+        for index in range(20):
+            pixels = rng.integers(80 * number, 80 * number + 60, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{index}.png")
+    return place
+
+
+def test_a_head_for_own_classes_is_fitted_used_and_scored(pets, capsys):
+    words = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "own")
+    refused = answer(capsys, *words, code=2)["error"]["message"]
+    assert all(word in refused for word in ("cat", "dog", "tree", "--own-classes"))
+    fitted = answer(capsys, *words, "--own-classes")
+    assert fitted["acc.personal"] > 0.9
+    assert fitted["acc.global"] is None
+    assert "cat, dog, tree" in fitted["no_global"]
+    found = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "own", "--input", "photos/tree/0.png")
+    assert found["predictions"][0]["class"] == "tree"
+    scored = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--head", "own")
+    assert (scored["acc.personal"], scored["acc.global"]) == (fitted["acc.personal"], None)
+    assert main([*words, "--own-classes"]) == 0
+    assert "no acc.global: the bundle's shared classifier does not know cat" in capsys.readouterr().out
+    compared = ("evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--heads", "lr,knn")
+    assert {row["acc.global"] for row in answer(capsys, *compared)["heads"]} == {None}
+
+
 def test_tables_show_units(place, capsys):
     assert main(FIT) == 0
     text = capsys.readouterr().out

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from edge_agent import bundle as bundles
+from edge_agent import heads
 from edge_agent import personalize as module
 from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
-from edge_agent.errors import FingerprintMismatch, StateError, UnknownName
-from edge_agent.heads import saved
+from edge_agent.errors import FingerprintMismatch, UnknownName
+from edge_agent.heads import FitData
 from edge_agent.personalize import FitOptions, evaluate_heads, extract, flattened, load_head, personalize
 
 
@@ -116,13 +117,41 @@ def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
         load_head(tmp_path / "head", other)
 
 
-def test_a_head_for_other_class_names_is_refused(ready, tmp_path):
+def renamed(samples, names):
+    """The samples of the first classes, which are called ``names`` now."""
+    rows = samples.take(np.flatnonzero(samples.labels < len(names)))
+    return Samples(rows.inputs, rows.labels, names, rows.input)
+
+
+def test_a_head_may_have_classes_that_the_bundle_does_not_know(ready, tmp_path):
+    """The numbers are those of the same samples under the bundle's names, but for the shared classifier's."""
     _, bundle, encoder, samples = ready
-    result = personalize(bundle, samples, encoder)
-    names = ("zero", *result.class_names[1:])
-    saved.save(tmp_path, saved.SavedHead(result.head, encoder.fingerprint, "fp32", names, {}))
-    with pytest.raises(StateError, match="zero"):
-        load_head(tmp_path, bundle)
+    names = ("cat", "dog", "tree")
+    own = personalize(bundle, renamed(samples, names), encoder)
+    known = personalize(bundle, renamed(samples, samples.class_names[:3]), encoder)
+    assert own.scores.personal == known.scores.personal > 0.9
+    assert own.scores.local == known.scores.local
+    assert own.scores.overall is None
+    assert own.metrics()["no_global"] == "the bundle's shared classifier does not know cat, dog, tree"
+    own.save(tmp_path)
+    again = load_head(tmp_path, bundle)
+    assert again.class_names == names
+    rows = encoder.features(samples.inputs)
+    np.testing.assert_allclose(again.head.predict_proba(rows), own.head.predict_proba(rows), atol=1e-12)
+
+
+@pytest.mark.parametrize("head", ["dualfed", "fedpac", "fedpick", "knn", "lr", "prototype"])
+def test_heads_work_without_the_shared_classifier_where_it_does_not_know_the_classes(ready, head):
+    """A shared classifier of other classes takes no part: heads are those of a bundle without one."""
+    _, bundle, encoder, samples = ready
+    own = renamed(samples, ("cat", "dog", "tree"))
+    features = encoder.features(own.inputs)
+    fitted = module.fit(bundle, features, own.labels, FitOptions(head), own.class_names)
+    alone = heads.create(head, {"c": 0.5} if head == "lr" else None)  # as the bundle suggests
+    alone.fit(FitData(features, own.labels, 3), np.random.default_rng(0))
+    np.testing.assert_array_equal(fitted.predict_proba(features), alone.predict_proba(features))
+    result = personalize(bundle, own, encoder, FitOptions(head))
+    assert result.exactness == ("exact" if head == "lr" else "approximate")
 
 
 def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch):

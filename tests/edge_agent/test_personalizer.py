@@ -42,6 +42,29 @@ def test_labels_may_be_names_or_positions(opened):
     np.testing.assert_array_equal(by_position, by_name)
 
 
+def test_own_classes_are_fitted_predicted_and_loaded_by_their_names(opened, make_bundle, tmp_path):
+    inputs, labels = samples()
+    names = np.array(["cat", "dog", "tree"])[labels]
+    with pytest.raises(DataError, match="own_classes=True"):
+        opened.fit(inputs, names)
+    opened.fit(inputs, names, own_classes=True)
+    assert opened.classes == ("cat", "dog", "tree")
+    assert (opened.predict(inputs) == names).mean() > 0.9
+    assert opened.evaluate(inputs, names)["acc.personal"] > 0.9
+    opened.save(tmp_path / "head")
+    again = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").load(tmp_path / "head")
+    assert set(again.predict(inputs)) == {"cat", "dog", "tree"}
+
+
+def test_own_classes_follow_those_of_the_bundle_where_some_are_known(opened):
+    inputs, labels = samples()
+    opened.fit(inputs, np.array(["7", "scarf", "3"])[labels], own_classes=True)
+    assert opened.classes == (*"0123456789", "scarf")
+    shares = opened.predict_proba(inputs)
+    assert shares.shape == (60, 11)
+    assert shares[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [

@@ -9,7 +9,7 @@ from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks import TaskRunner, check
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleError, DataError
@@ -57,6 +57,26 @@ def test_the_first_bundle_is_installed_with_a_head_fitted_on_it(config, make_bun
     assert report.acc_personal == pytest.approx(score_by_hand(config))
     assert report.samples == 150
     assert report.metrics["rolled_back"] == 0.0
+
+
+def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, make_bundle, tmp_path):
+    rng, labels = np.random.default_rng(0), np.arange(60) % 3
+    images = (labels[:, None, None, None] * 80 + rng.integers(0, 60, (60, 8, 8, 3))).astype(np.uint8)
+    np.savez(tmp_path / "pets.npz", inputs=images, labels=np.array(["cat", "dog", "tree"])[labels])
+    mine = config.model_copy(update={"data": DataConfig(source=f"npz:{tmp_path / 'pets.npz'}")})
+    made = make_bundle(global_head=True)
+    with pytest.raises(DataError, match="'cat', 'dog', 'tree'"):
+        install_bundle(mine, order(made), made.path)
+    with pytest.raises(DataError, match="'cat', 'dog', 'tree'"):
+        check(mine, made.manifest.task)
+    own = mine.model_copy(update={"head": mine.head.model_copy(update={"own_classes": True})})
+    check(own, made.manifest.task)
+    report = install_bundle(own, order(made), made.path)
+    assert report.acc_global is None
+    assert report.acc_personal > 0.9
+    assert load_head(own.state / "head", bundles.current(own.state / "bundles")).class_names == ("cat", "dog", "tree")
+    again = install_bundle(own, order(made), made.path)
+    assert again.acc_personal == report.acc_personal, "the pair in use is scored under its own classes"
 
 
 def test_a_better_pair_replaces_the_old_one(config, make_bundle):
