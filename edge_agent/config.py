@@ -181,6 +181,9 @@ class HeadConfig(Frozen):
     precision: Literal["auto", "fp32", "int8"] = Field(
         "auto", description="auto: int8 where it is faster on this device and as accurate on local data, else fp32"
     )
+    unknown: float = Field(
+        0.05, ge=0, lt=1, description="share of inputs like the training samples that may be called unknown; 0: none"
+    )
     own_classes: bool = Field(False, description="the data may hold classes that the bundle does not know; tier head")
     min_gain: float = Field(
         -0.02,

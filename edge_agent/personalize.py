@@ -28,6 +28,7 @@ from .errors import DataError, HeadwaterError, UsageError
 from .heads import FitData, Head, saved
 from .heads.base import softmax
 from .heads.saved import SavedHead
+from .local.confidence import Confidence, estimated
 from .storage import check_writable, folder_lock, read_tensors, write_tensors
 from .task import Tensors
 
@@ -42,12 +43,14 @@ class FitOptions:
 
     ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
     come divided) and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
+    ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
     """
 
     head: str = "lr"
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     cache: Path | None = None
+    unknown: float = 0.05
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -185,11 +188,13 @@ class Personalizer:
         params: Mapping[str, Any] | None = None,
         seed: int = 0,
         own_classes: bool = False,
+        unknown: float = 0.05,
     ) -> Personalizer:
         """This object, with a head fitted on all samples that are given.
 
-        With ``own_classes`` y are names, also of classes that the bundle does not know. Classes are then those of the
-        bundle and the new ones behind them, or the new ones alone where y has none of the bundle's.
+        Of inputs like these the share ``unknown``, 0..1, may be called unknown by `is_unknown`. With ``own_classes`` y
+        are names, also of classes that the bundle does not know. Classes are then those of the bundle and the new ones
+        behind them, or the new ones alone where y has none of the bundle's.
 
         Raises:
             UnknownName: no such head.
@@ -198,12 +203,14 @@ class Personalizer:
             MissingCapability: a package that this head needs for fitting is not installed.
         """
         heads.create(head, params)  # a misspelt name does not wait for the features
-        options = FitOptions(head, params or {}, seed)
+        options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         names = samples.class_names
-        fitted = fit(self.bundle, self.encoder.features(samples.inputs), samples.labels, options, names)
-        metrics: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
-        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, names, metrics)
+        features = self.encoder.features(samples.inputs)
+        fitted = fit(self.bundle, features, samples.labels, options, names)
+        confidence = _confidence(self.bundle, fitted, samples, features, options)
+        metrics = {"head": head, "n_train": len(samples), **confidence.metrics()}
+        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, names, metrics, confidence)
         return self
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -220,6 +227,20 @@ class Personalizer:
         """Name (n,) of the most probable class of each input; as `predict_proba`."""
         result: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
         return result
+
+    def is_unknown(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+        """Which inputs are unlike all training samples, (n,) bool: what is predicted for them means nothing.
+
+        Raises:
+            DataError: inputs that do not fit the bundle's task.
+            UsageError: no head was fitted, or on too few samples for a threshold, or with ``unknown`` 0.
+        """
+        rule = None if self.head is None else self.head.confidence.unknown
+        if rule is None:
+            raise UsageError(
+                "no threshold for unknown inputs; fit a head on at least 1 / unknown - 1 samples, 19 for unknown=0.05"
+            )
+        return rule.is_unknown(self.encoder.features(self._samples(X, None, self.classes, is_labelled=False).inputs))
 
     def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
@@ -308,7 +329,8 @@ class Result:
     ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
 
     ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
-    ``acc.global``; None where there is one.
+    ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
+    calls unknown; None where it has no rule for that.
     """
 
     head: Head
@@ -322,6 +344,8 @@ class Result:
     one_class: bool = False
     seconds: float = 0.0
     no_global: str | None = None
+    confidence: Confidence = field(default_factory=Confidence)
+    false_alarms: float | None = None
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
@@ -335,12 +359,14 @@ class Result:
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
             "no_global": self.no_global,
+            **self.confidence.metrics(),
+            "false_alarms": self.false_alarms,
             "seconds": round(self.seconds, 3),
         }
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
-        own = SavedHead(self.head, self.fingerprint, self.precision, self.class_names, self.metrics())
+        own = SavedHead(self.head, self.fingerprint, self.precision, self.class_names, self.metrics(), self.confidence)
         return saved.save(folder, own)
 
 
@@ -378,8 +404,12 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     """
     options = options or FitOptions()
     begin = options.clock()
-    result = _fit_and_score(extract(bundle, samples, encoder, options), options)
-    return replace(result, seconds=options.clock() - begin)
+    features = extract(bundle, samples, encoder, options)
+    result = _fit_and_score(features, options)
+    confidence = _confidence(bundle, result.head, features.train, features.train_features, options)
+    unknown = confidence.is_unknown(features.test_features)
+    false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
+    return replace(result, confidence=confidence, false_alarms=false_alarms, seconds=options.clock() - begin)
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
@@ -494,6 +524,18 @@ def fit(
     return fitted
 
 
+def _confidence(
+    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
+) -> Confidence:
+    """Confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
+    alike = replace(options, head=fitted.name, params=fitted.params.model_dump())
+
+    def fit_rows(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        return fit(bundle, features[rows], samples.labels[rows], alike, samples.class_names).predict_proba
+
+    return estimated(samples, features, fit_rows, options.unknown, options.seed)
+
+
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, labels: np.ndarray) -> float | None:
     """Share of rows whose most probable class is the label; None without rows."""
     if not len(labels):
@@ -540,7 +582,7 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
         UsageError: there is neither.
     """
     if head is not None:
-        return head.head.predict_proba(features)
+        return head.predict_proba(features)
     shared = bundle.global_head()
     if shared is None:
         raise UsageError(

@@ -146,7 +146,8 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
     log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
-    options = FitOptions(config.head.name, config.head.params, config.data.seed, features)
+    head = config.head
+    options = FitOptions(head.name, head.params, config.data.seed, features, head.unknown)
     return personalize(bundle, samples, encoder, options)
 
 

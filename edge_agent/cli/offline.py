@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..bundle import Bundle, EncoderPrecision
     from ..data import Samples
     from ..encoder import Encoder
+    from ..local.confidence import Confidence
     from ..personalize import FitOptions
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
@@ -42,11 +43,21 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
     )
+    parser.add_argument(
+        "--unknown",
+        type=float,
+        default=0.05,
+        metavar="RATE",
+        help="share of inputs like the training samples that may be called unknown, 0: none (default: 0.05)",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
 
 
 def fit(arguments: argparse.Namespace) -> int:
     """Fit a personal head on local data with a bundle's encoder, evaluate it on held-out samples, and save it.
+
+    The head also learns which inputs are unlike all training samples (unknown), and its probabilities are calibrated by
+    cross-validation; both need a number of samples, and where there are fewer that is said.
 
     Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local logistic
     regression on the raw inputs: what this device would reach alone.
@@ -64,7 +75,9 @@ def fit(arguments: argparse.Namespace) -> int:
     bundle = _bundle(arguments)
     parts = _parts(arguments, bundle)
     encoder = _encoder(arguments, bundle, train=parts[0])
-    result = personalize(bundle, parts, encoder, _options(arguments, head=arguments.head, params=params))
+    result = personalize(
+        bundle, parts, encoder, _options(arguments, head=arguments.head, params=params, unknown=arguments.unknown)
+    )
     result.save(arguments.out)
     skipped = _skipped(parts)
     content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
@@ -73,12 +86,35 @@ def fit(arguments: argparse.Namespace) -> int:
         ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
         *((name, output.percent(share)) for name, share in result.scores.metrics().items()),
+        *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         ("time", f"{result.seconds:.2f} s"),
         ("saved in", arguments.out),
     ]
     notes = [*output.skipped(skipped), *([output.ONE_CLASS] if result.one_class else [])]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+
+
+def _confidence_rows(
+    confidence: Confidence, rate: float, samples: int, false_alarms: float | None
+) -> list[tuple[str, str]]:
+    """What is known of a head's reliability, or why it is not, for a table."""
+    from ..local.confidence import LEAST_FOR_CALIBRATION, least_for
+
+    known, rule = confidence.calibration, confidence.unknown
+    calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
+    if known is not None:
+        before, after = output.percent(known.error_before), output.percent(known.error_after)
+        calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
+    unknown = "not asked for"
+    if rule is not None:
+        reached = f"{output.percent(false_alarms)} of the held-out samples"
+        unknown = f"distance above {rule.threshold:.3f}; false alarms {output.percent(rule.rate)} asked for, {reached}"
+    elif rate:
+        unknown = (
+            f"not estimable: {samples} samples, {least_for(rate)} are needed for {output.percent(rate)} false alarms"
+        )
+    return [("calibration", calibration), ("unknown inputs", unknown)]
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
@@ -109,6 +145,9 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 def predict(arguments: argparse.Namespace) -> int:
     """Classify inputs with a bundle's encoder and a saved head, or with the bundle's shared classifier.
 
+    Inputs that are unlike all samples that the head was fitted on are unknown: their class means nothing. More of them
+    than chance explains are drift: the inputs have changed since the head was fitted.
+
     Example:
       edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
     """
@@ -126,14 +165,24 @@ def predict(arguments: argparse.Namespace) -> int:
         samples = from_files(arguments.input, task.input, strict=arguments.strict)
     names = samples.names or tuple(map(str, range(len(samples))))
     encoder = _encoder(arguments, bundle, head.precision if head is not None else None)
-    shares = probabilities(bundle, head, encoder.features(samples.inputs, output.progress("features")))
+    features = encoder.features(samples.inputs, output.progress("features"))
+    shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
+    strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
     rows = [
-        {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6)}
-        for name, row in zip(names, shares, strict=True)
+        {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6), "unknown": known}
+        for name, row, known in zip(names, shares, strange, strict=True)
     ]
-    shown = [(row["input"], row["class"], output.percent(row["probability"])) for row in rows]
-    content = {"predictions": rows, "skipped": list(samples.skipped)}
     notes = output.skipped(samples.skipped)
+    content: dict[str, Any] = {"predictions": rows, "skipped": list(samples.skipped), "unknown": None, "drift": None}
+    if rule is not None:
+        count = sum(strange)
+        drift = rule.has_drifted(count, len(names))
+        content |= {"unknown": count, "drift": drift}
+        notes += [output.drift(count, len(names), rule.rate)] if drift else []
+    shown = [
+        (row["input"], f"unknown ({row['class']}?)" if row["unknown"] else row["class"], output.percent(share))
+        for row, share in zip(rows, shares.max(axis=1).tolist(), strict=True)
+    ]
     return output.result(arguments, content, lambda: [*output.table(("input", "class", "probability"), shown), *notes])
 
 
@@ -162,20 +211,38 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
     from ..personalize import extract, load_head, of_one_class, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     parts = _parts(arguments, bundle, saved.class_names)
     encoder = _encoder(arguments, bundle, saved.precision)
-    scores = extract(bundle, parts, encoder, _options(arguments)).scores(saved.head).metrics()
+    features = extract(bundle, parts, encoder, _options(arguments))
+    scores = features.scores(saved.head).metrics()
     count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
     no_global = why_no_global(bundle, saved.class_names)
-    content = {**scores, "head": saved.head.name, "precision": saved.precision, "n_test": count, "one_class": one_class}
-    content |= {"no_global": no_global, "skipped": len(skipped)}
-    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
-    rows += [(name, output.percent(share)) for name, share in scores.items()]
+    content: dict[str, Any] = {
+        **scores,
+        "head": saved.head.name,
+        "precision": saved.precision,
+        "n_test": count,
+        "one_class": one_class,
+        "no_global": no_global,
+        "skipped": len(skipped),
+    }
     notes = [*output.skipped(skipped), *([output.ONE_CLASS] if one_class else [])]
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
+    error, alarms, drift = None, None, None
+    if count >= LEAST_FOR_CALIBRATION:
+        error = calibration_error(saved.predict_proba(features.test_features), parts[1].labels)
+    if (rule := saved.confidence.unknown) is not None and count:
+        unknown = int(rule.is_unknown(features.test_features).sum())
+        alarms, drift = unknown / count, rule.has_drifted(unknown, count)
+        notes += [output.drift(unknown, count, rule.rate)] if drift else []
+    content |= {"ece": error, "false_alarms": alarms, "drift": drift}
+    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
+    rows += [(name, output.percent(share)) for name, share in scores.items()]
+    rows += [("calibration error", output.percent(error)), ("called unknown", output.percent(alarms))]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -366,6 +433,7 @@ def _bundle(arguments: argparse.Namespace) -> Bundle:
         ("threads", lambda value: 0 <= value <= 1024, "0..1024"),
         ("test_fraction", lambda value: 0 < value < 1, "above 0 and below 1"),
         ("seed", lambda value: value >= 0, "0 or more"),
+        ("unknown", lambda value: 0 <= value < 1, "0 or more and below 1"),
     ]
     mistakes = [
         f"--{name.replace('_', '-')} {value}: expected {expected}"

@@ -52,6 +52,14 @@ def skipped(reasons: Sequence[str]) -> list[str]:
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
 
 
+def drift(unknown: int, total: int, rate: float) -> str:
+    """A line about more unknown inputs than chance explains."""
+    return (
+        f"note: {unknown} of {total} inputs are unlike the samples that the head was fitted on, {rate * total:.1f} are "
+        "expected: the inputs have changed, or are of other classes; add samples of them and fit again"
+    )
+
+
 def size(number: int | None) -> str:
     """Bytes as MiB or GiB, or a dash."""
     if number is None:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 from ..bundle import EncoderPrecision
 from ..config import mistakes_of
 from ..errors import FingerprintMismatch, StateError
+from ..local.confidence import Confidence
 from ..storage import write_atomic, write_json
 from ..task import Frozen, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
@@ -30,6 +31,7 @@ SCHEMA: Literal[1] = 1
 CARD = "head.json"
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
+_CONFIDENCE = "confidence."
 _SHA256 = r"^[0-9a-f]{64}$"
 
 
@@ -57,6 +59,15 @@ class SavedHead:
     precision: EncoderPrecision
     class_names: tuple[str, ...]
     metrics: Mapping[str, float | int | str | None]
+    confidence: Confidence = field(default_factory=Confidence)
+
+    def predict_proba(self, features: np.ndarray) -> np.ndarray:
+        """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
+
+        Raises:
+            StateError: features of another size than those that the head was fitted on.
+        """
+        return self.confidence(self.head.predict_proba(features))
 
 
 def save(folder: Path, saved: SavedHead) -> Path:
@@ -69,7 +80,8 @@ def save(folder: Path, saved: SavedHead) -> Path:
     if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
         what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
         raise StateError(f"head '{head.name}' cannot be saved: {what}")
-    data = encode(head.arrays)
+    confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
+    data = encode({**head.arrays, **confidence})
     digest = hashlib.sha256(data).hexdigest()
     card = SavedCard(
         head=head.name,
@@ -113,11 +125,13 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
             f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
         )
     arrays = _read_arrays(folder, card)
+    own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_CONFIDENCE)}
+    confidence = Confidence.of({name.removeprefix(_CONFIDENCE): array for name, array in own.items()}, card.feature_dim)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
     head.load(arrays, len(card.class_names), card.feature_dim)
     _probe(folder, head, card)
-    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics)
+    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence)
 
 
 def _read_card(path: Path) -> SavedCard:

@@ -21,7 +21,9 @@ class SharedHead(Head):
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         if data.global_head is None:
-            raise UsageError("head 'shared': the bundle has no shared classifier; choose another head")
+            raise UsageError(
+                "head 'shared': the bundle has no shared classifier for these classes; choose another head"
+            )
         return shared_rows(data, classes)
 
     def _predict(self, features: np.ndarray) -> np.ndarray:

@@ -59,13 +59,14 @@ def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
 
 @pytest.fixture
 def pets(place):
-    """Photos of three kinds, which differ in their brightness; no bundle knows their names."""
+    """Photos of three kinds, which differ in their colour; no bundle knows their names."""
     rng = np.random.default_rng(0)
     for number, name in enumerate(("cat", "dog", "tree")):
         folder = place / "photos" / name
         folder.mkdir(parents=True)
         for index in range(20):
-            pixels = rng.integers(80 * number, 80 * number + 60, (8, 8, 3), dtype=np.uint8)
+            pixels = rng.integers(0, 60, (8, 8, 3), dtype=np.uint8)
+            pixels[..., number] += 190
             Image.fromarray(pixels).save(folder / f"{index}.png")
     return place
 
@@ -86,6 +87,44 @@ def test_a_head_for_own_classes_is_fitted_used_and_scored(pets, capsys):
     assert "no acc.global: the bundle's shared classifier does not know cat" in capsys.readouterr().out
     compared = ("evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--heads", "lr,knn")
     assert {row["acc.global"] for row in answer(capsys, *compared)["heads"]} == {None}
+
+
+def test_strange_inputs_are_unknown_and_many_of_them_are_drift(pets, capsys):
+    fitted = answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--out", "own")
+    assert fitted["unknown_rate"] == 0.05
+    assert fitted["false_alarms"] <= 0.2
+    assert fitted["ece_before"] is None  # 45 samples
+    for index in range(6):
+        pixels = np.random.default_rng(index).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        pixels[:4] = 0
+        Image.fromarray(pixels).save(f"strange{index}.png")
+    words = ("predict", "--bundle", "b.hwb", "--head", "own")
+    strange = answer(capsys, *words, *(word for index in range(6) for word in ("--input", f"strange{index}.png")))
+    assert [row["unknown"] for row in strange["predictions"]] == [True] * 6
+    assert strange["drift"] is True
+    usual = answer(capsys, *words, "--data", "images:photos")
+    assert usual["drift"] is False
+    assert usual["unknown"] == sum(row["unknown"] for row in usual["predictions"])
+    assert main([*words, "--input", "strange0.png"]) == 0
+    assert "unknown (" in capsys.readouterr().out
+    without = answer(capsys, *FIT, "--unknown", "0")
+    assert without["unknown_rate"] is None
+    found = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "head", "--input", "strange0.png")
+    assert found["predictions"][0]["unknown"] is None
+    scored = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "digits?n=400&seed=1", "--head", "head")
+    assert 0 <= scored["ece"] < 0.5
+    assert answer(capsys, *FIT, "--unknown", "1", code=2)["error"]["kind"] == "UsageError"
+
+
+def test_why_nothing_is_known_of_a_heads_reliability_is_said(pets, capsys):
+    for folder in (pets / "photos").iterdir():
+        for image in sorted(folder.iterdir())[6:]:
+            image.unlink()
+    words = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--out", "own")
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "not calibrated: 12 samples, 50 are needed" in text
+    assert "not estimable: 12 samples, 19 are needed for 5.0 % false alarms" in text
 
 
 def test_tables_show_units(place, capsys):

@@ -65,6 +65,34 @@ def test_own_classes_follow_those_of_the_bundle_where_some_are_known(opened):
     assert shares[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
 
 
+def test_inputs_unlike_all_that_was_learned_are_unknown(opened, make_bundle, tmp_path):
+    inputs, labels = samples()
+    with pytest.raises(UsageError, match="no threshold"):
+        opened.fit(inputs[:18], labels[:18]).is_unknown(inputs)
+    opened.fit(inputs, labels, unknown=0.1)
+    assert opened.is_unknown(samples(1)[0]).mean() <= 0.2
+    strange = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
+    strange[:, :4] = 0
+    assert opened.is_unknown(strange).mean() > 0.9
+    opened.save(tmp_path / "head")
+    again = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").load(tmp_path / "head")
+    np.testing.assert_array_equal(again.is_unknown(strange), opened.is_unknown(strange))
+
+
+def test_probabilities_are_calibrated_from_fifty_samples_on(opened):
+    """Labels that are noise half of the time: out of fold no answer deserves more than about two thirds."""
+    rng, (inputs, labels) = np.random.default_rng(0), samples()
+    noisy = np.where(rng.random(60) < 0.5, rng.integers(0, 3, 60), labels)
+    opened.fit(inputs, noisy, params={"c": 100.0})
+    known = opened.head.confidence.calibration
+    raw = opened.head.head.predict_proba(opened.encoder.features(opened._samples(inputs, noisy, opened.classes).inputs))
+    assert known.temperature > 1.5
+    assert known.error_after < known.error_before
+    assert opened.predict_proba(inputs).max(axis=1).mean() < raw.max(axis=1).mean()
+    assert (opened.predict_proba(inputs).argmax(axis=1) == raw.argmax(axis=1)).all()
+    assert opened.fit(inputs[:49], noisy[:49]).head.confidence.calibration is None
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [

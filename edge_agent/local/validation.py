@@ -1,0 +1,191 @@
+"""Honest figures from few samples: folds, intervals, comparisons of two models, and learning curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..data import Samples
+from ..data.preprocess import windows_apart
+from ..task import WindowInput
+
+_Z = 1.959963984540054
+"""Standard normal quantile of a two-sided interval of 95 %."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Row numbers of one division of samples: those to learn from and those to test on."""
+
+    train: np.ndarray
+    test: np.ndarray
+
+
+def interval(correct: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, both ends 0..1, for ``correct`` of ``total`` >= 1 answers (Wilson 1927)."""
+    share, square = correct / total, _Z**2
+    center = share + square / (2 * total)
+    reach = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
+    low, high = ((center + sign * reach) / (1 + square / total) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def p_value(first: np.ndarray, second: np.ndarray) -> float:
+    """Two-sided exact p-value of McNemar's test, 0..1: could two models that are right on these rows be equally good?
+
+    ``first`` and ``second`` (n,) bool: whether each model is right on the same held-out samples.
+    """
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    total, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(total, count) for count in range(fewer + 1)) / 2**total
+    return float(min(1.0, 2 * tail))
+
+
+def is_better(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether the first model is right more often than the second one, beyond noise (p < 0.05)."""
+    return int(first.sum()) > int(second.sum()) and p_value(first, second) < 0.05
+
+
+def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
+    """At most ``count`` divisions that test every sample once; fewer where no class has so many parts, none below two.
+
+    Without recordings the samples of each class are dealt to the folds. With recordings (``samples.groups``) whole
+    recordings are dealt, so that no two windows of one recording stand on both sides; where no class has two
+    recordings, each recording is cut into blocks of time, and windows that overlap the tested block are left out.
+    """
+    if samples.groups is None:
+        units = np.arange(len(samples))
+    else:
+        units = np.unique(samples.groups, return_inverse=True)[1]
+        if _most_units(samples.labels, units) < 2:
+            return _folds_in_time(samples, samples.groups, count)
+    count = min(count, _most_units(samples.labels, units))
+    if count < 2:
+        return []
+    part = np.empty(int(units.max()) + 1, np.int64)
+    label_of = np.zeros(len(part), np.int64)
+    label_of[units] = samples.labels
+    begin = 0
+    for label in np.unique(label_of):
+        members = rng.permutation(np.flatnonzero(label_of == label))
+        part[members] = (begin + np.arange(len(members))) % count
+        begin += len(members)  # rare classes do not all land in the first fold
+    where = part[units]
+    return [Fold(np.flatnonzero(where != number), np.flatnonzero(where == number)) for number in range(count)]
+
+
+def _most_units(labels: np.ndarray, units: np.ndarray) -> int:
+    return max((len(np.unique(units[labels == label])) for label in np.unique(labels)), default=0)
+
+
+def _folds_in_time(samples: Samples, groups: np.ndarray, count: int) -> list[Fold]:
+    gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
+    tests: list[list[np.ndarray]] = [[] for _ in range(count)]
+    near: list[list[np.ndarray]] = [[] for _ in range(count)]
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        for number, block in enumerate(np.array_split(np.arange(len(rows)), count)):
+            if len(block):
+                tests[number].append(rows[block])
+                near[number].append(rows[max(0, block[0] - gap) : block[-1] + gap + 1])
+    result = []
+    for test, left_out in zip(tests, near, strict=True):
+        if test:
+            train = np.setdiff1d(np.arange(len(samples)), np.concatenate(left_out))
+            result.append(Fold(train, np.sort(np.concatenate(test))))
+    return [fold for fold in result if len(fold.train)]
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Accuracy 0..1 with ``samples`` to learn from: mean over the folds, and their standard deviation."""
+
+    samples: int
+    mean: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """Accuracy by number of samples, and what twice as many as there are would bring.
+
+    ``expected``, ``low``, ``high``: accuracy 0..1 with twice as many samples, with a 90 % range; None below 3 points.
+    """
+
+    points: tuple[CurvePoint, ...]
+    expected: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def advice(self) -> str:
+        """An answer to "have I collected enough?", in one sentence."""
+        if self.expected is None or self.low is None or self.high is None:
+            return "too few samples for a learning curve; collect at least 3 of each class"
+        gain = self.expected - self.points[-1].mean
+        about = f"twice as many samples would give about {self.expected:.3f} ({self.low:.3f} to {self.high:.3f})"
+        if gain < 0.01:
+            return f"{about}: more samples of the same kind hardly help"
+        return f"{about}: collecting more samples is worth it"
+
+
+def learning_curve(
+    score: Callable[[np.ndarray, np.ndarray], int],
+    samples: Samples,
+    rng: np.random.Generator,
+    *,
+    sizes: Sequence[float] = (0.1, 0.2, 0.4, 0.7, 1.0),
+    repeats: int = 3,
+) -> LearningCurve:
+    """Accuracy by number of samples, cross-validated.
+
+    ``score`` takes rows to learn from and rows to test on, and returns how many of the latter are answered right.
+    ``sizes`` are shares of what a fold has to learn from.
+    """
+    divisions = folds(samples, repeats, rng)
+    accuracies: dict[int, list[float]] = {}
+    for fold in divisions:
+        order = _stratified_order(samples.labels[fold.train], rng)
+        for size in sizes:
+            number = max(2, round(size * len(order)))
+            rows = fold.train[order[:number]]
+            if number <= len(order) and len(np.unique(samples.labels[rows])) > 1:
+                accuracies.setdefault(number, []).append(score(rows, fold.test) / len(fold.test))
+    points = tuple(
+        CurvePoint(number, float(np.mean(values)), float(np.std(values)))
+        for number, values in sorted(accuracies.items())
+        if len(values) == len(divisions)
+    )
+    return LearningCurve(points, *extrapolated(points, len(samples)))
+
+
+def extrapolated(points: Sequence[CurvePoint], total: int) -> tuple[float | None, float | None, float | None]:
+    """Accuracy with ``2 * total`` samples by a power law of the error, and a 90 % range of it; None below three points.
+
+    log(error) = a + b log(n), b <= 0, fitted by least squares; the range comes from the residuals of the fit, and is
+    at least as wide as the spread of the last point.
+    """
+    if len(points) < 3:
+        return None, None, None
+    sizes = np.log([point.samples for point in points])
+    errors = np.log(np.maximum([1 - point.mean for point in points], 1e-3))
+    slope, offset = np.polyfit(sizes, errors, 1)
+    slope, offset = (slope, offset) if slope < 0 else (0.0, float(errors.mean()))
+    residual = float(np.sqrt(np.sum((errors - offset - slope * sizes) ** 2) / (len(points) - 2)))
+    center = offset + slope * math.log(2 * total)
+    reach = 1.645 * residual * math.sqrt(1 + 1 / len(points))
+    low, expected, high = (1 - math.exp(min(0.0, center + sign * reach)) for sign in (1, 0, -1))
+    spread = 1.645 * points[-1].spread
+    return expected, max(0.0, min(low, expected - spread)), min(1.0, max(high, expected + spread))
+
+
+def _stratified_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Row numbers in an order in which every beginning has the classes in about their shares."""
+    position = np.empty(len(labels))
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        position[rows] = (np.arange(len(rows)) + rng.random()) / len(rows)
+    return np.argsort(position, kind="stable")
