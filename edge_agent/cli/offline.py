@@ -24,6 +24,7 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
   idx:DIR?split=train            MNIST and the like; split=train, test or all
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
+  csv:FILE?label=c&columns=x,y   tables: recordings, windows or images; recording=c, time=c, target=c
   digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
   cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
   pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
@@ -137,7 +138,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", metavar="SOURCE", help="data as for 'edge-agent fit'; they need no labels")
     where.add_argument(
-        "--input", action="append", metavar="FILE", help="image, or recording as array (*.npy); may be repeated"
+        "--input", action="append", metavar="FILE", help="image, or recording (*.npy, *.csv); may be repeated"
     )
     _add_strict(parser)
 

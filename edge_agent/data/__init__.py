@@ -68,6 +68,7 @@ registry = Registry(
     f"{__name__}.sets",
     entry_points="headwater.data",
     besides=("partition", "preprocess", "sets"),
+    families={"tables": ("csv",)},  # a module cannot be called csv, as one of the standard library is
 )
 
 
@@ -148,7 +149,7 @@ def _samples(
         _log.warning(
             "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[result[0]]
         )
-    return Samples(done.inputs, labels, names, spec, done.groups, done.origins(raw), done.skipped)
+    return done.samples(raw, labels, names, spec)
 
 
 def _unlabelled(
@@ -156,7 +157,7 @@ def _unlabelled(
 ) -> Samples:
     done = _execute(raw, spec, source, compact=compact, strict=strict)
     labels = np.full(len(done.rows), -1, np.int64)
-    return Samples(done.inputs, labels, tuple(class_names), spec, done.groups, done.origins(raw), done.skipped)
+    return done.samples(raw, labels, tuple(class_names), spec)
 
 
 def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
@@ -212,8 +213,8 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
 def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True) -> Samples:
     """Inputs without labels from single files: images, or recordings for a task of windows.
 
-    A recording is an array (time, channels) in a ``.npy`` file. Not ``strict``: files that cannot be used are left out
-    and named in ``skipped``.
+    A recording is an array (time, channels) in a ``.npy`` file, or a table of numbers in a ``.csv`` file. Not
+    ``strict``: files that cannot be used are left out and named in ``skipped``.
 
     Raises:
         DataError: files that cannot be read; all of them are listed.
@@ -233,7 +234,11 @@ def _recording(path: Path) -> np.ndarray:
     """The recording (time, channels) in a file."""
     if path.suffix.lower() == ".npy":
         return load_array(path)
-    raise DataError("is no recording; expected a file ending in .npy with an array (time, channels)")
+    if path.name.lower().endswith((".csv", ".csv.gz")):
+        from .tables import read_recording
+
+        return read_recording(path)
+    raise DataError("is no recording; expected a file ending in .npy with an array (time, channels), or in .csv")
 
 
 def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
@@ -387,16 +392,19 @@ def _natural(raw: Raw) -> InputSpec:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Inputs (m, *shape), the item that each is of (m,), their groups (m,), and what was left out."""
+    """Inputs (m, *shape), the item that each is of (m,), their groups and targets (m,), and what was left out."""
 
     inputs: np.ndarray
     rows: np.ndarray
     groups: np.ndarray | None
+    targets: np.ndarray | None
     skipped: tuple[str, ...]
 
-    def origins(self, raw: Raw) -> tuple[str, ...]:
-        """The origin of each input, where the items have names."""
-        return tuple(raw.names[row] for row in self.rows) if raw.names else ()
+    def samples(self, raw: Raw, labels: np.ndarray, class_names: tuple[str, ...], spec: InputSpec) -> Samples:
+        """The inputs with their labels and what else is known of their items."""
+        names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
+        whole, targets = raw.are_whole, self.targets
+        return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
 
 def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool = True) -> _Executed:
@@ -417,16 +425,22 @@ def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, s
         inputs = inputs[rows]
     if inputs.dtype != np.uint8:
         inputs = preprocess.normalise_images(inputs, spec)
-    return _Executed(inputs, rows, None if raw.groups is None else raw.groups[rows], skipped)
+    groups = None if raw.groups is None else raw.groups[rows]
+    targets = None if raw.targets is None else np.asarray(raw.targets, np.float64)[rows]
+    return _Executed(inputs, rows, groups, targets, skipped)
 
 
 def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) -> _Executed:
     result: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
 
     def fill(row: int) -> None:
         item = np.asarray(raw.items[row])
         if raw.kind == "recording":
             result.append(preprocess.cut(item, spec))
+            if raw.targets is not None:  # of a window: their mean
+                target = np.asarray(raw.targets[row], np.float64)[:, None]
+                targets.append(preprocess.cut(target, spec.model_copy(update={"channels": 1})).mean(axis=(1, 2)))
             return
         if item.shape != spec.shape:
             raise DataError(f"has shape {item.shape}, expected {spec.shape}")
@@ -440,7 +454,10 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) 
     if groups is None and raw.kind == "recording":
         groups = np.arange(len(raw.items))
     inputs = preprocess.normalise_windows(np.concatenate(result), spec)
-    return _Executed(inputs, rows, None if groups is None else groups[rows].astype(np.int64), skipped)
+    groups = None if groups is None else groups[rows].astype(np.int64)
+    if raw.kind == "window":
+        return _Executed(inputs, rows, groups, None if raw.targets is None else np.asarray(raw.targets)[rows], skipped)
+    return _Executed(inputs, rows, groups, np.concatenate(targets) if targets else None, skipped)
 
 
 def _for_all(

@@ -47,7 +47,8 @@ class Raw:
     (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
     may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were recorded
     together, in time order. ``natural`` is the spec to use where the task does not bring one. ``unlabelled``: why these
-    data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then.
+    data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
+    a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
     """
 
     kind: Literal["image", "recording", "window"]
@@ -58,6 +59,8 @@ class Raw:
     natural: InputSpec | None = None
     names: tuple[str, ...] = ()
     unlabelled: str = ""
+    are_whole: bool = False
+    targets: Sequence[Any] | None = None
 
 
 class FileItems(Sequence[Any]):
@@ -109,7 +112,8 @@ class Samples:
     memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
     positions in ``class_names``, or -1 where they are not known; ``groups`` (n,) int64 recording of each window,
     windows of one recording in time order, or None; ``names`` (n or none) are the origins of the inputs. ``skipped``:
-    what was left out because it cannot be used, each with the reason.
+    what was left out because it cannot be used, each with the reason. ``are_whole``: `split` holds out whole groups.
+    ``targets`` (n,) float64: numbers to predict, or None.
     """
 
     inputs: np.ndarray
@@ -119,6 +123,8 @@ class Samples:
     groups: np.ndarray | None = None
     names: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    are_whole: bool = False
+    targets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -140,7 +146,9 @@ class Samples:
         """The samples at ``rows`` (m,), in that order."""
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
-        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows], groups=groups, names=names)
+        targets = None if self.targets is None else self.targets[rows]
+        inputs, labels = self.inputs[rows], self.labels[rows]
+        return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets)
 
 
 def near(name: str, known: Sequence[str]) -> str:
@@ -192,13 +200,17 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
 
     Without groups: that share of each class, at least one sample of a class on either side where it has two. With
     groups (recordings): the last share of each recording tests, the first part trains, and the windows between them
-    that would overlap both are left out; too short a recording trains only.
+    that would overlap both are left out; too short a recording trains only. Where groups are whole: that share of the
+    groups of each class, which keeps one to train.
     """
     if samples.groups is None:
         rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
         for label in np.unique(samples.labels):
             rows = rng.permutation(np.flatnonzero(samples.labels == label))
             is_test[rows[: _test_count(len(rows), test_fraction)]] = True
+        return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
+    if samples.are_whole:
+        is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
         return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
     recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
@@ -213,6 +225,27 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     if not len(test_rows):
         _log.warning("no_test_samples recordings=%d: none is long enough to hold a part back", len(recordings))
     return samples.take(train_rows), samples.take(test_rows)
+
+
+def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
+    """Groups to hold out, so many of each class that has several; the rarest class chooses first."""
+    rng = np.random.default_rng(seed)
+    held = [np.unique(np.asarray(samples.groups)[samples.labels == label]) for label in np.unique(samples.labels)]
+    result: set[int] = set()
+    for groups in sorted(held, key=len):
+        missing = _test_count(len(groups), test_fraction) - len(result.intersection(groups.tolist()))
+        for group in rng.permutation(groups).tolist():
+            if missing <= 0:
+                break
+            if group not in result and all(set(other.tolist()) - result - {group} for other in held):
+                result.add(group)
+                missing -= 1
+    if not result:
+        _log.warning(
+            "no_test_samples recordings=%d: recordings are held out whole, and no class has one to spare; record more",
+            len({group for groups in held for group in groups.tolist()}),
+        )
+    return result
 
 
 def standardised(samples: Samples) -> InputSpec:

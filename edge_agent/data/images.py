@@ -7,6 +7,7 @@ Options: ``limit`` (at most that many of each class, first by name). Photos are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,47 @@ def decoded(path: Path) -> Any:
 
 def read(where: str, options: ImagesOptions) -> Raw:
     """The images of all class folders in ``where``, or those in it, without labels, where there are no folders."""
-    root = Path(where).expanduser()
+    files = files_by_class(Path(where).expanduser(), "images", tuple(sorted(SUFFIXES)), options.limit)
+    items = ImageFiles(files.paths)
+    return Raw("image", items, files.labels, files.class_names, names=files.names, unlabelled=files.unlabelled)
+
+
+@dataclass(frozen=True)
+class ClassFiles:
+    """Files by class: labels (n,) int64 and names from the sub-folders, or the reason why there are none."""
+
+    paths: list[Path]
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    names: tuple[str, ...]
+    unlabelled: str = ""
+
+
+def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int | None = None) -> ClassFiles:
+    """Files ending in ``suffixes`` in the sub-folders of ``root``, or in itself, without labels, where those have none.
+
+    Raises:
+        DataError: no such folder, or no such files in it.
+    """
     if not root.is_dir():
-        raise DataError(f"images: no folder '{where}'; expected a folder with one sub-folder of images for each class")
-    result = {folder.name: images_in(folder)[: options.limit] for folder in visible(root) if folder.is_dir()}
-    result = {name: paths for name, paths in result.items() if paths}
-    if not result:
-        reason = (
-            f"images: no images in the sub-folders of '{where}'; expected one sub-folder for each class, "
-            f"with files ending in {', '.join(sorted(SUFFIXES))}"
-        )
-        paths = images_in(root)[: options.limit]
-        if not paths:
-            raise DataError(reason)
-        names, unknown = tuple(path.name for path in paths), np.full(len(paths), -1)
-        return Raw("image", ImageFiles(paths), unknown, (), names=names, unlabelled=reason)
-    paths = [path for group in result.values() for path in group]
-    labels = np.repeat(np.arange(len(result)), [len(group) for group in result.values()])
+        raise DataError(f"{kind}: no folder '{root}'; expected a folder with one sub-folder of files for each class")
+
+    def files_in(folder: Path) -> list[Path]:
+        return [path for path in visible(folder) if path.name.lower().endswith(suffixes) and path.is_file()][:limit]
+
+    held = {folder.name: paths for folder in visible(root) if folder.is_dir() and (paths := files_in(folder))}
+    paths = [path for group in held.values() for path in group]
     names = tuple(str(path.relative_to(root)) for path in paths)
-    return Raw("image", ImageFiles(paths), labels, tuple(result), names=names)
+    if paths:
+        labels = np.repeat(np.arange(len(held)), [len(group) for group in held.values()])
+        return ClassFiles(paths, labels, tuple(held), names)
+    reason = (
+        f"{kind}: no {'images' if kind == 'images' else 'files'} in the sub-folders of '{root}'; expected one "
+        f"sub-folder for each class, with files ending in {', '.join(suffixes)}"
+    )
+    if not (paths := files_in(root)):
+        raise DataError(reason)
+    return ClassFiles(paths, np.full(len(paths), -1), (), tuple(path.name for path in paths), reason)
 
 
 def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own

@@ -109,7 +109,8 @@ def data_page() -> str:
         ),
     ]
     for kind in data.registry.names():
-        doc = inspect.getmodule(data.registry.load(kind)).__doc__
+        member = data.registry.load(kind)
+        doc = (member if inspect.ismodule(member) else inspect.getmodule(member.read)).__doc__
         parts += [f"## {kind}", described(doc)]
     return joined(parts)
 
