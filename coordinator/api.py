@@ -64,8 +64,9 @@ class Plot:
 class SimulationResult:
     """The result of a simulation. ``summary`` holds all figures, as 'headwater simulate --json' prints them.
 
-    ``clients``: client -> accuracies 0..1 on its own held-out samples after the run: ``acc.local`` (logistic regression
-    on raw inputs, alone), ``acc.global`` (the shared model), ``acc.personal`` (after personalization).
+    ``clients``: client -> accuracies 0..1 on its own held-out samples after the run: ``acc.local`` (the best model on
+    raw inputs alone, which ``summary["local_models"]`` names), ``acc.global`` (the shared model), ``acc.personal``
+    (after personalization).
     ``folder``: state of the run, which 'headwater analyze' and 'headwater export --state' read.
     """
 

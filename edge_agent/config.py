@@ -191,6 +191,9 @@ class HeadConfig(Frozen):
         le=1,
         description="a new encoder and head replace the old only if acc.personal changes by at least this",
     )
+    local: bool = Field(
+        default=True, description="find what this device reaches alone (acc.local), which takes it some seconds"
+    )
 
 
 def default_agent_id() -> str:

@@ -29,6 +29,8 @@ from .heads import FitData, Head, saved
 from .heads.base import softmax
 from .heads.saved import SavedHead
 from .local.confidence import Confidence, estimated
+from .local.models import LocalModel, fit_local
+from .local.validation import is_better
 from .storage import check_writable, folder_lock, read_tensors, write_tensors
 from .task import Tensors
 
@@ -44,6 +46,7 @@ class FitOptions:
     ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
     come divided) and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
+    ``local``: whether to find what the device reaches alone, which takes a second or two.
     """
 
     head: str = "lr"
@@ -52,11 +55,8 @@ class FitOptions:
     cache: Path | None = None
     unknown: float = 0.05
     progress: Progress | None = None
+    local: bool = True
     clock: Callable[[], float] = time.perf_counter
-
-
-_RAW_DIMENSIONS = 4096
-"""Raw inputs above this size are averaged down before the local baseline sees them."""
 
 
 def default_cache() -> Path:
@@ -310,16 +310,52 @@ class Scores:
     """Accuracies, 0..1, on the held-out samples; None where there is nothing to score.
 
     ``personal``: the personal head on the bundle's features. ``overall``: the shared classifier of the bundle
-    (``acc.global``). ``local``: logistic regression on the raw inputs of the same training samples, the bar to beat.
+    (``acc.global``). ``local``: the best model without the bundle, named ``local_model``, fitted on the raw inputs of
+    the same training samples: the bar to beat. ``better_alone``: it beats the personal head beyond noise (McNemar).
     """
 
     personal: float | None
     overall: float | None
     local: float | None
+    local_model: str = ""
+    better_alone: bool = False
 
-    def metrics(self) -> dict[str, float | None]:
-        """The scores by the names that are reported everywhere."""
+    @classmethod
+    def of(cls, right: np.ndarray | None, overall: float | None, local: Alone | None) -> Scores:
+        """The scores for the ``right`` (n,) answers of the personal model; None: there are no held-out samples."""
+        if right is None:
+            return cls(None, None, None)
+        if local is None:
+            return cls(float(right.mean()), overall, None)
+        return cls(
+            float(right.mean()), overall, float(local.right.mean()), local.model.name, is_better(local.right, right)
+        )
+
+    def reported(self) -> dict[str, Any]:
+        """The fields of a `Report`."""
+        return {
+            "acc_personal": self.personal,
+            "acc_global": self.overall,
+            "acc_local": self.local,
+            "local_model": self.local_model,
+            "better_alone": self.better_alone,
+        }
+
+    def accuracies(self) -> dict[str, float | None]:
+        """The accuracies by the names that are reported everywhere."""
         return {"acc.personal": self.personal, "acc.global": self.overall, "acc.local": self.local}
+
+    def metrics(self) -> dict[str, float | str | None]:
+        """Everything by the names that are reported everywhere."""
+        return {**self.accuracies(), "local_model": self.local_model, "better_alone": self.better_alone}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a device reaches without the federation: the model, and which held-out samples (n,) it answers right."""
+
+    model: LocalModel
+    right: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -385,12 +421,12 @@ class Features:
     train_features: np.ndarray
     test_features: np.ndarray
     overall: float | None
-    local: float | None
+    local: Alone | None
 
     def scores(self, head: Head) -> Scores:
         """The scores of a head of this bundle."""
-        personal = accuracy(head.predict_proba, self.test_features, self.test.labels)
-        return Scores(personal, self.overall, self.local)
+        right = head.predict_proba(self.test_features).argmax(axis=1) == self.test.labels
+        return Scores.of(right if len(right) else None, self.overall, self.local)
 
 
 def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Result:
@@ -470,7 +506,7 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         train_features,
         test_features,
         overall=_score_global(bundle, test_features, test),
-        local=raw_accuracy(train, test, len(train.class_names), options.seed),
+        local=alone(train, test, len(train.class_names), options.seed) if options.local else None,
     )
 
 
@@ -591,31 +627,23 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
     return global_probabilities(shared, features)
 
 
-def raw_accuracy(train: Samples, test: Samples, num_classes: int, seed: int = 0) -> float | None:
-    """acc.local: logistic regression on raw inputs, fitted on ``train`` and scored on ``test``; None without test."""
+def alone(
+    train: Samples, test: Samples, num_classes: int, seed: int = 0, progress: Progress | None = None
+) -> Alone | None:
+    """The best local model for ``train``, scored on ``test``; None without samples to score it on.
+
+    Raises:
+        DataError: inputs with NaN or infinity.
+    """
     if not len(test):
         return None
-    alone = heads.create("lr", {"max_iterations": 200})
-    alone.fit(FitData(flattened(train.inputs), train.labels, num_classes), np.random.default_rng(seed))
-    return accuracy(alone.predict_proba, flattened(test.inputs), test.labels)
+    model = fit_local(train, num_classes, np.random.default_rng(seed), progress)
+    return Alone(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
 
 
 def of_one_class(train: Samples, test: Samples) -> bool:
     """Whether training and held-out samples together are of a single class; accuracies are meaningless then."""
     return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
-
-
-def flattened(inputs: np.ndarray) -> np.ndarray:
-    """Inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more.
-
-    Neighbouring pairs are averaged along each axis in turn; an odd last one is left out.
-    """
-    while int(np.prod(inputs.shape[1:])) > _RAW_DIMENSIONS and max(inputs.shape[2:], default=1) > 1:
-        for axis in range(2, inputs.ndim):
-            if size := inputs.shape[axis] // 2:
-                even, odd = (inputs.take(range(start, 2 * size, 2), axis=axis) for start in (0, 1))
-                inputs = np.asarray((even + odd) / 2)
-    return np.ascontiguousarray(inputs.reshape(len(inputs), -1), np.float32)
 
 
 def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:

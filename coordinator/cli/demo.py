@@ -117,7 +117,7 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     if personal and local:
         yield (
             f"The {len(heads)} devices without torch get {fmean(personal):.3f} with their own head on the shared "
-            f"encoder, {fmean(local):.3f} with raw pixels alone (same data)."
+            f"encoder, {fmean(local):.3f} with the best model that each can fit alone (same data)."
         )
     yield from (f"warning: {line}" for line in lines(summary["warnings"]))
     if settings := SETTINGS.get(summary["method"]):

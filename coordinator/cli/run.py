@@ -15,7 +15,7 @@ from edge_agent.worker import stop_on_signals
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
-from ..runs.result_notes import lines, metric_lines
+from ..runs.result_notes import lines, local_models, metric_lines
 from ..service.app import coordinator
 from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
@@ -217,7 +217,9 @@ def agents_table(summary: dict[str, Any]) -> Table:
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
-    """Notes on devices and their failures, one line each."""
+    """Which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
+    if models := local_models(summary.get("agents", [])):
+        yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
     for agent, one in summary.get("left_out", {}).items():

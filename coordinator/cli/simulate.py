@@ -294,6 +294,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
             f"last {_NAMES[scope]}: {last['clients_mean']:.4f} ± {last['std']:.4f} over clients, "
             f"{last['samples_mean']:.4f} over samples, worst tenth {last['worst10']:.4f}"
         )
+    if models := result["local_models"]:
+        yield f"acc.local is of the best model that each client can fit alone: {models}"
     for scope, best in result["best"].items():
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
@@ -317,7 +319,7 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
 _NAMES = {
     "global": "acc.global",
     "personal": "acc.personal",
-    "local": "acc.local (each client alone: logistic regression on raw inputs)",
+    "local": "acc.local (each client alone)",
     "after": "acc.personal after local training",
     "new": "acc.new (clients that never trained: a head on the frozen encoder)",
     "new_global": "acc.global of clients that never trained",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..runs.result_notes import coordinator_metrics, metric_lines
+from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines
 from ..state.store import StateFolder, read_status
 from ..text import counted
 from .follow import advice, is_serving
@@ -44,13 +44,15 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
                 }
             )
             ahead = ahead if record.is_over else run
+        summary = folder.run(runs[-1]["id"]).summary() if runs else None
     written = read_status(path)
     serving = is_serving(path)
     if serving and (stalled := (written.get("run") or {}).get("stalled")):
         for one in runs:
             if one["id"] == written["run"]["id"]:
                 one |= {"status": "stalled", "reason": stalled.get("reason")}
-    result = {"serving": serving, "state": str(path), "runs": runs, **written}
+    alone = [one["message"] for one in (summary or {}).get("warnings", []) if one["kind"] == "below_local"]
+    result = {"better_alone": alone, "serving": serving, "state": str(path), "runs": runs, **written}
     present(result, _lines(result), as_json=as_json)
 
 
@@ -80,6 +82,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     yield ""
     yield _table_of_runs(runs) if runs else "no runs yet; 'headwater run' starts one"
     yield from (f"{run['id']}: {line}" for run in runs[-1:] for line in metric_lines(run))
+    yield from (f"{runs[-1]['id']}: {line}" for line in result["better_alone"][:SHOWN_CLIENTS])
     yield ""
     yield _table_of_agents(agents) if agents else NO_AGENTS
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))

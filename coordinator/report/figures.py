@@ -96,6 +96,7 @@ class AgentFigures(Figures):
     tier: Text = ""
     samples: Number = None
     acc: Numbers = {}
+    local_model: Text = ""
     head: Text = ""
     rss_mb: Number = None
     torch_loaded: Flag = None
@@ -177,6 +178,8 @@ def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
         result.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
     if record.get("one_class") is True:
         result.append("its data have one class only, so its accuracies are meaningless")
+    if record.get("better_alone") is True:
+        result.append("better off alone")
     if record.get("samples") == 0:
         result.append("has no samples")
     return tuple(result)

@@ -32,7 +32,7 @@ MOST_INCIDENTS = 200
 """Rows of the table of missing and rejected updates; the journal has all of them."""
 
 _CARDS = {
-    "local": "trained on local data only",
+    "local": "best model that each agent fits alone",
     "global": "the shared model",
     "personal": "shared encoder, personal head",
 }
@@ -44,10 +44,11 @@ def render(run: RunFigures) -> str:
     summary = run.summary
     rounds, closed = as_number(summary.get("rounds")), as_number(summary.get("round"))
     warnings = summary.get("warnings")
-    columns = ["agent", "tier", "samples", *(f"acc.{scope}" for scope in SCOPES), "head", "memory", "torch", "sent"]
+    columns = ["agent", "tier", "samples", "acc.local", "alone", "acc.global", "acc.personal", "head", "memory"]
+    columns += ["torch", "sent"]
     has_notes = any(agent.notes for agent in run.agents)
     columns += ["received", "note"] if has_notes else ["received"]
-    text_columns = {"agent", "tier", "head", "torch", "note"}
+    text_columns = {"agent", "tier", "alone", "head", "torch", "note"}
     return render_page(
         "run.html",
         kind="Headwater run",
@@ -207,7 +208,9 @@ def _agent_row(agent: AgentFigures) -> tuple[str, ...]:
         agent.id,
         agent.tier or "–",
         _count(agent.samples),
-        *(percent(agent.acc.get(scope)) for scope in SCOPES),
+        percent(agent.acc.get("local")),
+        agent.local_model or "–",
+        *(percent(agent.acc.get(scope)) for scope in ("global", "personal")),
         agent.head or "–",
         "–" if agent.rss_mb is None else f"{agent.rss_mb:.0f} MB",
         {True: "loaded", False: "no", None: "–"}[agent.torch_loaded],

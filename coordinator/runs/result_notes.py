@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -34,8 +35,9 @@ def warnings_of(
 ) -> list[Warned]:
     """All warnings about a finished run.
 
-    ``agents``: a record for each client with ``id``, ``acc`` by scope, ``support`` (held-out samples behind it) and
-    ``one_class``. ``losses``: client -> training loss, for each round in order.
+    ``agents``: a record for each client with ``id``, ``acc`` by scope, ``local_model`` and ``better_alone``,
+    ``support`` (held-out samples behind them) and ``one_class``. ``losses``: client -> training loss, for each round in
+    order.
     """
     scored = [one for one in agents if one["acc"].get("personal") is not None and one["support"]]
     return [*_collapsed(scored), *_below_local(scored), *_exploded(losses, num_classes), *_one_class(agents)]
@@ -72,31 +74,33 @@ def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
 
 
+def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
+    """Which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
+    counts = Counter(one["local_model"] for one in agents if one.get("local_model"))
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    return ", ".join(f"{name} ({number} ×)" for name, number in counts.most_common())
+
+
 def adjusted(accuracy: float, samples: int) -> float:
     """The accuracy with a right and a wrong answer added (Agresti and Caffo): sound for few samples, never 0 or 1."""
     return (accuracy * samples + 1) / (samples + 2)
 
 
-def standard_error(*accuracies: float, samples: int) -> float:
-    """Binomial standard error of an accuracy, or of the difference of two, on so many held-out samples each.
-
-    Two accuracies are of the same samples and rise together as a rule: the true error of their difference is smaller.
-    """
-    rates = [adjusted(accuracy, samples) for accuracy in accuracies]
-    return math.sqrt(sum(rate * (1 - rate) for rate in rates) / (samples + 2))
+def standard_error(accuracy: float, samples: int) -> float:
+    """Binomial standard error of an accuracy on so many held-out samples."""
+    rate = adjusted(accuracy, samples)
+    return math.sqrt(rate * (1 - rate) / (samples + 2))
 
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
     for one in scored:
-        personal, local, support = one["acc"]["personal"], one["acc"].get("local"), one["support"]
-        if local is None:
-            continue
-        noise = STANDARD_ERRORS * standard_error(personal, local, samples=support)
-        if adjusted(local, support) - adjusted(personal, support) > noise:
-            held_out = counted(support, "held-out sample")
+        personal, local = one["acc"]["personal"], one["acc"].get("local")
+        if local is not None and one.get("better_alone"):
             message = (
-                f"client '{one['id']}': acc.personal {personal:.3f} is below its local baseline, acc.local "
-                f"{local:.3f}, by more than noise ({noise:.3f}, two standard errors on {held_out})"
+                f"client '{one['id']}' is better off alone: acc.local {local:.3f} ({one['local_model']}) is above "
+                f"acc.personal {personal:.3f} by more than noise (McNemar's test on "
+                f"{counted(one['support'], 'held-out sample')})"
             )
             yield {"kind": "below_local", "clients": [one["id"]], "message": message}
 
@@ -108,7 +112,7 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
     ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
     worst = ranked[: max(1, math.ceil(WORST_SHARE * len(ranked)))]
     theirs, support = fmean(one["acc"]["personal"] for one in worst), sum(one["support"] for one in worst)
-    if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, samples=support) < COLLAPSED * mean:
+    if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:
         clients = [one["id"] for one in worst]
         message = (
             f"the worst tenth of the clients has collapsed: acc.personal {theirs:.3f} ({listed(clients)}), "

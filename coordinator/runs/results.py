@@ -188,6 +188,8 @@ def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[st
         "tier": member.tier if member else "",
         "samples": report.samples,
         "acc": acc if report.samples else dict.fromkeys(acc),
+        "local_model": report.local_model,
+        "better_alone": report.better_alone,
         "head": report.head,
         "precision": report.precision or None,
         "fingerprint": report.fingerprint or None,

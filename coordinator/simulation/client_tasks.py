@@ -250,8 +250,8 @@ def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
     return wire.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
 
 
-def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, float | None]:
-    """(head, accuracy of the shared model, accuracy of the head), the latter on the client's own test samples.
+def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, np.ndarray | None]:
+    """(head, accuracy of the shared model, the head's right answers (n,)) on the client's own test samples.
 
     ``received`` holds the pooled batch norm as well where that stays with clients. The head is the first of those that
     the method's bundle offers, with the parameters that the bundle suggests. Where a method shares no encoder, the
@@ -260,7 +260,7 @@ def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, 
     method = session.method
     if "encoder" not in method.shared or not method.heads:
         outcome = session.finish(received, ClientState(), rounds=rounds)
-        return method.head_name, outcome.metrics.get("acc.global"), outcome.metrics.get("acc.personal")
+        return method.head_name, outcome.metrics.get("acc.global"), outcome.right
     client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
     name = method.heads[0]
     head = heads.create(name, method.head_params(name))
@@ -274,4 +274,4 @@ def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, 
     shared = method.predict_global(client, inputs)
     result = head.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
     overall = None if shared is None else accuracy(shared, truth)
-    return name, overall, float(np.mean(result == truth.cpu().numpy()))
+    return name, overall, np.asarray(result == truth.cpu().numpy())

@@ -17,6 +17,7 @@ from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names, pooled_norm
 
 from ..report.charts import Series, accuracy_floor, line_chart, standalone
+from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from .client_tasks import kept_in
 from .setup import CLIENTS, PARTITION, Prepared, planned
@@ -41,7 +42,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 
     ``acc`` of a round is the accuracy of the model that its clients received, before they trained; ``last`` that of all
     clients after the last round and after personalizing, new clients (``new``) with a head on the frozen encoder, and
-    of each client alone (``local``), by logistic regression on raw inputs.
+    of each client alone (``local``), by the best model on its raw inputs, which ``local_models`` names.
     ``scored_clients`` are those that train and have samples to be scored on.
     ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
@@ -84,6 +85,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
         "rounds": rounds,
         "last": {"rounds_done": record.round, "acc": last},
+        "local_models": local_models(agents["trained"]),
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),

@@ -64,9 +64,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
             "head": result.head.name,
             "precision": result.precision,
             "fingerprint": result.fingerprint,
-            "acc_local": result.scores.local,
-            "acc_global": result.scores.overall,
-            "acc_personal": result.scores.personal,
+            **result.scores.reported(),
         }
         metrics["seconds"] = round(result.seconds, 3)
         if not why:
@@ -147,7 +145,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         encoder = Encoder.open(bundle, "fp32", threads)
     log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
     head = config.head
-    options = FitOptions(head.name, head.params, config.data.seed, features, head.unknown)
+    options = FitOptions(head.name, head.params, config.data.seed, features, head.unknown, local=head.local)
     return personalize(bundle, samples, encoder, options)
 
 

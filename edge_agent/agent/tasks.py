@@ -32,6 +32,8 @@ from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..client import Built, Outcome, Session
     from ..data import Samples
 
@@ -147,8 +149,7 @@ class TaskRunner:
         if job.purpose == "personalize":
             outcome = session.finish(received, kept, rounds=job.rounds)
             files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
-            metrics = outcome.metrics
-            return self.report(job, session.method.head_name, metrics.get("acc.global"), metrics.get("acc.personal"))
+            return self.report(job, session.method.head_name, outcome.metrics.get("acc.global"), outcome.right)
         if job.purpose == "batch_norm_stats":
             if not self.config.training.share_norm:
                 raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
@@ -315,22 +316,26 @@ class TaskRunner:
         self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
         return self.outbox.put(outcome.update, job_key(job), outcome.samples, outcome.metrics)
 
-    def report(self, job: Job, head: str, overall: float | None, personal: float | None) -> Report:
-        """The report of these accuracies, and of what logistic regression on raw inputs reaches."""
-        from ..personalize import of_one_class, raw_accuracy
+    def report(self, job: Job, head: str, overall: float | None, right: np.ndarray | None) -> Report:
+        """The report of acc.global, of the personal model's ``right`` (n,) answers, and of what the device does alone.
+
+        ``right`` is None without held-out samples.
+        """
+        from ..personalize import Scores, alone, of_one_class
 
         train, test = self._samples(job.task)
+        is_wanted = self.config.head.local and right is not None
+        local = alone(train, test, job.task.num_classes) if is_wanted else None
+        scores = Scores.of(right, overall, local)
         return Report(
             run=job.run,
             samples=len(train),
             support=len(test),
             one_class=of_one_class(train, test),
             head=head,
-            acc_local=raw_accuracy(train, test, job.task.num_classes),
-            acc_global=overall,
-            acc_personal=personal,
             rss_mb=resident_mb(),
             torch_loaded="torch" in sys.modules,
+            **scores.reported(),
         )
 
 

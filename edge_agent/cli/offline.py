@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..data import Samples
     from ..encoder import Encoder
     from ..local.confidence import Confidence
-    from ..personalize import FitOptions
+    from ..personalize import FitOptions, Scores
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class; without any for 'predict'
@@ -60,8 +60,8 @@ def fit(arguments: argparse.Namespace) -> int:
     The head also learns which inputs are unlike all training samples (unknown), and its probabilities are calibrated by
     cross-validation; both need a number of samples, and where there are fewer that is said.
 
-    Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local logistic
-    regression on the raw inputs: what this device would reach alone.
+    Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local the best
+    of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
 
     Example:
       edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
@@ -86,12 +86,12 @@ def fit(arguments: argparse.Namespace) -> int:
     rows = [
         ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
-        *((name, output.percent(share)) for name, share in result.scores.metrics().items()),
+        *_shown(result.scores),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         ("time", f"{result.seconds:.2f} s"),
         ("saved in", arguments.out),
     ]
-    notes = [*output.skipped(skipped), *([output.ONE_CLASS] if result.one_class else [])]
+    notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
@@ -116,6 +116,18 @@ def _confidence_rows(
             f"not estimable: {samples} samples, {least_for(rate)} are needed for {output.percent(rate)} false alarms"
         )
     return [("calibration", calibration), ("unknown inputs", unknown)]
+
+
+def _shown(scores: Scores) -> Iterator[tuple[str, str]]:
+    """The accuracies, and what ``acc.local`` is of."""
+    for name, share in scores.accuracies().items():
+        model = f" ({scores.local_model})" if name == "acc.local" and scores.local_model else ""
+        yield name, output.percent(share) + model
+
+
+def _notes(scores: Scores, *, one_class: bool) -> list[str]:
+    """What has to be known about the accuracies."""
+    return [output.ONE_CLASS] * one_class + [output.BETTER_ALONE] * scores.better_alone
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
@@ -219,11 +231,11 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     parts = _parts(arguments, bundle, saved.class_names)
     encoder = _encoder(arguments, bundle, saved.precision)
     features = extract(bundle, parts, encoder, _options(arguments))
-    scores = features.scores(saved.head).metrics()
+    scores = features.scores(saved.head)
     count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
     no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
-        **scores,
+        **scores.metrics(),
         "head": saved.head.name,
         "precision": saved.precision,
         "n_test": count,
@@ -231,7 +243,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         "no_global": no_global,
         "skipped": len(skipped),
     }
-    notes = [*output.skipped(skipped), *([output.ONE_CLASS] if one_class else [])]
+    notes = [*output.skipped(skipped), *_notes(scores, one_class=one_class)]
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
     error, alarms, drift = None, None, None
     if count >= LEAST_FOR_CALIBRATION:
@@ -242,7 +254,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         notes += [output.drift(unknown, count, rule.rate)] if drift else []
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
     rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
-    rows += [(name, output.percent(share)) for name, share in scores.items()]
+    rows += _shown(scores)
     rows += [("calibration error", output.percent(error)), ("called unknown", output.percent(alarms))]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
@@ -263,10 +275,10 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     ]
     lines = output.table(("head", "acc.personal", "exactness", "fit"), rows)
     for result in results[:1]:
-        overall, local = output.percent(result.scores.overall), output.percent(result.scores.local)
+        shown = dict(_shown(result.scores))
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
-        lines += ["", f"acc.global {overall}, acc.local {local}; {counts}"]
-        lines += [output.ONE_CLASS] if result.one_class else []
+        lines += ["", f"acc.global {shown['acc.global']}, acc.local {shown['acc.local']}; {counts}"]
+        lines += _notes(result.scores, one_class=result.one_class)
         lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     skipped = _skipped(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]

@@ -50,6 +50,7 @@ def skipped(reasons: Sequence[str]) -> list[str]:
 
 
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
+BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 
 
 def drift(unknown: int, total: int, rate: float) -> str:

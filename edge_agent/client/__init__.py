@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -46,12 +46,16 @@ class ClientState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a round: ``update`` travels, ``kept`` stays, ``metrics`` are reported."""
+    """The result of a round: ``update`` travels, ``kept`` stays, ``metrics`` are reported.
+
+    ``right`` (n,) bool, after the last round: which held-out samples the personal model answers right.
+    """
 
     update: Tensors
     kept: ClientState
     metrics: dict[str, float]
     samples: int
+    right: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class Session:
         client = self.before_round(received, kept, round_number=rounds, rounds=rounds, salt=1)
         take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
         self.method.personalize(client, received)
-        return self._outcome(client, {}, self.scores(client))
+        scores, right = self._scored(client)
+        return replace(self._outcome(client, {}, scores), right=right)
 
     def norm_tensors(self, kept: ClientState) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
@@ -197,9 +202,12 @@ class Session:
 
     def scores(self, client: Client) -> dict[str, float]:
         """Accuracies on the held-out samples, by the name of the metric; none where there are no such samples."""
+        return self._scored(client)[0]
+
+    def _scored(self, client: Client) -> tuple[dict[str, float], np.ndarray | None]:
         inputs, labels = self._test
         if not len(labels):
-            return {}
+            return {}, None
         with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
             personal = self.method.predict(client, inputs)
             scores = {"acc.personal": accuracy(personal, labels)}
@@ -209,7 +217,7 @@ class Session:
             shared = personal if is_same else self.method.predict_global(client, inputs)
             if shared is not None:
                 scores["acc.global"] = accuracy(shared, labels)
-        return scores
+        return scores, (personal.argmax(dim=1) == labels).cpu().numpy()
 
     def _outcome(self, client: Client, update: Tensors, metrics: dict[str, float]) -> Outcome:
         kept = ClientState(to_arrays(self._model, self._personal), client.memory)

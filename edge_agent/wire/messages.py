@@ -337,6 +337,8 @@ class Report(Control):
     acc_local: float | None = Field(None, ge=0, le=1)
     acc_global: float | None = Field(None, ge=0, le=1)
     acc_personal: float | None = Field(None, ge=0, le=1)
+    local_model: Text = Field("", max_length=64, description="what acc_local is of; empty: it was not looked for")
+    better_alone: bool = Field(False, description="acc_local is above acc_personal by more than noise")
     rss_mb: float = Field(0, ge=0)
     torch_loaded: bool = False
     metrics: Metrics = Field(default_factory=dict)

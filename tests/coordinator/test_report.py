@@ -57,7 +57,8 @@ def round_record(number, **changes):
 def agent_record(name, **changes):
     record = {"kind": "agent", "id": name, "tier": "train", "samples": 1200, "head": "lr", "rss_mb": 96.4}
     acc = {"local": 0.7, "global": 0.6, "personal": 0.9}
-    return {**record, "acc": acc, "torch_loaded": False, "bytes_up": 2500, "bytes_down": 26_000_000, **changes}
+    record |= {"local_model": "raw inputs + lr", "acc": acc}
+    return {**record, "torch_loaded": False, "bytes_up": 2500, "bytes_down": 26_000_000, **changes}
 
 
 SUMMARY = {
@@ -103,7 +104,7 @@ def test_report_shows_the_figures_of_the_run():
         "from agents 6.0 MB",
         "to agents 2.0 MB",
         "Duration 75.0 s",
-        "a train 1 200 70.0 % 60.0 % 90.0 % lr 96 MB no 2.5 kB 26.0 MB",
+        "a train 1 200 70.0 % raw inputs + lr 60.0 % 90.0 % lr 96 MB no 2.5 kB 26.0 MB",
         "ab" * 32,
     ):
         assert expected in page.text

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.runs.result_notes import absent_of, lines, standard_error, warnings_of
+from coordinator.runs.result_notes import absent_of, lines, local_models, standard_error, warnings_of
 
 
 def client(name, personal, local=None, support=100, **fields):
@@ -20,23 +20,26 @@ def kinds(agents, losses=(), classes=10):
 
 
 def test_standard_error_by_hand():
-    """98 samples, 49 and 97 right: rates 50 / 100 and 98 / 100, (0.25 + 0.0196) / 100 under the root."""
-    assert standard_error(0.5, 97 / 98, samples=98) == pytest.approx(math.sqrt(0.002696))
+    """98 samples, 97 right: the rate is 98 / 100, 0.0196 / 100 under the root."""
+    assert standard_error(97 / 98, 98) == pytest.approx(math.sqrt(0.000196))
 
 
-def test_a_client_below_its_local_baseline_by_more_than_noise():
-    """On 100 samples 0.78 and 0.90 are 79 and 91 of 102 with one right and one wrong answer added: 0.118 apart.
-
-    Two standard errors are 2 sqrt((0.7745 x 0.2255 + 0.8922 x 0.1078) / 102) = 0.103; 0.81 is only 0.088 away.
-    """
-    assert kinds([client("a", 0.90, 0.80), client("b", 0.81, 0.90), client("c", 0.78, 0.90)]) == [
-        ("below_local", ["c"])
-    ]
-    (message,) = lines(warnings_of([client("c", 0.78, 0.90)], [], 10))
+def test_a_client_that_is_better_off_alone():
+    """The device compared both models on each of its held-out samples, so its word counts, and not the distance."""
+    alone = client("c", 0.78, 0.90, local_model="window statistics + lr", better_alone=True)
+    assert kinds([client("a", 0.9, 0.8), client("b", 0.7, 0.9, better_alone=False), alone]) == [("below_local", ["c"])]
+    (message,) = lines(warnings_of([alone], [], 10))
     assert message == (
-        "client 'c': acc.personal 0.780 is below its local baseline, acc.local 0.900, by more than noise (0.103, two "
-        "standard errors on 100 held-out samples)"
+        "client 'c' is better off alone: acc.local 0.900 (window statistics + lr) is above acc.personal 0.780 by more "
+        "than noise (McNemar's test on 100 held-out samples)"
     )
+
+
+def test_the_models_behind_acc_local_are_counted():
+    assert local_models([{}, {"local_model": ""}]) == ""
+    assert local_models([{"local_model": "raw inputs + lr"}] * 2) == "raw inputs + lr"
+    mixed = [{"local_model": name} for name in ("a", "b", "b")]
+    assert local_models(mixed) == "b (2 ×), a (1 ×)"
 
 
 def test_agents_that_are_absent_at_the_end():
@@ -49,12 +52,6 @@ def test_agents_that_are_absent_at_the_end():
     assert [(one["kind"], one["clients"]) for one in found] == [("offline", ["b"]), ("left_out", ["c"])]
     assert "last heard in round 2 of 3; its last update is of round 1" in found[0]["message"]
     assert found[1]["message"].endswith("last asked in round 2 of 3; it delivered no update: NaN")
-
-
-def test_few_samples_say_nothing():
-    assert kinds([client("a", 0.0, 1.0, support=2)]) == []
-    assert kinds([client("a", 0.0, 1.0, support=8)]) == [("below_local", ["a"])]
-    assert kinds([client("a", 0.0, 1.0, support=0), client("b", None, 1.0), client("c", 0.5, None)]) == []
 
 
 def test_a_collapsed_worst_tenth():
@@ -79,7 +76,9 @@ def test_clients_of_one_class():
 
 
 def test_many_clients_below_take_few_lines():
-    found = warnings_of([client(f"c{number:02d}", 0.1, 0.9) for number in range(25)], [], 10)
+    found = warnings_of(
+        [client(f"c{number:02d}", 0.1, 0.9, local_model="x", better_alone=True) for number in range(25)], [], 10
+    )
     assert len(found) == 25
     shown = list(lines(found))
     assert len(shown) == 11

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent import data
-from edge_agent.personalize import raw_accuracy
+from edge_agent.personalize import alone
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(os.environ.get("HEADWATER_WATCH_DATA") or ROOT.parent / "shared" / "data" / "watch_subjects_a.npz")
@@ -40,7 +40,7 @@ def test_two_people_fare_better_with_heads_of_their_own_than_with_the_shared_one
     for subject, scores in found.items():
         samples = data.load(people.source(subject))
         train, test = data.split(samples, 0.5, seed=0)
-        local = raw_accuracy(train, test, len(samples.class_names))
+        local = alone(train, test, len(samples.class_names)).right.mean()
         print(f"person {subject}: {scores}, acc.local {local:.3f}, {len(test)} windows")
         assert len(test) > 200
         assert scores["acc.personal"] > scores["acc.global"] + 0.05

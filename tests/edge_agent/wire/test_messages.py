@@ -79,6 +79,8 @@ FIELDS = {
     "acc_local": shares,
     "acc_global": shares,
     "acc_personal": shares,
+    "local_model": text,
+    "better_alone": st.booleans(),
     "rss_mb": st.floats(0, 1e6),
     "torch_loaded": st.booleans(),
     "error": text,
