@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
 import numpy as np
@@ -64,9 +63,9 @@ class Raw:
 
 
 class FileItems(Sequence[Any]):
-    """What ``read`` makes of each path, on access, so that a folder of photos need not fit into memory."""
+    """What ``read`` makes of each path (and part), on access, so that a folder of photos need not fit into memory."""
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[Path], Any]) -> None:
+    def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any]) -> None:
         self.paths, self.read = paths, read
 
     def __len__(self) -> int:
