@@ -82,6 +82,21 @@ class Variant(Frozen):
     fingerprint: Sha256 = Field(description="SHA-256 of that file's hash and the task's input spec")
 
 
+class NormLayer(Frozen):
+    """Where the statistics of one batch norm lie in the fp32 file: bytes at which each begins, float32 values."""
+
+    mean_at: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
+    variance_at: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
+    channels: int = Field(ge=1, le=1 << 20)
+
+
+class FreeNorm(Frozen):
+    """Batch norm of the fp32 encoder that a device may estimate again on its own inputs; see `own_norm`."""
+
+    probe: FileName = Field(description="graph that is appended to the fp32 file to estimate statistics")
+    layers: tuple[NormLayer, ...] = Field(min_length=1, max_length=1024, description="in order of the graph")
+
+
 class HeadCard(Frozen):
     """What a device may fit on this encoder, and how true it is to the method."""
 
@@ -115,6 +130,9 @@ class Manifest(Frozen):
         None, description="file with 'weight' (K, d) and 'bias' (K,) of the shared classifier"
     )
     heads: dict[str, HeadCard] = Field(default_factory=dict)
+    free_norm: FreeNorm | None = Field(
+        None, description="batch norm that a device may estimate again; None: the encoder or its method has none"
+    )
     requires: dict[str, str] = Field(default_factory=dict, description="package -> lowest version")
     files: dict[FileName, FileEntry] = Field(max_length=64)
 
@@ -130,9 +148,15 @@ def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+_ADDED = ("free_norm",)
+"""Fields of `Manifest` that bundles of schema 2 did not have at first: None is not written, so that those are read."""
+
+
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON; equal manifests give equal bytes."""
-    return json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    content = manifest.model_dump(mode="json")
+    content = {name: value for name, value in content.items() if value is not None or name not in _ADDED}
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
@@ -169,6 +193,8 @@ def _contradictions(manifest: Manifest) -> list[str]:
     wanted = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
     if manifest.global_head is not None:
         wanted.append(manifest.global_head)
+    if manifest.free_norm is not None:
+        wanted.append(manifest.free_norm.probe)
     mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
     mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM) if name in manifest.files]
     total = sum(entry.size_bytes for entry in manifest.files.values())
@@ -176,6 +202,10 @@ def _contradictions(manifest: Manifest) -> list[str]:
         mistakes.append(f"files of {total} bytes, at most {MAX_BUNDLE_BYTES} are carried")
     if "fp32" not in manifest.variants:
         mistakes.append("no fp32 variant")
+    if manifest.free_norm is not None and not mistakes:
+        size = manifest.files[manifest.variants["fp32"].file].size_bytes
+        ends = (max(layer.mean_at, layer.variance_at) + 4 * layer.channels for layer in manifest.free_norm.layers)
+        mistakes += [f"batch norm ends at byte {end} of an encoder of {size} bytes" for end in ends if end > size]
     for precision, variant in manifest.variants.items() if not mistakes else ():
         expected = fingerprint(manifest.files[variant.file].sha256, manifest.task.input)
         if variant.fingerprint != expected:

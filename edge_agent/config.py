@@ -185,6 +185,11 @@ class HeadConfig(Frozen):
         0.05, ge=0, lt=1, description="share of inputs like the training samples that may be called unknown; 0: none"
     )
     own_classes: bool = Field(False, description="the data may hold classes that the bundle does not know; tier head")
+    norm: Literal["auto", "own", "shipped"] = Field(
+        "auto",
+        description="batch norm statistics of the fp32 encoder: own are of local inputs; auto: own, unless a head "
+        "on local data answers worse with them",
+    )
     min_gain: float = Field(
         -0.02,
         ge=-1,
@@ -194,6 +199,14 @@ class HeadConfig(Frozen):
     local: bool = Field(
         default=True, description="find what this device reaches alone (acc.local), which takes it some seconds"
     )
+
+    @model_validator(mode="after")
+    def _own_norm_is_fp32(self) -> HeadConfig:
+        if (self.precision, self.norm) == ("int8", "own"):
+            raise ValueError(
+                "norm = 'own' is computed in fp32, int8 has the shipped one; set precision = 'fp32' or 'auto'"
+            )
+        return self
 
 
 def default_agent_id() -> str:

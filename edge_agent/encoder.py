@@ -7,6 +7,8 @@ the ONNX file, the runtime's version and the processor with its extensions.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import os
 import subprocess
@@ -22,15 +24,20 @@ import numpy as np
 from . import self_test
 from .bundle import Bundle, EncoderPrecision
 from .capabilities import processor
-from .errors import BundleDamaged, DataError, MissingCapability
+from .data import Samples
+from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back
-from .storage import read_json, sha256_file, write_json
+from .own_norm import OwnNorm, changed
+from .storage import read_json, read_tensors, sha256_file, write_json, write_tensors
 
 _log = logging.getLogger(__name__)
 
 _WANTED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
 _LARGE_INPUT = 3 * 64 * 64
 """Inputs above this many values go one by one: at 224 x 224 a batch of 4 takes 21 MB more and is no faster."""
+
+_OWN, _OWN_KEPT = "own-", 2
+"""Files of encoders with their own batch norm begin so, and so many of the newest are kept beside a bundle."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -40,8 +47,9 @@ Progress = Callable[[int, int], None]
 class Encoder:
     """A session that is ready to run.
 
-    ``fingerprint`` is that of the bundle's variant, which features and heads are bound to. ``providers`` are those in
-    effect, which may be fewer than those requested.
+    ``fingerprint`` is that of the bundle's variant, or of its own batch norm ``norm``: features and heads are bound to
+    it. ``providers`` are those in effect, which may be fewer than those requested. ``why_norm``: why its batch norm is
+    the device's own, or the shipped one, where there was a choice.
     """
 
     session: Any
@@ -52,6 +60,8 @@ class Encoder:
     fingerprint: str
     providers: tuple[str, ...]
     format: Literal["ort", "onnx"]
+    norm: OwnNorm | None = None
+    why_norm: str = ""
 
     @classmethod
     def open(
@@ -61,41 +71,49 @@ class Encoder:
         threads: int = 1,
         *,
         cache: bool = True,
+        norm: OwnNorm | None = None,
     ) -> Encoder:
         """The bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
 
         ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx and
-        runs the self-test each time.
+        runs the self-test each time. With ``norm`` these batch norm statistics take the place of the bundle's (fp32
+        alone), after the self-test of the encoder as it was shipped.
 
         Raises:
             MissingCapability: onnxruntime is not installed.
-            StateError: the bundle has no variant of that precision.
+            StateError: the bundle has no variant of that precision, or ``norm`` is for another encoder.
             BundleDamaged: ONNX Runtime cannot load the file, its output has another size than the manifest promises, or
                 this device computes other features than the exporter.
         """
-        variant = bundle.variant(precision)
-        onnx = bundle.folder / variant.file
-        runtime = onnxruntime()
+        variant, runtime = bundle.variant(precision), onnxruntime()
+        model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256)
+        if norm is not None:
+            if precision != "fp32":
+                raise StateError(f"own batch norm is computed in fp32, not in {precision}; fit the head again")
+            cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
+            content = functools.partial(changed, bundle, norm.variant, norm.statistics)
+            model = _Model(bundle.folder / f"{_OWN}{norm.fingerprint[:16]}.onnx", norm.fingerprint, content)
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
-        mapped = _mapped(onnx, bundle.manifest.files[onnx.name].sha256, runtime) if cache and len(wanted) == 1 else None
+        mapped = _mapped(model, runtime) if cache and len(wanted) == 1 else None
         session = _ort_session(runtime, mapped, threads, precision) if mapped is not None else None
         kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
         if session is None:
-            session = _onnx_session(runtime, onnx, wanted, threads)
+            session = _onnx_session(runtime, model, wanted, threads)
         result = cls(
             session=session,
             input_name=session.get_inputs()[0].name,
             input_shape=bundle.manifest.task.input_shape,
             feature_dim=bundle.manifest.feature_dim,
             precision=precision,
-            fingerprint=variant.fingerprint,
+            fingerprint=variant.fingerprint if norm is None else norm.fingerprint,
             providers=tuple(session.get_providers()),
             format=kind,
+            norm=norm,
         )
         give_freed_memory_back()
         _log.debug("encoder_loaded precision=%s format=%s providers=%s", precision, kind, ",".join(result.providers))
         device = {**arithmetic(), "providers": list(result.providers)}
-        self_test.run(bundle, precision, result.features, device, record=cache)
+        self_test.run(bundle, precision, result.features, device, record=cache, norm=norm)
         return result
 
     @property
@@ -135,6 +153,30 @@ class Encoder:
         return np.asarray(features, np.float32)
 
 
+def features_of(
+    samples: Samples, encoder: Encoder, cache: Path | None = None, progress: Progress | None = None
+) -> np.ndarray:
+    """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
+
+    They are found again by the fingerprint of the encoder and the inputs themselves, so a changed picture is
+    always noticed. Where they are missing or damaged they are computed again.
+    """
+    if cache is None or not len(samples):
+        return encoder.features(samples.inputs, progress)
+    providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
+    path = cache / f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}.safetensors"
+    try:
+        known = read_tensors(path).get("features")
+    except HeadwaterError:
+        known = None
+    shape = len(samples), encoder.feature_dim
+    if known is not None and known.shape == shape and known.dtype == np.float32 and np.isfinite(known).all():
+        return known
+    result = encoder.features(samples.inputs, progress)
+    write_tensors(path, {"features": result})
+    return result
+
+
 def arithmetic() -> dict[str, str]:
     """What decides how, and how fast, an encoder computes here: processor with its extensions, and runtime.
 
@@ -159,6 +201,15 @@ def onnxruntime() -> ModuleType:
     return result
 
 
+def probe_session(content: bytes) -> Any:
+    """A session of a serialised model on one thread of the processor, for a few runs.
+
+    Raises:
+        BundleDamaged: ONNX Runtime cannot load it.
+    """
+    return _onnx_session(onnxruntime(), _Model(Path("probe"), "", lambda: content), ["CPUExecutionProvider"], 1)
+
+
 def write_ort(onnx: str, target: str) -> None:
     """Write ONNX Runtime's own format for this machine; called in a child process."""
     runtime = onnxruntime()
@@ -171,18 +222,31 @@ def write_ort(onnx: str, target: str) -> None:
     runtime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
 
 
-def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
-    """The .ort twin of ``onnx``, made where it is missing or damaged; None where it cannot be made."""
-    stem = f"{onnx.name}.{sha256[:16]}.{runtime.__version__}.{processor()}"
+@dataclass(frozen=True)
+class _Model:
+    """An ONNX file, and an id of its content; ``content`` gives it where there is no file, nor is there to be one."""
+
+    path: Path
+    id: str
+    content: Callable[[], bytes] | None = None
+
+
+def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
+    """The .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
+    onnx = model.path
+    stem = f"{onnx.name}.{model.id[:16]}.{runtime.__version__}.{processor()}"
     target, note = onnx.with_name(f"{stem}.ort"), onnx.with_name(f"{stem}.json")
     known = read_json(note)
     if known is not None and target.is_file() and sha256_file(target) == known.get("sha256"):
         return target
-    temporary = onnx.with_name(f".{stem}.{os.getpid()}.tmp")
+    temporary, source = onnx.with_name(f".{stem}.{os.getpid()}.tmp"), onnx
     try:
+        if model.content is not None:
+            source = temporary.with_suffix(".onnx")
+            source.write_bytes(model.content())
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        code = f"from {__name__} import write_ort; write_ort({str(onnx.resolve())!r}, {str(temporary.resolve())!r})"
+        code = f"from {__name__} import write_ort; write_ort({str(source.resolve())!r}, {str(temporary.resolve())!r})"
         # The working folder comes first on a child's import path: the root, where only the system's owner may write.
         subprocess.run(
             [sys.executable, "-c", code],
@@ -198,8 +262,14 @@ def _mapped(onnx: Path, sha256: str, runtime: ModuleType) -> Path | None:
         _log.warning("ort_not_made file=%s reason=%s: the .onnx is loaded instead", onnx.name, type(error).__name__)
         temporary.unlink(missing_ok=True)
         return None
-    for old in {*onnx.parent.glob(f"{onnx.name}.*.ort"), *onnx.parent.glob(f"{onnx.name}.*.json")} - {target, note}:
-        old.unlink(missing_ok=True)
+    finally:
+        if model.content is not None:
+            source.unlink(missing_ok=True)
+    kind, kept = (onnx.name, 1) if model.content is None else (_OWN, _OWN_KEPT)
+    twins = sorted(onnx.parent.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
+    for old in twins[:-kept]:
+        for file in (old, old.with_suffix(".json")):
+            file.unlink(missing_ok=True)
     return target
 
 
@@ -232,8 +302,8 @@ def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Encod
         return None
 
 
-def _onnx_session(runtime: ModuleType, path: Path, providers: list[str], threads: int) -> Any:
-    engines = str(path.parent / "engines")
+def _onnx_session(runtime: ModuleType, model: _Model, providers: list[str], threads: int) -> Any:
+    engines = str(model.path.parent / "engines")
     settings: dict[str, dict[str, Any]] = {
         "TensorrtExecutionProvider": {
             "trt_engine_cache_enable": True,
@@ -242,13 +312,14 @@ def _onnx_session(runtime: ModuleType, path: Path, providers: list[str], threads
             "trt_timing_cache_path": engines,
         }
     }
+    source = str(model.path) if model.content is None else model.content()
     try:
         return runtime.InferenceSession(
-            str(path), _options(runtime, threads), providers=[(name, settings.get(name, {})) for name in providers]
+            source, _options(runtime, threads), providers=[(name, settings.get(name, {})) for name in providers]
         )
     # ONNX Runtime's exceptions have no common base besides this one.
     except Exception as error:
-        raise BundleDamaged(f"{path.name}: ONNX Runtime cannot load it: {_first_line(error)}") from error
+        raise BundleDamaged(f"{model.path.name}: ONNX Runtime cannot load it: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

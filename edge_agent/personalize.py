@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ from .bundle import Bundle, EncoderPrecision
 from .config import DataConfig, parse
 from .data import Samples, split
 from .data.partition import own_samples
-from .encoder import Encoder, Progress
+from .encoder import Encoder, Progress, features_of
 from .errors import DataError, HeadwaterError, UsageError
 from .heads import FitData, Head, saved
 from .heads.base import softmax
@@ -31,7 +30,9 @@ from .heads.saved import SavedHead
 from .local.confidence import Confidence, estimated
 from .local.models import LocalModel, fit_local
 from .local.validation import is_better
-from .storage import check_writable, folder_lock, read_tensors, write_tensors
+from .own_norm import OwnNorm, grade, remains
+from .precision import WantedNorm, with_norm
+from .storage import check_writable, folder_lock
 from .task import Tensors
 
 _log = logging.getLogger(__name__)
@@ -124,8 +125,15 @@ class Personalizer:
     may also be `Samples`, or a data source such as ``"images:photos"``, which bring their own labels.
     """
 
-    def __init__(self, bundle: Bundle, encoder: Encoder, head: SavedHead | None = None) -> None:
-        self.bundle, self.encoder, self.head = bundle, encoder, head
+    def __init__(
+        self,
+        bundle: Bundle,
+        encoder: Encoder,
+        head: SavedHead | None = None,
+        norm: WantedNorm = "shipped",
+        threads: int = 1,
+    ) -> None:
+        self.bundle, self.encoder, self.head, self._norm, self._threads = bundle, encoder, head, norm, threads
 
     @classmethod
     def open(
@@ -133,10 +141,14 @@ class Personalizer:
         path: str | Path,
         *,
         precision: Literal["fp32", "int8"] = "fp32",
+        norm: WantedNorm = "auto",
         threads: int = 1,
         cache: str | Path | None = None,
     ) -> Personalizer:
         """The bundle at ``path`` (see `load_bundle`) with its encoder, after a self-test, and no head yet.
+
+        ``norm``: whose batch norm statistics ``fit`` uses in fp32: the bundle's (``shipped``), those of its samples
+        (``own``), or, with ``auto``, those of its samples unless a head answers worse with them.
 
         Raises:
             BundleError: the bundle is damaged, or does not compute here what it should.
@@ -144,7 +156,7 @@ class Personalizer:
             MissingCapability: onnxruntime is not installed.
         """
         bundle = load_bundle(path, cache)
-        return cls(bundle, Encoder.open(bundle, precision, threads))
+        return cls(bundle, Encoder.open(bundle, precision, threads), norm=norm, threads=threads)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -206,11 +218,17 @@ class Personalizer:
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         names = samples.class_names
-        features = self.encoder.features(samples.inputs)
+        encoder = self.encoder
+        if encoder.precision == "fp32" and (self._norm != "shipped" or encoder.norm is not None):
+            encoder = with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
+        features = encoder.features(samples.inputs)
         fitted = fit(self.bundle, features, samples.labels, options, names)
         confidence = _confidence(self.bundle, fitted, samples, features, options)
-        metrics = {"head": head, "n_train": len(samples), **confidence.metrics()}
-        self.head = SavedHead(fitted, self.encoder.fingerprint, self.encoder.precision, names, metrics, confidence)
+        metrics = {"head": head, "n_train": len(samples), **norm_metrics(self.bundle, encoder), **confidence.metrics()}
+        self.encoder = encoder
+        self.head = SavedHead(
+            fitted, encoder.fingerprint, encoder.precision, names, metrics, confidence, norm=encoder.norm
+        )
         return self
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -269,15 +287,15 @@ class Personalizer:
         return saved.save(Path(path), self.head)
 
     def load(self, path: str | Path) -> Personalizer:
-        """This object with the head that was saved in the folder ``path``, and the encoder's variant it belongs to.
+        """This object with the head that was saved in the folder ``path``, and the encoder that it was fitted on.
 
         Raises:
             FingerprintMismatch: the head was fitted on another encoder.
             StateError: no head there, or a damaged one.
         """
         self.head = load_head(Path(path), self.bundle)
-        if self.head.precision != self.encoder.precision:
-            self.encoder = Encoder.open(self.bundle, self.head.precision)
+        if self.head.fingerprint != self.encoder.fingerprint:
+            self.encoder = Encoder.open(self.bundle, self.head.precision, self._threads, norm=self.head.norm)
         return self
 
     def _samples(
@@ -362,7 +380,8 @@ class Alone:
 class Result:
     """A fitted personal head, its scores, and the encoder it belongs to. ``seconds`` covers features, fit and scores.
 
-    ``fingerprint`` is that of the encoder's variant whose features the head was fitted on.
+    ``fingerprint`` is that of the encoder whose features the head was fitted on, ``norm`` its batch norm where that is
+    not the bundle's.
 
     ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
     ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
@@ -377,6 +396,8 @@ class Result:
     n_train: int
     n_test: int
     exactness: str
+    norm: OwnNorm | None
+    norm_metrics: Mapping[str, float | int | str | None]
     one_class: bool = False
     seconds: float = 0.0
     no_global: str | None = None
@@ -390,6 +411,7 @@ class Result:
             "head": self.head.name,
             "exactness": self.exactness,
             "precision": self.precision,
+            **self.norm_metrics,
             "n_train": self.n_train,
             "n_test": self.n_test,
             "one_class": self.one_class,
@@ -402,7 +424,9 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
-        own = SavedHead(self.head, self.fingerprint, self.precision, self.class_names, self.metrics(), self.confidence)
+        own = SavedHead(
+            self.head, self.fingerprint, self.precision, self.class_names, self.metrics(), self.confidence, self.norm
+        )
         return saved.save(folder, own)
 
 
@@ -469,7 +493,7 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
-    names, train = features.train.class_names, features.train
+    names, train, encoder = features.train.class_names, features.train, features.encoder
     fitted = fit(features.bundle, features.train_features, train.labels, options, names)
     exactness, card = "not stated", features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
@@ -478,16 +502,28 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         exactness = "approximate"  # it answers without the shared classifier
     return Result(
         head=fitted,
-        fingerprint=features.encoder.fingerprint,
-        precision=features.encoder.precision,
+        fingerprint=encoder.fingerprint,
+        precision=encoder.precision,
         class_names=names,
         scores=features.scores(fitted),
         n_train=len(features.train),
         n_test=len(features.test),
-        exactness=exactness,
+        exactness=grade(exactness, encoder.norm),
+        norm=encoder.norm,
+        norm_metrics=norm_metrics(features.bundle, encoder),
         one_class=of_one_class(train, features.test),
         no_global=why_no_global(features.bundle, names),
     )
+
+
+def norm_metrics(bundle: Bundle, encoder: Encoder) -> dict[str, float | int | str | None]:
+    """What is reported about an encoder's batch norm: whose it is, why, and how it differs from the method's."""
+    return {
+        "norm": "shipped" if encoder.norm is None else "own",
+        "norm_inputs": 0 if encoder.norm is None else encoder.norm.inputs,
+        "norm_why": encoder.why_norm,
+        "norm_remains": remains(bundle.manifest, encoder.norm),
+    }
 
 
 def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Features:
@@ -508,30 +544,6 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         overall=_score_global(bundle, test_features, test),
         local=alone(train, test, len(train.class_names), options.seed) if options.local else None,
     )
-
-
-def features_of(
-    samples: Samples, encoder: Encoder, cache: Path | None = None, progress: Progress | None = None
-) -> np.ndarray:
-    """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
-
-    They are found again by the fingerprint of the encoder's variant and the inputs themselves, so a changed picture is
-    always noticed. Where they are missing or damaged they are computed again.
-    """
-    if cache is None or not len(samples):
-        return encoder.features(samples.inputs, progress)
-    providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    path = cache / f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}.safetensors"
-    try:
-        known = read_tensors(path).get("features")
-    except HeadwaterError:
-        known = None
-    shape = len(samples), encoder.feature_dim
-    if known is not None and known.shape == shape and known.dtype == np.float32 and np.isfinite(known).all():
-        return known
-    result = encoder.features(samples.inputs, progress)
-    write_tensors(path, {"features": result})
-    return result
 
 
 def fit(

@@ -1,7 +1,10 @@
-"""Which variant of an encoder a device uses: fp32, unless int8 costs no accuracy here and is measurably faster.
+"""Which variant of an encoder a device uses, and whose batch norm statistics.
 
-int8 is taken only where a head fitted on local data answers as well with it, and where repeated timings in balanced
-order show that it saves time. The result is saved beside the bundle, for this processor and runtime.
+Statistics of the device's own inputs are taken where a head fitted on local data answers no worse with them, beyond
+noise, than with those of the bundle. int8, which has the bundle's, is taken only where such a head answers as well with
+it as with the better fp32, and where repeated timings in balanced order show that it saves time. Accuracies are those
+of cross-validation on training samples; held-out samples decide nothing here. Timings are saved beside the bundle, for
+this processor and runtime.
 """
 
 from __future__ import annotations
@@ -11,24 +14,25 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from . import heads
+from . import heads, self_test
 from .bundle import Bundle, EncoderPrecision
 from .data import Samples, split
-from .encoder import Encoder, Progress, arithmetic
-from .errors import BundleDamaged
+from .encoder import Encoder, Progress, arithmetic, features_of, probe_session
+from .errors import BundleDamaged, UsageError
 from .heads import FitData
-from .personalize import features_of
+from .own_norm import OwnNorm, changed, own_share, sample, why_not
 from .storage import read_record, write_record
 
 _log = logging.getLogger(__name__)
 
 Wanted: TypeAlias = Literal["auto", "fp32", "int8"]
+WantedNorm: TypeAlias = Literal["auto", "own", "shipped"]
 
 LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
 """int8 is chosen where it saves at least this share of the time and these milliseconds for each batch."""
@@ -38,6 +42,12 @@ MOST_LOSS = 0.005
 
 LEAST_ANSWERS = 200
 """Least number of answers to compare; with fewer, half a point is less than one answer."""
+
+NOISE = 1.0
+"""Own batch norm may lose so many standard errors of the difference, which are the root of the answers that differ."""
+
+_PROBE_TOLERANCE = 1e-3
+"""Largest difference between features by the probe and by the changed encoder, as a share of the largest feature."""
 
 _BLOCKS, _BUDGET_S = (8, 40), 2.0
 """Least and most blocks of timings, and the seconds after which no further one is begun."""
@@ -66,25 +76,114 @@ def open_encoder(
     samples: Samples | None,
     threads: int = 1,
     *,
+    norm: WantedNorm = "auto",
     seed: int = 0,
     features: Path | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Encoder:
-    """The bundle's encoder in the requested precision, or in the one that `choose` finds for ``auto``.
+    """The bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
 
-    ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32.
-    ``features`` is the folder of cached features.
+    ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32 with the
+    bundle's batch norm. ``features`` is the folder of cached features.
 
     Raises:
         BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
         StateError: the bundle has no variant of that precision.
+        UsageError: own batch norm in int8, which there is not.
     """
-    if wanted != "auto":
-        return Encoder.open(bundle, wanted, threads)
-    choice = choose(bundle, samples, threads, seed=seed, features=features, progress=progress, clock=clock)
+    if wanted == "int8":
+        if norm == "own":
+            raise UsageError(
+                "own batch norm is computed in fp32: int8 has the shipped one; choose precision fp32 or auto"
+            )
+        return replace(Encoder.open(bundle, "int8", threads), why_norm="int8 has the shipped statistics")
+    encoder = with_norm(bundle, norm, samples, threads, seed=seed, features=features, progress=progress)
+    if wanted == "fp32" or (norm == "own" and encoder.norm is not None):
+        return encoder
+    choice = choose(
+        bundle, samples, threads, fp32=encoder, seed=seed, features=features, progress=progress, clock=clock
+    )
     _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
-    return Encoder.open(bundle, choice.precision, threads)
+    if choice.precision == "fp32":
+        return encoder
+    why = f"int8 has the shipped statistics and was chosen: {choice.why}"
+    return replace(Encoder.open(bundle, "int8", threads), why_norm=why)
+
+
+def with_norm(
+    bundle: Bundle,
+    wanted: WantedNorm,
+    samples: Samples | None,
+    threads: int = 1,
+    *,
+    seed: int = 0,
+    features: Path | None = None,
+    progress: Progress | None = None,
+) -> Encoder:
+    """The fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``; see `open_encoder`.
+
+    The bundle's stay where the others cannot be estimated, or fail their self-test.
+
+    Raises:
+        BundleDamaged: the self-test of the encoder as it was shipped fails.
+    """
+    shipped = Encoder.open(bundle, "fp32", threads)
+    if wanted == "shipped" or samples is None:
+        why = "as configured" if wanted == "shipped" else "no local samples to estimate others on"
+        return replace(shipped, why_norm=why)
+    if why := why_not(bundle.manifest, len(samples)):
+        return replace(shipped, why_norm=why)
+    try:
+        own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(seed)))
+        own = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
+    except BundleDamaged as error:
+        _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
+        return replace(shipped, why_norm=f"own statistics do not run here: {error}")
+    if wanted == "own":
+        return replace(own, why_norm="as configured")
+    answers = answered({"shipped": shipped, "own": own}, samples, seed, features, progress)
+    lost, gained = (
+        int((answers[one] & ~answers[other]).sum()) for one, other in (("shipped", "own"), ("own", "shipped"))
+    )
+    right = {name: f"{rows.mean():.1%}" if rows.size else "none" for name, rows in answers.items()}
+    why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
+    result = own if answers["own"].size and lost - gained <= NOISE * (lost + gained) ** 0.5 else shipped
+    _log.info("norm_chosen norm=%s inputs=%d why=%s", "own" if result is own else "shipped", own_statistics.inputs, why)
+    return replace(result, why_norm=why)
+
+
+def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
+    """Batch norm statistics of ``inputs`` (n, *input_shape) float32, blended with those of the bundle.
+
+    Raises:
+        BundleDamaged: the probe does not run, gives impossible statistics, or others than the changed encoder uses.
+    """
+    free, variant = bundle.manifest.free_norm, bundle.variant("fp32")
+    if free is None:
+        raise BundleDamaged(why_not(bundle.manifest, len(inputs)))
+    probe, kind = (bundle.folder / free.probe).read_bytes(), bundle.manifest.task.input.kind
+
+    def run(encoder: bytes, rows: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+        session, feed = probe_session(encoder + probe), {kind: rows, "own_share": np.array(share, np.float32)}
+        try:
+            statistics, features = session.run(["statistics", "own_features"], feed)
+        # ONNX Runtime's exceptions have no common base besides this one.
+        except Exception as error:
+            raise BundleDamaged(f"batch norm cannot be estimated: {str(error)[:300]}") from error
+        return np.asarray(statistics, np.float32), np.asarray(features, np.float32)
+
+    encoder = (bundle.folder / variant.file).read_bytes()
+    statistics, expected = run(encoder, inputs, own_share(len(inputs)))
+    if not np.isfinite(statistics).all():
+        raise BundleDamaged("batch norm statistics of the local inputs are not finite")
+    golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
+    few, content = inputs[: len(golden)], changed(bundle, variant.fingerprint, statistics)
+    features = run(content, np.concatenate([golden, few]), 0.0)[1]
+    difference = float(np.abs(features[len(golden) :] - expected[: len(few)]).max(initial=0))
+    if not difference <= _PROBE_TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0))):
+        raise BundleDamaged(f"the encoder with its own batch norm differs from its probe by {difference:.3g}")
+    return OwnNorm(variant.fingerprint, statistics, len(inputs), features[: len(golden)])
 
 
 def choose(
@@ -92,6 +191,7 @@ def choose(
     samples: Samples | None,
     threads: int = 1,
     *,
+    fp32: Encoder | None = None,
     seed: int = 0,
     features: Path | None = None,
     progress: Progress | None = None,
@@ -99,7 +199,8 @@ def choose(
 ) -> PrecisionChoice:
     """int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
 
-    ``clock`` gives seconds; by default CPU time where one thread computes, so that other load does not count.
+    ``fp32`` is the encoder to compare with, by default the bundle's with the shipped batch norm. ``clock`` gives
+    seconds; by default CPU time where one thread computes, so that other load does not count.
 
     Raises:
         BundleDamaged: the self-test of fp32 fails.
@@ -108,13 +209,14 @@ def choose(
         return PrecisionChoice("fp32", "the bundle has no int8 variant")
     if samples is None:
         return PrecisionChoice("fp32", "no labelled samples to compare the accuracies on")
-    encoders = {"fp32": Encoder.open(bundle, "fp32", threads)}
+    encoders = {"fp32": fp32 or Encoder.open(bundle, "fp32", threads)}
     try:
         encoders["int8"] = Encoder.open(bundle, "int8", threads)
     except BundleDamaged as error:
         return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
     providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
-    conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": bundle.fingerprints}
+    fingerprints = {name: one.fingerprint for name, one in encoders.items()}
+    conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
     path = bundle.folder / "precision.json"
     known = read_record(path, conditions)
     if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
@@ -169,7 +271,19 @@ def compared(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Right answers of logistic regression refitted on each encoder's features, and their number (``of``).
+    """Right answers of `answered`, and their number (``of``)."""
+    answers = answered(encoders, samples, seed, cache, progress)
+    return {**{name: int(rows.sum()) for name, rows in answers.items()}, "of": len(next(iter(answers.values())))}
+
+
+def answered(
+    encoders: Mapping[str, Encoder],
+    samples: Samples,
+    seed: int = 0,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, np.ndarray]:
+    """Which answers (m,) of logistic regression, refitted on each encoder's features, are right; for all the same ones.
 
     The samples are divided four times, a quarter held out each time; recordings into an earlier and a later half, each
     of which answers once.
@@ -186,15 +300,16 @@ def compared(
     else:
         earlier, later = split(rows, 0.5, seed)
         divisions = [(earlier, later), (later, earlier)]
-    right = dict.fromkeys(encoders, 0)
+    divisions = [(train, test) for train, test in divisions if len(train) and len(test)]
+    right: dict[str, np.ndarray] = {}
     for name, encoder in encoders.items():
         features = features_of(samples, encoder, cache, progress)
+        answers = [np.empty(0, bool)]
         for train, test in divisions:
-            if not len(train) or not len(test):
-                continue
             train_rows, test_rows = (part.inputs[:, 0].astype(np.int64) for part in (train, test))
             head = heads.create("lr")
             given = FitData(features[train_rows], train.labels, len(samples.class_names))
             head.fit(given, np.random.default_rng(seed))
-            right[name] += int((head.predict_proba(features[test_rows]).argmax(axis=1) == test.labels).sum())
-    return {**right, "of": sum(len(test) for train, test in divisions if len(train))}
+            answers.append(head.predict_proba(features[test_rows]).argmax(axis=1) == test.labels)
+        right[name] = np.concatenate(answers)
+    return right

@@ -19,6 +19,7 @@ import numpy as np
 from .bundle import Bundle, EncoderPrecision
 from .data import preprocess
 from .errors import BundleDamaged
+from .own_norm import OwnNorm
 from .storage import read_record, write_record
 from .task import ImageInput, InputSpec, Tensors
 
@@ -90,25 +91,34 @@ def run(
     device: Mapping[str, Any],
     *,
     record: bool = True,
+    norm: OwnNorm | None = None,
 ) -> None:
     """Check that this device computes what the exporter did, unless it has passed before.
 
-    ``features`` runs the variant of that precision. ``device``: processor and runtime, for which a result is valid.
-    With ``record``, a passed test is recorded beside the bundle.
+    ``features`` runs the variant of that precision, with the batch norm statistics ``norm`` where they are given: they
+    have their own golden features. ``device``: processor and runtime, for which a result is valid. With ``record``, a
+    passed test is recorded beside the bundle.
 
     Raises:
         BundleDamaged: a result differs by more than its tolerance.
     """
     path, conditions = bundle.folder / "self_test.json", {"bundle_id": bundle.id, **device}
+    name = precision if norm is None else norm.fingerprint
     passed = read_record(path, conditions).get("passed", []) if record else []
-    if precision in passed:
+    if name in passed:
         return
-    check(bundle, precision, features)
-    if record:
-        write_record(path, conditions, {"passed": sorted({*passed, precision})})
+    check(bundle, precision, features, norm)
+    if record:  # of own batch norm the newest alone: there is one for each fit
+        others = {known for known in passed if norm is None or known in bundle.manifest.variants}
+        write_record(path, conditions, {"passed": sorted({*others, name})})
 
 
-def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.ndarray], np.ndarray]) -> float:
+def check(
+    bundle: Bundle,
+    precision: EncoderPrecision,
+    features: Callable[[np.ndarray], np.ndarray],
+    norm: OwnNorm | None = None,
+) -> float:
     """The difference of the features, in the measure that the tolerance of this precision is stated in.
 
     Raises:
@@ -136,7 +146,12 @@ def check(bundle: Bundle, precision: EncoderPrecision, features: Callable[[np.nd
                 f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, "
                 f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}"
             )
-    return _check_features(features(prepared(result["raw"], spec)), result[f"features_{precision}"], precision)
+    expected = result[f"features_{precision}"] if norm is None else norm.golden
+    if expected.shape != (_COUNT, bundle.manifest.feature_dim):
+        raise BundleDamaged(
+            f"self-test: golden features of the own batch norm are {expected.shape}; fit the head again"
+        )
+    return _check_features(features(prepared(result["raw"], spec)), expected, precision)
 
 
 def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) -> None:

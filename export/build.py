@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 import edge_agent
 from edge_agent import self_test
@@ -23,8 +25,11 @@ from edge_agent.task import State, Task, Tensors
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
+from .batch_norm import PROBE_FILE, Adaptable, adaptable
 from .encoder import MAX_WEIGHT, MIN_COSINE, Exporter, largest_weight, to_int8, to_onnx
 from .parity import Gate, graph_gates, mean_cosine, parity_gate, run
+
+_log = logging.getLogger(__name__)
 
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
 _GOLDEN, _HEAD = "golden.safetensors", "global_head.safetensors"
@@ -54,11 +59,14 @@ def bundle(
     exporter: Exporter | Literal["auto"] = "auto",
     int8: bool = True,
     norm_note: str = "",
+    own_norm: bool = True,
 ) -> Report:
     """The bundle of ``model``'s encoder, written to ``out``; ``calibration`` (n, ...) float32: preprocessed inputs.
 
     An int8 variant whose features differ too much is left out; the report has the reason. The encoder runs in eval
-    mode: its running statistics are those that devices get. ``created``: ISO 8601 UTC; default: now.
+    mode: its running statistics are those that devices get. Where the method allows it and ``own_norm`` asks for it,
+    the bundle has what a device needs to estimate them on its own inputs: then batch norm is not folded and exporter
+    ``auto`` is ``legacy``. ``created``: ISO 8601 UTC; default: now.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
@@ -72,7 +80,8 @@ def bundle(
         )
     encoder, seconds = model.part("encoder"), dict[str, float]()
     with _timed(seconds, "onnx"):
-        exported = to_onnx(encoder, task, exporter)
+        free = _free_norm(encoder, task) if own_norm and method.own_norm and exporter != "dynamo" else None
+        exported = to_onnx(encoder, task, exporter) if free is None else free.exported
     with _timed(seconds, "gates"):
         gates = [*_head_gates(global_head, task, feature_dim(encoder)), *graph_gates(exported.model, task)]
         _check_passed(gates, task)  # before ONNX Runtime opens the graph
@@ -99,6 +108,8 @@ def bundle(
         head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")} if global_head else None
         if head is not None:
             files[_HEAD] = encode(head)
+        if free is not None:
+            files[PROBE_FILE] = free.probe
         raw = self_test.prepared(self_test.raw_inputs(task.input), task.input)
         features = {precision: run(graph, raw) for precision, graph in graphs.items()}
         files[_GOLDEN] = encode(self_test.golden(task.input, task.class_names, features, head))
@@ -120,10 +131,20 @@ def bundle(
             "golden": _GOLDEN,
             "global_head": None if head is None else _HEAD,
             "heads": {kind: _card(method, kind) for kind in method.heads},
+            "free_norm": None if free is None else free.free_norm.model_dump(mode="json"),
             "requires": {"onnxruntime": "1.18"},
         }
         manifest = pack(out, fields, files)
     return Report(manifest, out, seconds, tuple(gates), int8_note)
+
+
+def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
+    """The encoder with batch norm that devices may estimate again; None where it has none, or not of a plain kind."""
+    try:
+        return adaptable(encoder, task)
+    except ExportRejected as error:
+        _log.warning("batch_norm_folded reason=%s", error)
+        return None
 
 
 def model_from_state(method: Method, task: Task, state: State) -> Parts:

@@ -48,10 +48,13 @@ class Exported:
     opset: int
 
 
-def to_onnx(encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto") -> Exported:
+def to_onnx(
+    encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto", *, keep_norm: bool = False
+) -> Exported:
     """The encoder in eval mode as ONNX; the given module is left as it is.
 
     ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
+    With ``keep_norm`` the legacy one leaves batch norm as nodes of their own instead of folding it into convolutions.
 
     Raises:
         MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was requested.
@@ -86,6 +89,8 @@ def to_onnx(encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"]
                 raw = program.model_proto.SerializeToString()
             else:
                 buffer, axes = io.BytesIO(), {name: {0: "batch"} for name in (task.input.kind, "features")}
+                if keep_norm:
+                    settings["training"] = torch.onnx.TrainingMode.PRESERVE
                 # The annotation of the file knows paths only; both work.
                 torch.onnx.export(frozen, (example,), buffer, dynamo=False, dynamic_axes=axes, **settings)  # type: ignore[arg-type]
                 raw = buffer.getvalue()

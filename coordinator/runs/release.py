@@ -197,6 +197,7 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
         norm_note=NORM_NOTES[run.method.norm] if run.pooled else "",
         int8=config.int8 and purpose == "release",
+        own_norm=purpose == "release",
     )
 
 

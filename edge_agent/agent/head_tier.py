@@ -19,12 +19,12 @@ from ..bundle import Bundle
 from ..config import AgentConfig
 from ..data import Samples
 from ..data.partition import own_samples
-from ..encoder import Encoder
+from ..encoder import Encoder, features_of
 from ..errors import BundleDamaged, BundleError, HeadwaterError, MissingCapability, StateError
 from ..heads import FitData
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
-from ..personalize import FitOptions, Result, accuracy, features_of, load_head, of_one_class, personalize
+from ..personalize import FitOptions, Result, accuracy, load_head, of_one_class, personalize
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
@@ -66,7 +66,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
             "fingerprint": result.fingerprint,
             **result.scores.reported(),
         }
-        metrics["seconds"] = round(result.seconds, 3)
+        metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
         if not why:
             log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
     about, one_class = message.bundle_id, of_one_class(*samples)
@@ -137,13 +137,16 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
     """
     wanted, threads, features = config.head.precision, config.training.threads, config.state / "features"
     try:
-        encoder = open_encoder(bundle, wanted, samples[0], threads, seed=config.data.seed, features=features)
+        encoder = open_encoder(
+            bundle, wanted, samples[0], threads, norm=config.head.norm, seed=config.data.seed, features=features
+        )
     except BundleDamaged as error:
         if wanted != "int8":
             raise
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
-    log.info("encoder_loaded precision=%s providers=%s", encoder.precision, ",".join(encoder.providers))
+    norm = "shipped" if encoder.norm is None else "own"
+    log.info("encoder_loaded precision=%s norm=%s providers=%s", encoder.precision, norm, ",".join(encoder.providers))
     head = config.head
     options = FitOptions(head.name, head.params, config.data.seed, features, head.unknown, local=head.local)
     return personalize(bundle, samples, encoder, options)
@@ -165,7 +168,7 @@ def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
     task = bundle.manifest.task
     if (saved.class_names, task.input) != (test.class_names, test.input):
         return None
-    encoder = Encoder.open(bundle, saved.precision, config.training.threads)
+    encoder = Encoder.open(bundle, saved.precision, config.training.threads, norm=saved.norm)
     rows = features_of(test, encoder, config.state / "features")
     return accuracy(saved.head.predict_proba, rows, test.labels)
 

@@ -120,7 +120,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
         result["bundle_id"] = manifest.bundle_id
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
-        if head.get("fingerprint") not in fingerprints:  # it was fitted for another bundle
+        if (head.get("variant") or head.get("fingerprint")) not in fingerprints:  # it was fitted for another bundle
             head = {}
         if not running:
             by_agent = reported.get("rolled_back") if reported.get("bundle_id") == manifest.bundle_id else None

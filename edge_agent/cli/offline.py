@@ -13,11 +13,12 @@ from ..storage import check_writable, folder_lock
 from . import output
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle, EncoderPrecision
+    from ..bundle import Bundle
     from ..data import Samples
     from ..encoder import Encoder
+    from ..heads.saved import SavedHead
     from ..local.confidence import Confidence
-    from ..personalize import FitOptions, Scores
+    from ..personalize import FitOptions, Result, Scores
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class; without any for 'predict'
@@ -86,6 +87,7 @@ def fit(arguments: argparse.Namespace) -> int:
     content["skipped"] = len(skipped)
     rows = [
         ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
+        ("batch norm", _norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
         *_shown(result.scores),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
@@ -95,6 +97,11 @@ def fit(arguments: argparse.Namespace) -> int:
     notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+
+
+def _norm_text(result: Result) -> str:
+    whose = "shipped" if result.norm is None else f"own, {result.norm.share:.0%} of it from {result.norm.inputs} inputs"
+    return f"{whose} ({result.norm_metrics['norm_why']})"
 
 
 def _confidence_rows(
@@ -178,7 +185,7 @@ def predict(arguments: argparse.Namespace) -> int:
     else:
         samples = from_files(arguments.input, task.input, strict=arguments.strict)
     names = samples.names or tuple(map(str, range(len(samples))))
-    encoder = _encoder(arguments, bundle, head.precision if head is not None else None)
+    encoder = _encoder(arguments, bundle, head)
     features = encoder.features(samples.inputs, output.progress("features"))
     shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
     strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
@@ -230,7 +237,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     parts = _parts(arguments, bundle, saved.class_names)
-    encoder = _encoder(arguments, bundle, saved.precision)
+    encoder = _encoder(arguments, bundle, saved)
     features = extract(bundle, parts, encoder, _options(arguments))
     scores = features.scores(saved.head)
     count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
@@ -408,6 +415,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="SOURCE", help="local data, see below")
     parser.add_argument("--test", metavar="SOURCE", help="held-out samples; all of --data is for training then")
     parser.add_argument(
+        "--norm",
+        choices=("auto", "own", "shipped"),
+        default="auto",
+        help="batch norm statistics: of your inputs (own), the bundle's, or own unless a head on them is worse (auto)",
+    )
+    parser.add_argument(
         "--test-fraction", type=float, metavar="F", help="share of --data held out for evaluation (default: 0.25)"
     )
     parser.add_argument(
@@ -493,20 +506,25 @@ def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
 def _encoder(
     arguments: argparse.Namespace,
     bundle: Bundle,
-    precision: EncoderPrecision | None = None,
+    head: SavedHead | None = None,
     train: Samples | None = None,
 ) -> Encoder:
-    """The bundle's encoder after its self-test; ``precision`` (a saved head's) wins over ``--precision``.
+    """The bundle's encoder after its self-test: that of a saved head, else as ``--precision`` and ``--norm`` say.
 
-    Where that is ``auto``, int8 is taken if it suits this device and the samples ``train``, and fp32 without samples.
+    Where these are ``auto``, the samples ``train`` decide; without samples it is fp32 with the bundle's batch norm.
     """
+    from ..encoder import Encoder
     from ..precision import open_encoder
 
+    threads = 1 if arguments.threads is None else arguments.threads
+    if head is not None:
+        return Encoder.open(bundle, head.precision, threads, norm=head.norm)
     return open_encoder(
         bundle,
-        precision or arguments.precision,
+        arguments.precision,
         train,
-        1 if arguments.threads is None else arguments.threads,
+        threads,
+        norm=getattr(arguments, "norm", "auto"),
         seed=getattr(arguments, "seed", 0),
         features=_cache_of(arguments) / "features",
         progress=output.progress("features"),

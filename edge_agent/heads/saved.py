@@ -21,6 +21,7 @@ from ..bundle import EncoderPrecision
 from ..config import mistakes_of
 from ..errors import FingerprintMismatch, StateError
 from ..local.confidence import Confidence
+from ..own_norm import OwnNorm
 from ..storage import write_atomic, write_json
 from ..task import Frozen, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
@@ -41,7 +42,10 @@ class SavedCard(Frozen):
     schema_version: Literal[1] = SCHEMA
     head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
     params: dict[str, Any]
-    fingerprint: str = Field(pattern=_SHA256, description="of the encoder's variant that it was fitted on")
+    fingerprint: str = Field(pattern=_SHA256, description="of the encoder that it was fitted on")
+    variant: str | None = Field(
+        None, pattern=_SHA256, description="with its own batch norm: fingerprint of the bundle's variant that has it"
+    )
     precision: EncoderPrecision
     class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000)
     feature_dim: int = Field(ge=1, le=1 << 20)
@@ -52,7 +56,7 @@ class SavedCard(Frozen):
 
 @dataclass(frozen=True)
 class SavedHead:
-    """A fitted head, and what it is bound to."""
+    """A fitted head, and what it is bound to. ``norm``: batch norm of its encoder where that is not the bundle's."""
 
     head: Head
     fingerprint: str
@@ -60,6 +64,7 @@ class SavedHead:
     class_names: tuple[str, ...]
     metrics: Mapping[str, float | int | str | None]
     confidence: Confidence = field(default_factory=Confidence)
+    norm: OwnNorm | None = None
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
         """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
@@ -81,12 +86,14 @@ def save(folder: Path, saved: SavedHead) -> Path:
         what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
         raise StateError(f"head '{head.name}' cannot be saved: {what}")
     confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
-    data = encode({**head.arrays, **confidence})
+    norm = {} if saved.norm is None else saved.norm.arrays()
+    data = encode({**head.arrays, **confidence, **norm})
     digest = hashlib.sha256(data).hexdigest()
     card = SavedCard(
         head=head.name,
         params=head.params.model_dump(mode="json"),
         fingerprint=saved.fingerprint,
+        variant=None if saved.norm is None else saved.norm.variant,
         precision=saved.precision,
         class_names=saved.class_names,
         feature_dim=head.feature_dim,
@@ -119,19 +126,23 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
             f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "
             f"{' or '.join(fingerprints)}; run it in {card.precision}, or fit again"
         )
-    if fingerprints is not None and card.fingerprint != fingerprints[card.precision]:
+    variant = card.variant or card.fingerprint
+    if fingerprints is not None and variant != fingerprints[card.precision]:
         raise FingerprintMismatch(
-            f"head '{card.head}' was fitted on {card.precision} encoder {card.fingerprint[:16]}…, this bundle's is "
+            f"head '{card.head}' was fitted on {card.precision} encoder {variant[:16]}…, this bundle's is "
             f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
         )
     arrays = _read_arrays(folder, card)
     own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_CONFIDENCE)}
     confidence = Confidence.of({name.removeprefix(_CONFIDENCE): array for name, array in own.items()}, card.feature_dim)
+    norm = None if card.variant is None else OwnNorm.of(arrays, card.variant)
+    if norm is not None and norm.fingerprint != card.fingerprint:
+        raise StateError(f"{folder}: the batch norm statistics are not those that it was fitted on; fit the head again")
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
     head.load(arrays, len(card.class_names), card.feature_dim)
     _probe(folder, head, card)
-    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence)
+    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm)
 
 
 def _read_card(path: Path) -> SavedCard:

@@ -42,6 +42,9 @@ class Method:
     """Parts that local training leaves as they are: no gradient, in eval mode."""
 
     norm: Norm = "global"
+    own_norm: ClassVar[bool] = True
+    """Whether a device that gets the exported encoder may estimate batch norm statistics on its own inputs."""
+
     evaluate_after: ClassVar[bool] = False
     """Whether a round's evaluation is repeated after local training (as ``acc.after``): some papers quote that one."""
 
