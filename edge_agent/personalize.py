@@ -24,12 +24,14 @@ from .data import Samples, split
 from .data.partition import own_samples
 from .encoder import Encoder, Progress, features_of
 from .errors import DataError, HeadwaterError, UsageError
-from .heads import FitData, Head, saved
+from .heads import FitData, Head, numeric, saved
 from .heads.base import softmax
-from .heads.saved import SavedHead
+from .heads.numeric import NumericHead
+from .heads.saved import SavedHead, SavedNumeric
 from .local.confidence import Confidence, estimated
 from .local.models import LocalModel, fit_local
 from .local.validation import is_better
+from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
 from .storage import check_writable, folder_lock
@@ -134,6 +136,7 @@ class Personalizer:
         threads: int = 1,
     ) -> None:
         self.bundle, self.encoder, self.head, self._norm, self._threads = bundle, encoder, head, norm, threads
+        self.numeric: SavedNumeric | None = None
 
     @classmethod
     def open(
@@ -214,6 +217,15 @@ class Personalizer:
             DataError: samples or labels that do not fit the bundle's task.
             MissingCapability: a package that this head needs for fitting is not installed.
         """
+        self.numeric = None
+        if head in numeric.names():
+            samples = self._numeric_samples(X, y, numeric.create(head, params))
+            fitted_numeric = fit_numeric(head, params, samples, self.encoder.features(samples.inputs), seed)
+            about: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
+            self.numeric = SavedNumeric(
+                fitted_numeric, self.encoder.fingerprint, self.encoder.precision, about, self.encoder.norm
+            )
+            return self
         heads.create(head, params)  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
@@ -242,7 +254,10 @@ class Personalizer:
         return probabilities(self.bundle, self.head, self.encoder.features(samples.inputs))
 
     def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
-        """Name (n,) of the most probable class of each input; as `predict_proba`."""
+        """Name (n,) of the most probable class of each input, as `predict_proba`; of a numeric head its number (n,)."""
+        if self.numeric is not None:
+            samples = self._samples(X, None, self.classes, is_labelled=False)
+            return self.numeric.head.predict(self.encoder.features(samples.inputs))
         result: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
         return result
 
@@ -263,11 +278,15 @@ class Personalizer:
     def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
 
-        None where there is no head, or no shared classifier that knows the classes.
+        None where there is no head, or no shared classifier that knows the classes. Of a numeric head: its errors, or
+        how well it tells anomalies apart, as `edge_agent.numeric.score_numeric` names them, without baselines.
 
         Raises:
             DataError: samples or labels that do not fit the bundle's task.
         """
+        if self.numeric is not None:
+            samples = self._numeric_samples(X, y, self.numeric.head)
+            return score_numeric(self.numeric.head, samples, self.encoder.features(samples.inputs))
         samples = self._samples(X, y, self.classes)
         features = self.encoder.features(samples.inputs)
         personal = None
@@ -281,6 +300,9 @@ class Personalizer:
         Raises:
             UsageError: there is no head, or no file can be written there.
         """
+        if self.numeric is not None:
+            check_writable(Path(path))
+            return saved.save_numeric(Path(path), self.numeric)
         if self.head is None:
             raise UsageError("there is no head to save yet; fit one first")
         check_writable(Path(path))
@@ -293,10 +315,33 @@ class Personalizer:
             FingerprintMismatch: the head was fitted on another encoder.
             StateError: no head there, or a damaged one.
         """
-        self.head = load_head(Path(path), self.bundle)
-        if self.head.fingerprint != self.encoder.fingerprint:
-            self.encoder = Encoder.open(self.bundle, self.head.precision, self._threads, norm=self.head.norm)
+        if saved.is_numeric(Path(path)):
+            self.numeric = load_numeric_head(Path(path), self.bundle)
+        else:
+            self.numeric, self.head = None, load_head(Path(path), self.bundle)
+        known = self.numeric or self.head
+        if known is not None and known.fingerprint != self.encoder.fingerprint:
+            self.encoder = Encoder.open(self.bundle, known.precision, self._threads, norm=known.norm)
         return self
+
+    def _numeric_samples(
+        self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, head: NumericHead
+    ) -> Samples:
+        """Samples with the numbers or the classes that a numeric head learns from."""
+        spec = self.bundle.manifest.task.input
+        if isinstance(inputs, str):
+            return data.load(inputs, spec, labelled=False if head.predicts_targets else None)
+        if isinstance(inputs, Samples):
+            return inputs
+        array = np.asarray(inputs)
+        if head.predicts_targets and labels is not None:
+            samples = data.from_arrays(array, None, spec, ())
+            targets = np.asarray(labels, np.float64)
+            if targets.shape != (len(array),):
+                raise DataError(f"{len(array)} inputs, targets {targets.shape}; expected one number for each input")
+            return replace(samples, targets=targets)
+        given = None if labels is None else np.asarray(labels)
+        return data.from_arrays(array, given, spec, (), own_classes=True)
 
     def _samples(
         self,
@@ -656,6 +701,16 @@ def alone(
 def of_one_class(train: Samples, test: Samples) -> bool:
     """Whether training and held-out samples together are of a single class; accuracies are meaningless then."""
     return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
+
+
+def load_numeric_head(
+    folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto"
+) -> SavedNumeric:
+    """The saved numeric head in ``folder``; otherwise as `load_head`."""
+    known = bundle.fingerprints
+    return saved.load_numeric(
+        folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
+    )
 
 
 def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from . import output
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
+    from ..config import DataConfig
     from ..data import Samples
     from ..encoder import Encoder
-    from ..heads.saved import SavedHead
+    from ..heads.numeric import NumericHead
+    from ..heads.saved import SavedHead, SavedNumeric
     from ..local.confidence import Confidence
     from ..personalize import FitOptions, Result, Scores
 
@@ -42,7 +45,12 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent fit``."""
     _add_bundle(parser)
     _add_data(parser)
-    parser.add_argument("--head", default="lr", metavar="NAME", help="lr, svm, mlp, prototype … (default: lr)")
+    parser.add_argument(
+        "--head",
+        default="lr",
+        metavar="NAME",
+        help="lr, svm, mlp, prototype …; ridge_regression for numbers, mahalanobis for anomalies (default: lr)",
+    )
     parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
     )
@@ -69,9 +77,12 @@ def fit(arguments: argparse.Namespace) -> int:
       edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
     """
     from .. import heads
+    from ..heads import numeric
     from ..personalize import personalize
 
     params = _parameters(arguments.param)
+    if arguments.head in numeric.names():
+        return _fit_numeric(arguments, params)
     heads.create(arguments.head, params)  # mistakes are found before the features are computed
     check_writable(arguments.out)
     check_writable(_cache_of(arguments))
@@ -172,19 +183,17 @@ def predict(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
     """
-    from ..data import from_files, load
+    from ..heads.saved import is_numeric
     from ..personalize import load_head, probabilities
 
     _check_head(arguments)
     bundle = _bundle(arguments)
+    if arguments.head is not None and is_numeric(arguments.head):
+        return _predict_numeric(arguments, bundle)
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     task = bundle.manifest.task
     class_names = task.class_names if head is None else head.class_names
-    if arguments.data is not None:
-        samples = load(arguments.data, task.input, class_names, strict=arguments.strict, labelled=False)
-    else:
-        samples = from_files(arguments.input, task.input, strict=arguments.strict)
-    names = samples.names or tuple(map(str, range(len(samples))))
+    samples, names = _inputs(arguments, bundle)
     encoder = _encoder(arguments, bundle, head)
     features = encoder.features(samples.inputs, output.progress("features"))
     shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
@@ -224,8 +233,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent evaluate --bundle b.hwb --data images:photos
     """
+    from ..heads.saved import is_numeric
+
     _check_head(arguments)
     bundle = _bundle(arguments)
+    if arguments.head is not None and is_numeric(arguments.head):
+        return _evaluate_numeric(arguments, bundle)
     if arguments.head is not None:
         return _evaluate_saved(arguments, bundle)
     return _compare(arguments, bundle, _parts(arguments, bundle))
@@ -292,6 +305,107 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
     content = {"heads": [result.metrics() for result in results], "failed": failed, "skipped": len(skipped)}
     return output.result(arguments, content, lambda: lines)
+
+
+def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
+    """``fit`` of a head that answers with numbers."""
+    from ..encoder import features_of
+    from ..heads import numeric
+    from ..heads.saved import SavedNumeric, save_numeric
+    from ..numeric import fit_numeric, score_numeric
+
+    begin = time.perf_counter()
+    head = numeric.create(arguments.head, params)
+    check_writable(arguments.out)
+    check_writable(_cache_of(arguments))
+    bundle = _bundle(arguments)
+    parts = _numeric_parts(arguments, bundle, head)
+    encoder, options = _encoder(arguments, bundle), _options(arguments)
+    features, held_out = (features_of(part, encoder, options.cache, options.progress) for part in parts)
+    head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
+    scores = score_numeric(head, parts[1], held_out, parts[0])
+    seconds = round(time.perf_counter() - begin, 3)
+    known = {"n_train": len(parts[0]), "n_test": len(parts[1]), "threshold": head.threshold, "seconds": seconds}
+    result = SavedNumeric(
+        head, encoder.fingerprint, encoder.precision, {**scores, "head": head.name, **known}, encoder.norm
+    )
+    save_numeric(arguments.out, result)
+    content = {"fingerprint": result.fingerprint, "out": str(arguments.out)}
+    rows = [("time", f"{seconds:.2f} s"), ("saved in", str(arguments.out))]
+    return _numeric_scores(arguments, result, parts, scores, {**result.metrics, **content}, rows)
+
+
+def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..encoder import features_of
+    from ..numeric import score_numeric
+    from ..personalize import load_numeric_head
+
+    saved = load_numeric_head(arguments.head, bundle, arguments.precision)
+    parts = _numeric_parts(arguments, bundle, saved.head)
+    encoder, options = _encoder(arguments, bundle, saved), _options(arguments)
+    held_out = features_of(parts[1], encoder, options.cache, options.progress)
+    scores = score_numeric(saved.head, parts[1], held_out, parts[0])
+    content = {"head": saved.head.name, "n_test": len(parts[1]), "threshold": saved.head.threshold, **scores}
+    return _numeric_scores(arguments, saved, parts, scores, content, [])
+
+
+def _numeric_scores(
+    arguments: argparse.Namespace,
+    saved: SavedNumeric,
+    parts: tuple[Samples, Samples],
+    scores: dict[str, float | None],
+    content: dict[str, Any],
+    more: list[tuple[str, str]],
+) -> int:
+    """Print the scores of a numeric head, and what has to be known about them."""
+    from ..local.confidence import least_for
+
+    skipped, head = _skipped(parts), saved.head
+    rows = [("head", f"{head.name}, {saved.precision} features")]
+    rows += [("samples", f"{len(parts[0])} to fit, {len(parts[1])} held out")]
+    shares = () if head.predicts_targets else ("false_alarms", "detected")
+    rows += [
+        (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
+    ]
+    notes = output.skipped(skipped)
+    personal, mean = scores.get("rmse.personal"), scores.get("rmse.mean")
+    if personal is not None and mean is not None and personal >= mean:
+        notes.append("note: no better than always answering the mean of the training targets")
+    if not head.predicts_targets and head.threshold is None:
+        notes.append(
+            f"note: no threshold: fewer than {least_for(head.params.false_alarms)} normal samples, which "
+            f"{output.percent(head.params.false_alarms)} false alarms need"
+        )
+    return output.result(
+        arguments, {**content, "skipped": len(skipped)}, lambda: [*output.pairs([*rows, *more]), *notes]
+    )
+
+
+def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..personalize import load_numeric_head
+
+    saved = load_numeric_head(arguments.head, bundle, arguments.precision)
+    samples, names = _inputs(arguments, bundle)
+    encoder = _encoder(arguments, bundle, saved)
+    answers = saved.head.predict(encoder.features(samples.inputs, output.progress("features"))).tolist()
+    threshold, key = saved.head.threshold, "value" if saved.head.predicts_targets else "score"
+    rows: list[dict[str, Any]] = [{"input": name, key: answer} for name, answer in zip(names, answers, strict=True)]
+    if not saved.head.predicts_targets:
+        for row in rows:
+            row["anomaly"] = None if threshold is None else row["score"] > threshold
+    shown = [[output.number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
+    header = ("input", key) if saved.head.predicts_targets else ("input", key, "anomaly")
+    content = {"predictions": rows, "threshold": threshold, "skipped": list(samples.skipped)}
+    notes = output.skipped(samples.skipped)
+    return output.result(arguments, content, lambda: [*output.table(header, shown), *notes])
+
+
+def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericHead) -> tuple[Samples, Samples]:
+    """Training and held-out samples: with numbers, or with the data's own classes where they have any."""
+    from ..data.partition import own_samples
+
+    labelled = False if head.predicts_targets else None
+    return own_samples(_local(arguments), "", bundle.manifest.task.input, None, labelled=labelled)
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -490,12 +604,29 @@ def _parts(
     They are of the classes ``class_names`` (a saved head's), or of those that the arguments allow.
     """
     from ..data.partition import own_samples
+
+    task, own = bundle.manifest.task, class_names is None and arguments.own_classes
+    return own_samples(_local(arguments), "", task.input, class_names or task.class_names, own_classes=own)
+
+
+def _local(arguments: argparse.Namespace) -> DataConfig:
     from ..personalize import local_data
 
-    task, names = bundle.manifest.task, ("test", "test_fraction", "partition", "client", "strict")
+    names = ("test", "test_fraction", "partition", "client", "strict")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    local, own = local_data(arguments.data, seed=arguments.seed, **given), class_names is None and arguments.own_classes
-    return own_samples(local, "", task.input, class_names or task.class_names, own_classes=own)
+    return local_data(arguments.data, seed=arguments.seed, **given)
+
+
+def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tuple[str, ...]]:
+    """What is to be predicted, without labels, and a name for each input."""
+    from ..data import from_files, load
+
+    spec = bundle.manifest.task.input
+    if arguments.data is not None:
+        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
+    else:
+        samples = from_files(arguments.input, spec, strict=arguments.strict)
+    return samples, samples.names or tuple(map(str, range(len(samples))))
 
 
 def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
@@ -506,7 +637,7 @@ def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
 def _encoder(
     arguments: argparse.Namespace,
     bundle: Bundle,
-    head: SavedHead | None = None,
+    head: SavedHead | SavedNumeric | None = None,
     train: Samples | None = None,
 ) -> Encoder:
     """The bundle's encoder after its self-test: that of a saved head, else as ``--precision`` and ``--norm`` say.

@@ -49,6 +49,11 @@ def skipped(reasons: Sequence[str]) -> list[str]:
     return [f"left out because they cannot be used: {len(reasons)}", *(f"  {one}" for one in reasons[:5]), *more]
 
 
+def number(value: float | None) -> str:
+    """Four significant digits, or a dash."""
+    return "–" if value is None else f"{value:.4g}"
+
+
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
 BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 

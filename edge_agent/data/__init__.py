@@ -80,7 +80,7 @@ def load(
     folder: Path | None = None,
     compact: bool = False,
     strict: bool = True,
-    labelled: bool = True,
+    labelled: bool | None = True,
     own_classes: bool = False,
 ) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
@@ -90,7 +90,7 @@ def load(
     of these. A relative path is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not
     normalised yet, which takes a quarter of the memory; `Samples.ready` normalises them. Not ``strict``: images and
     recordings that cannot be used are left out, named in ``skipped`` and in a warning. Not ``labelled``: labels are not
-    needed and not read.
+    needed and not read; None: they are read where there are any.
 
     Raises:
         UnknownName: no such kind of source.
@@ -100,7 +100,7 @@ def load(
     """
     raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
-    if not labelled:
+    if not (labelled or (labelled is None and not raw.unlabelled)):
         return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
     if own_classes and class_names is not None:
         class_names = with_own_classes(class_names, _held(raw))

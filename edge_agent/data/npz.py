@@ -2,7 +2,8 @@
 
 Images: (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1. Windows: (n, channels, length) together
 with ``kind=window``. Options: ``inputs``, ``labels``, ``groups`` (names of arrays), ``class_names`` (name of an array
-of text), ``kind=image|window``. ``edge-agent predict`` needs no array of labels.
+of text), ``kind=image|window``. ``edge-agent predict`` needs no array of labels;
+one of decimal numbers holds targets of a numeric head.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def read(where: str, options: NpzOptions) -> Raw:
     inputs, groups = arrays[options.inputs], arrays[options.groups] if options.groups else None
     class_names: tuple[str, ...] = ()
     labels = np.full(inputs.shape[:1], -1)
-    if not missing:
+    targets = None
+    if not missing and arrays[options.labels].dtype.kind == "f":
+        reason = f"npz: '{where}' has numbers for labels ({arrays[options.labels].dtype}), expected integers or text"
+        targets = [*arrays[options.labels]]
+    elif not missing:
         names = [str(name) for name in arrays.get(options.class_names or "class_names", ())]
         labels, class_names = labels_by_name(arrays[options.labels], names, f"npz: {where}")
     raw = from_arrays(inputs, labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}")
-    return replace(raw, unlabelled=reason)
+    return replace(raw, unlabelled=reason, targets=targets)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ or another day can work on the same split.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -271,13 +272,19 @@ class Own:
 
 
 def own_samples(
-    config: DataConfig, client: str, spec: InputSpec, class_names: Sequence[str], *, own_classes: bool = False
+    config: DataConfig,
+    client: str,
+    spec: InputSpec,
+    class_names: Sequence[str] | None,
+    *,
+    own_classes: bool = False,
+    labelled: bool | None = True,
 ) -> tuple[Samples, Samples]:
     """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
 
     A partition counts rows, so nothing of its source is left out, whether ``config.strict`` or not.
 
-    ``own_classes``: its source may hold others than ``class_names``; see `edge_agent.data.load`.
+    ``own_classes`` (its source may hold others than ``class_names``) and ``labelled``: see `edge_agent.data.load`.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
@@ -286,12 +293,11 @@ def own_samples(
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
         return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
-    samples = load(
-        config.source, spec, class_names, folder=config.folder, strict=config.strict, own_classes=own_classes
-    )
+    read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
+    samples = read(config.source, spec, class_names, own_classes=own_classes)
     if config.test is None:
         return split(samples, config.test_fraction, config.seed)
-    test = load(config.test, spec, samples.class_names, folder=config.folder, strict=config.strict)
+    test = read(config.test, spec, None if class_names is None else samples.class_names)
     _check_apart(config, samples, test)
     return samples, test
 

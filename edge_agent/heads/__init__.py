@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import mistakes_of
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..registry import Registry
 from .base import Contribute, FitData, Head, HeadParams
 
 __all__ = ["Contribute", "FitData", "Head", "HeadParams", "contribution", "create", "get", "names", "registry"]
 
-registry = Registry("head", __name__, entry_points="headwater.heads", besides=("saved",))
+registry = Registry("head", __name__, entry_points="headwater.heads", besides=("numeric", "saved"))
 
 
 def names() -> tuple[str, ...]:
@@ -31,8 +31,15 @@ def get(name: str) -> type[Head]:
 
     Raises:
         UnknownName: no such head; the nearest name is suggested.
-        UsageError: what another package offers under this name is no whole head.
+        UsageError: what another package offers under this name is no whole head, or it is a numeric one.
     """
+    from . import numeric
+
+    if name not in registry.names() and name in numeric.names():
+        raise UsageError(
+            f"head '{name}' answers with numbers and not with classes; 'edge-agent fit', 'predict' and 'evaluate' and "
+            "Personalizer use it, agents and comparisons do not"
+        )
     return registry.load_class(name, Head)  # type: ignore[type-abstract]
 
 

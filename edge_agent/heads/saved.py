@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +25,9 @@ from ..own_norm import OwnNorm
 from ..storage import write_atomic, write_json
 from ..task import Frozen, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
-from . import create
+from . import create, numeric
 from .base import Head
+from .numeric import NumericHead
 
 SCHEMA: Literal[1] = 1
 CARD = "head.json"
@@ -47,7 +48,8 @@ class SavedCard(Frozen):
         None, pattern=_SHA256, description="with its own batch norm: fingerprint of the bundle's variant that has it"
     )
     precision: EncoderPrecision
-    class_names: tuple[str, ...] = Field(min_length=1, max_length=10_000)
+    answers: Literal["classes", "numbers"] = Field("classes", description="numbers: a head in edge_agent/heads/numeric")
+    class_names: tuple[str, ...] = Field(max_length=10_000)
     feature_dim: int = Field(ge=1, le=1 << 20)
     metrics: dict[str, float | int | str | None]
     arrays_file: str = Field(pattern=r"^arrays-[0-9a-f]{16}\.safetensors$", description="beside head.json")
@@ -75,19 +77,45 @@ class SavedHead:
         return self.confidence(self.head.predict_proba(features))
 
 
+@dataclass(frozen=True)
+class SavedNumeric:
+    """A fitted numeric head, and what it is bound to."""
+
+    head: NumericHead
+    fingerprint: str
+    precision: EncoderPrecision
+    metrics: Mapping[str, float | int | str | None]
+    norm: OwnNorm | None = None
+
+
 def save(folder: Path, saved: SavedHead) -> Path:
     """Write a fitted head into ``folder``, replacing the one there; returns the path of its JSON file.
 
     Raises:
         StateError: the head has not been fitted, or its arrays hold NaN or infinity.
     """
+    confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
+    return _store(folder, saved, {**saved.head.arrays, **confidence}, saved.class_names, "classes")
+
+
+def save_numeric(folder: Path, saved: SavedNumeric) -> Path:
+    """As `save`, of a numeric head."""
+    return _store(folder, saved, saved.head.arrays, (), "numbers")
+
+
+def _store(
+    folder: Path,
+    saved: SavedHead | SavedNumeric,
+    arrays: Tensors,
+    class_names: tuple[str, ...],
+    answers: Literal["classes", "numbers"],
+) -> Path:
     head = saved.head
     if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
         what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
         raise StateError(f"head '{head.name}' cannot be saved: {what}")
-    confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
     norm = {} if saved.norm is None else saved.norm.arrays()
-    data = encode({**head.arrays, **confidence, **norm})
+    data = encode({**arrays, **norm})
     digest = hashlib.sha256(data).hexdigest()
     card = SavedCard(
         head=head.name,
@@ -95,7 +123,8 @@ def save(folder: Path, saved: SavedHead) -> Path:
         fingerprint=saved.fingerprint,
         variant=None if saved.norm is None else saved.norm.variant,
         precision=saved.precision,
-        class_names=saved.class_names,
+        answers=answers,
+        class_names=class_names,
         feature_dim=head.feature_dim,
         metrics=dict(saved.metrics),
         arrays_file=f"arrays-{digest[:16]}.safetensors",
@@ -120,7 +149,42 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         UnknownName: this installation has no head of that name.
         ConfigError: its parameters are not ones of that head.
     """
+    card, arrays, norm = _open(folder, fingerprints, "classes")
+    own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_CONFIDENCE)}
+    confidence = Confidence.of({name.removeprefix(_CONFIDENCE): array for name, array in own.items()}, card.feature_dim)
+    head = create(card.head, card.params)
+    _check_classes(folder, arrays, len(card.class_names))
+    head.load(arrays, len(card.class_names), card.feature_dim)
+    _probe(folder, card, head.predict_proba)
+    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm)
+
+
+def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
+    """The numeric head in ``folder``; otherwise as `load`."""
+    card, arrays, norm = _open(folder, fingerprints, "numbers")
+    head = numeric.create(card.head, card.params)
+    head.load(arrays, card.feature_dim)
+    _probe(folder, card, head.predict)
+    return SavedNumeric(head, card.fingerprint, card.precision, card.metrics, norm)
+
+
+def is_numeric(folder: Path) -> bool:
+    """Whether the head in ``folder`` answers with numbers.
+
+    Raises:
+        StateError: no head there, or its card is damaged.
+    """
+    return _read_card(folder / CARD).answers == "numbers"
+
+
+def _open(
+    folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None, answers: Literal["classes", "numbers"]
+) -> tuple[SavedCard, Tensors, OwnNorm | None]:
     card = _read_card(folder / CARD)
+    if card.answers != answers:
+        raise StateError(
+            f"{folder}: head '{card.head}' answers with {card.answers}, expected {answers}; fit another head"
+        )
     if fingerprints is not None and card.precision not in fingerprints:
         raise FingerprintMismatch(
             f"head '{card.head}' was fitted on {card.precision} features, the encoder runs in "
@@ -133,16 +197,10 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
             f"{fingerprints[card.precision][:16]}…; use the bundle that it was fitted with, or fit again"
         )
     arrays = _read_arrays(folder, card)
-    own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_CONFIDENCE)}
-    confidence = Confidence.of({name.removeprefix(_CONFIDENCE): array for name, array in own.items()}, card.feature_dim)
     norm = None if card.variant is None else OwnNorm.of(arrays, card.variant)
     if norm is not None and norm.fingerprint != card.fingerprint:
         raise StateError(f"{folder}: the batch norm statistics are not those that it was fitted on; fit the head again")
-    head = create(card.head, card.params)
-    _check_classes(folder, arrays, len(card.class_names))
-    head.load(arrays, len(card.class_names), card.feature_dim)
-    _probe(folder, head, card)
-    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm)
+    return card, arrays, norm
 
 
 def _read_card(path: Path) -> SavedCard:
@@ -181,11 +239,11 @@ def _check_classes(folder: Path, arrays: Tensors, num_classes: int) -> None:
         )
 
 
-def _probe(folder: Path, head: Head, card: SavedCard) -> None:
+def _probe(folder: Path, card: SavedCard, predict: Callable[[np.ndarray], np.ndarray]) -> None:
     """One prediction on zeros: arrays of the wrong form fail here and not in service."""
     try:
         with np.errstate(all="ignore"):
-            answer = head.predict_proba(np.zeros((2, card.feature_dim), np.float32))
+            answer = predict(np.zeros((2, card.feature_dim), np.float32))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise StateError(f"{folder}: the arrays do not fit head '{card.head}' ({error}); fit it again") from error
     if not np.isfinite(answer).all():

@@ -24,6 +24,7 @@ from coordinator.cli.methods import LISTED, marked_heads
 from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
 from edge_agent.config import AgentConfig
+from edge_agent.heads import numeric
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
@@ -94,6 +95,10 @@ def heads_page() -> str:
     ]
     for name in heads.names():
         kind = heads.get(name)
+        parts += [f"## {name}", described(sys.modules[kind.__module__].__doc__), table_of_fields(kind.Params)]
+    parts += ["# Numeric heads", described(sys.modules[numeric.__name__].__doc__)]
+    for name in numeric.names():
+        kind = numeric.get(name)
         parts += [f"## {name}", described(sys.modules[kind.__module__].__doc__), table_of_fields(kind.Params)]
     return joined(parts)
 

@@ -1,0 +1,100 @@
+"""The contract of numeric heads: features in, one number for each row out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...errors import DataError, StateError
+from ...task import Tensors
+from ..base import HeadParams
+
+
+@dataclass(frozen=True)
+class NumericData:
+    """What a numeric head learns from: ``features`` (n, d) float32, ``targets`` (n,) float64 if it predicts them.
+
+    ``folds``: pairs of rows to learn from and rows to test on; samples of one recording are on one side.
+    """
+
+    features: np.ndarray
+    targets: np.ndarray | None = None
+    folds: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.features) < 2:
+            raise DataError(f"{len(self.features)} samples to fit a head on; expected at least two")
+        if not np.isfinite(self.features).all():
+            raise DataError("features hold NaN or infinity; check the encoder and the inputs")
+        if self.targets is not None and self.targets.shape != self.features.shape[:1]:
+            raise DataError(f"features {self.features.shape} and targets {self.targets.shape} do not belong together")
+        if self.targets is not None and not np.isfinite(self.targets).all():
+            raise DataError("targets hold NaN or infinity; give a number for each sample")
+
+
+class NumericHead(ABC):
+    """One numeric head: the one subclass in its file states ``Params`` and how to fit and predict.
+
+    As of all heads, what is learned are named arrays, so that saving and loading never runs code.
+    """
+
+    Params: ClassVar[type[HeadParams]] = HeadParams
+    source: ClassVar[str] = ""
+    predicts_targets: ClassVar[bool] = True
+    """Whether it learns numbers that the data name; else what is normal, and its score is how unlike it an input is."""
+
+    def __init__(self, params: HeadParams | None = None) -> None:
+        self.params: Any = params if params is not None else self.Params()
+        self.arrays: Tensors = {}
+        self.feature_dim = 0
+
+    @property
+    def name(self) -> str:
+        """The file name, which is the head's name everywhere."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    def fit(self, data: NumericData) -> None:
+        """Learn from ``data``; the same data give the same head.
+
+        Raises:
+            DataError: the samples cannot be learned from.
+        """
+        self.feature_dim = data.features.shape[1]
+        self.arrays = self._fit(data)
+
+    def predict(self, features: np.ndarray) -> np.ndarray:
+        """One number (n,) float64 for each row of ``features`` (n, d) float32.
+
+        Raises:
+            StateError: the head has not been fitted, or was fitted on another feature size.
+        """
+        if not self.arrays:
+            raise StateError(f"head '{self.name}' has not been fitted")
+        if features.ndim != 2 or features.shape[1] != self.feature_dim:
+            raise StateError(
+                f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "
+                "use the encoder that it was fitted with, or fit again"
+            )
+        return self._predict(features)
+
+    def load(self, arrays: Tensors, feature_dim: int) -> None:
+        """Take over the arrays of a saved head of the same name and parameters."""
+        self.arrays, self.feature_dim = dict(arrays), feature_dim
+
+    @property
+    def threshold(self) -> float | None:
+        """The score above which an input is an anomaly; None: it predicts numbers, or had too few samples for one."""
+        value = self.arrays.get("threshold")
+        return None if value is None else float(value)
+
+    @abstractmethod
+    def _fit(self, data: NumericData) -> Tensors:
+        """Arrays of a fitted head."""
+
+    @abstractmethod
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        """Numbers (n,) float64 from ``self.arrays``."""

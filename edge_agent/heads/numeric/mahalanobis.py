@@ -1,0 +1,89 @@
+"""How unlike the normal samples an input is: its Mahalanobis distance to them, in standard deviations.
+
+It learns from samples of class ``normal`` alone, or from all where they have no labels. The covariance of the features
+is shrunk towards a multiple of the identity by the formula of Ledoit and Wolf, so that fewer samples than features do.
+Above the threshold is an anomaly. Of new normal inputs about the share ``false_alarms`` lies there: the threshold is a
+rank among the distances of the samples to fits without them (cross-conformal prediction). Below 1 / false_alarms - 1
+samples there is none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from pydantic import Field
+
+from ...errors import DataError
+from ...task import Tensors
+from .._features import fit_norm, normalise
+from ..base import HeadParams
+from .base import NumericData, NumericHead
+
+
+class MahalanobisParams(HeadParams):
+    """What is normal, and how often a normal input may be called an anomaly."""
+
+    normal: str = Field("normal", description="class of the normal samples; all are where they have no labels")
+    false_alarms: float = Field(0.05, gt=0, lt=1, description="share of normal inputs above the threshold")
+
+
+class MahalanobisHead(NumericHead):
+    """One Gaussian around the normal samples."""
+
+    Params = MahalanobisParams
+    source = "Mahalanobis 1936; Ledoit and Wolf, J. Multivariate Analysis 88, 2004, Lemmas 3.2-3.4"
+    predicts_targets = False
+
+    def _fit(self, data: NumericData) -> Tensors:
+        left_out = [
+            distances(data.features[test], gaussian(data.features[train]))
+            for train, test in data.folds
+            if len(train) >= 2
+        ]
+        scores = np.sort(np.concatenate([*left_out, np.empty(0)]))
+        rank = math.ceil((len(scores) + 1) * (1 - self.params.false_alarms))
+        threshold = {"threshold": scores[rank - 1]} if 1 <= rank <= len(scores) else {}
+        return {**gaussian(data.features), **threshold}
+
+    def _predict(self, features: np.ndarray) -> np.ndarray:
+        return distances(features, self.arrays)
+
+
+def gaussian(features: np.ndarray) -> Tensors:
+    """Mean and shrunk covariance of ``features`` (n, d), standardised, as ``axes`` (r, d) and variances along them.
+
+    ``variances`` (r,) belong to ``axes``, ``floor`` (0-d) to all directions across them.
+
+    Raises:
+        DataError: all rows are equal.
+    """
+    norm = fit_norm(features, "standard")
+    rows = normalise(features, "standard", norm)
+    count, size = rows.shape
+    _, values, axes = np.linalg.svd(rows, full_matrices=False)
+    variances = values**2 / count
+    mean = float(variances.sum()) / size
+    if mean <= 0:
+        raise DataError("all samples have the same features; give samples that differ")
+    square = float((variances**2).sum())
+    noise = (float((np.einsum("nd,nd->n", rows, rows) ** 2).sum()) / count - square) / (count * size)
+    spread = square / size - mean**2
+    shrinkage = min(noise / spread, 1.0) if spread > 0 else 1.0
+    return {
+        **norm,
+        "axes": axes,
+        "variances": np.maximum((1 - shrinkage) * variances + shrinkage * mean, 1e-12 * mean),
+        "floor": np.array(max(shrinkage, 1e-12) * mean),
+    }
+
+
+def distances(features: np.ndarray, known: Tensors) -> np.ndarray:
+    """Mahalanobis distances (n,) float64, divided by the root of the number of features: about 1 for normal inputs."""
+    rows = normalise(features, "standard", known)
+    along = rows @ known["axes"].T
+    across = np.maximum(np.einsum("nd,nd->n", rows, rows) - np.einsum("nr,nr->n", along, along), 0)
+    squares = (along**2 / known["variances"]).sum(axis=1)
+    if len(known["axes"]) < rows.shape[1]:
+        squares += across / known["floor"]
+    return np.asarray(np.sqrt(squares / rows.shape[1]))
