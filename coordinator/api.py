@@ -15,7 +15,7 @@ from edge_agent.errors import MissingCapability, RunFailed, UsageError
 from edge_agent.registry import absolute
 from edge_agent.storage import check_writable, write_atomic, write_json
 
-from .config import CoordinatorConfig, ExportConfig
+from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
 from .simulation.plan import Plan
 from .state.journal import RunRecord
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
+    from edge_agent.data import Samples
     from edge_agent.methods import Method
     from edge_agent.wire.messages import Job
     from export import Report
@@ -307,34 +308,44 @@ def federate(
 
 
 def export_run(
-    folder: Path, out: Path, settings: ExportConfig, *, run: str | None = None, calibration: str | None = None
+    folder: Path,
+    out: Path,
+    settings: ExportConfig,
+    *,
+    run: str | None = None,
+    calibration: Sequence[str] = (),
+    hosted: Sequence[HostedConfig] = (),
 ) -> tuple[Report, RunRecord]:
     """Freeze the encoder of a run in a state folder, check it, quantize it, and write it as one bundle file.
 
-    ``run``: default: the latest one with a closed round. ``calibration``: data source for the int8 ranges; default: the
-    settings'.
+    ``run``: default: the latest one with a closed round. ``calibration``: labelled data sources, one for each domain,
+    that int8 takes its ranges from and is compared on; default: those of the settings and of ``hosted`` clients, or of
+    all clients of a simulation.
 
     Raises:
         UsageError: no run has a closed round.
         ExportRejected: the bundle does not pass its checks.
     """
-    from edge_agent import data
-    from export import bundle, synthetic_inputs
+    from export import bundle, domains_of, synthetic_inputs
 
+    from .runs.calibration import own_domains
     from .runs.release import NORM_NOTES
+    from .simulation.results import training_samples
+    from .simulation.setup import planned
 
     trained = TrainedModel.of(folder, run)
     task, method = trained.request.task, trained.method
-    source = calibration or settings.calibration
-    inputs = synthetic_inputs(task, seed=trained.request.seed)  # those that the run itself is exported with
-    if source:
-        origin = None if calibration else settings.folder  # as typed, or as in the configuration
-        inputs = data.load(source, task.input, task.class_names, folder=origin).inputs[:128]
+    domains: Mapping[str, Samples] = {}
+    if settings.int8 and calibration:
+        domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder
+    elif settings.int8:
+        plan = planned(folder)
+        domains = own_domains(task, settings, hosted) or ({} if plan is None else training_samples(plan, folder))
     report = bundle(
         trained.model,
         method,
         task,
-        inputs,
+        domains or synthetic_inputs(task, seed=trained.request.seed),
         out,
         name=trained.record.run,
         global_head=method.global_head(trained.state),

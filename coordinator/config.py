@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from edge_agent.config import (
     NAME_PATTERN,
@@ -99,6 +99,10 @@ class RoundConfig(Frozen):
     )
 
 
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
 class ExportConfig(Frozen):
     """What happens to the encoder of a run."""
 
@@ -118,8 +122,11 @@ class ExportConfig(Frozen):
         True,
         description="collect batch norm statistics that stay on devices once, for the export; false: no export then",
     )
-    calibration: str | None = Field(
-        None, max_length=1000, description="data source of inputs for the int8 ranges; default: random inputs"
+    calibration: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], BeforeValidator(_one_or_more)] = Field(
+        (),
+        max_length=64,
+        description="labelled data sources, one for each domain, that int8 takes its ranges from and is compared on, "
+        "beside hosted clients' data; default: random inputs, and devices compare alone",
     )
     folder: Path = Field(Path(), description="base of relative paths in calibration; default: this file's folder")
 

@@ -6,10 +6,10 @@ of them have been checked. A reader that knows the manifest knows every tar head
 the whole file. It compares instead of parsing: links, paths that climb, extra members, holes and surplus bytes have no
 place to hide.
 
-The **bundle id** is the SHA-256 of the manifest without its name and time, so of all that a device computes with: the
-manifest names every file with its hash. It is the id that coordinator, agents, logs and reports show, and exporting one
-encoder again gives it again. The **fingerprint** belongs to one variant of the encoder (fp32 or int8): features, heads
-and figures of one variant are of no use with another.
+The **bundle id** is the SHA-256 of the manifest without its name, its time and the figures of int8, so of all that a
+device computes with: the manifest names every file with its hash. It is the id that coordinator, agents, logs and
+reports show, and exporting one encoder again gives it again. The **fingerprint** belongs to one variant of the encoder
+(fp32 or int8): features, heads and figures of one variant are of no use with another.
 
 On a device each bundle is unpacked into its own folder. ``root/current.json`` lists folder names, the one in use
 first, its predecessors after it. A crash during an install leaves the old pointer and perhaps a folder that the next
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import shutil
 import tarfile
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from .config import mistakes_of
 from .errors import BundleDamaged, BundleError, StateError, cause
@@ -72,7 +73,63 @@ class Parity(Frozen):
         ge=0, description="largest absolute feature value; the gate is max_abs <= 1e-4 * max(1, scale)"
     )
     batches: tuple[int, ...] = Field(description="batch sizes compared")
-    int8_cosine: float | None = Field(None, description="mean cosine of int8 and fp32 features; None without int8")
+    int8_cosine: float | None = Field(
+        None, description="mean cosine of int8 and fp32 features; None where no int8 was made"
+    )
+
+
+class DomainAnswers(Frozen):
+    """Right answers on one domain by heads refitted on features of fp32 and of int8.
+
+    The int8 variant took its ranges from other domains. Sums of two are those of both domains.
+    """
+
+    support: int = Field(ge=0, description="samples that answered, each once, by a head fitted on others of the domain")
+    fp32: int = Field(ge=0, description="right answers on fp32 features")
+    int8: int = Field(ge=0, description="right answers on int8 features")
+    both: int = Field(ge=0, description="samples that are answered right on both")
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> DomainAnswers:
+        fewer, more = sorted((self.fp32, self.int8))
+        if not max(0, fewer + more - self.support) <= self.both <= fewer <= more <= self.support:
+            raise ValueError(
+                f"{self.fp32} and {self.int8} right, {self.both} of them both, of {self.support}: impossible"
+            )
+        return self
+
+    @property
+    def loss(self) -> float:
+        """Accuracy that int8 loses, -1..1; negative: it gains."""
+        return (self.fp32 - self.int8) / max(self.support, 1)
+
+    @property
+    def noise(self) -> float:
+        """What chance adds to `loss` in 19 of 20 cases at most: 1.645 standard errors of paired answers."""
+        only_fp32, only_int8 = self.fp32 - self.both, self.int8 - self.both
+        total = max(self.support, 1)
+        return 1.645 * math.sqrt(max(only_fp32 + only_int8 - (only_fp32 - only_int8) ** 2 / total, 0.0)) / total
+
+    def __add__(self, other: DomainAnswers) -> DomainAnswers:
+        return DomainAnswers(
+            support=self.support + other.support,
+            fp32=self.fp32 + other.fp32,
+            int8=self.int8 + other.int8,
+            both=self.both + other.both,
+        )
+
+
+class Quantization(Frozen):
+    """How the int8 variant was made and what it costs; without an int8 variant, why there is none."""
+
+    ranges: str = Field("", max_length=200, description="what the ranges of its activations were taken from")
+    held_out: dict[Annotated[str, Field(max_length=64)], DomainAnswers] = Field(
+        default_factory=dict, max_length=64, description="answers on each domain that was left out; empty: not measured"
+    )
+    note: str = Field("", max_length=2000, description="why int8 was left out, or why no accuracies were measured")
+    latency_ms: dict[EncoderPrecision, float] = Field(
+        default_factory=dict, description="milliseconds of one input, in a batch on one thread where it was exported"
+    )
 
 
 class Variant(Frozen):
@@ -123,6 +180,9 @@ class Manifest(Frozen):
     exporter: Literal["dynamo", "legacy"]
     parity: Parity
     calibration_sha256: str | None = Field(None, description="hash of the int8 calibration inputs; None without int8")
+    quantization: Quantization | None = Field(
+        None, description="how int8 was made and what it costs; None in bundles of earlier versions"
+    )
     golden: str = Field(
         "golden.safetensors", description="file with raw inputs and what the exporter computed from them; see self_test"
     )
@@ -138,8 +198,34 @@ class Manifest(Frozen):
 
     @property
     def bundle_id(self) -> str:
-        """SHA-256 (hex) of the manifest without ``name`` and ``created``: the id of the bundle, of whatever name."""
-        return hashlib.sha256(dump_manifest(self.model_copy(update={"name": "", "created": ""}))).hexdigest()
+        """SHA-256 (hex) of the manifest without ``name``, ``created`` and ``quantization``: the id of the bundle."""
+        unnamed = self.model_copy(update={"name": "", "created": "", "quantization": None})
+        return hashlib.sha256(dump_manifest(unnamed)).hexdigest()
+
+
+def variant_figures(manifest: Manifest) -> dict[str, Any]:
+    """What each variant costs and how good it is, as JSON; accuracies and milliseconds None where not measured.
+
+    ``accuracy`` 0..1 is that of heads refitted on held-out domains, over all their answers; ``domains`` has each one.
+    """
+    made = manifest.quantization or Quantization()
+    total = sum(made.held_out.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
+    variants = {
+        precision: {
+            "bytes": manifest.files[variant.file].size_bytes,
+            "latency_ms": made.latency_ms.get(precision),
+            "accuracy": getattr(total, precision) / total.support if total.support else None,
+        }
+        for precision, variant in manifest.variants.items()
+    }
+    if "int8" in variants:
+        variants["int8"]["cosine"] = manifest.parity.int8_cosine
+    domains = {
+        name: {"support": one.support, "fp32": one.fp32 / one.support, "int8": one.int8 / one.support}
+        for name, one in made.held_out.items()
+        if one.support
+    }
+    return {"variants": variants, "domains": domains, "ranges": made.ranges, "note": made.note}
 
 
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
@@ -148,7 +234,7 @@ def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-_ADDED = ("free_norm",)
+_ADDED = ("free_norm", "quantization")
 """Fields of `Manifest` that bundles of schema 2 did not have at first: None is not written, so that those are read."""
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,25 +19,19 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from . import heads, self_test
+from . import self_test
 from .bundle import Bundle, EncoderPrecision
-from .data import Samples, split
+from .data import Samples
 from .encoder import Encoder, Progress, arithmetic, features_of, probe_session
 from .errors import BundleDamaged, UsageError
-from .heads import FitData
 from .own_norm import OwnNorm, changed, own_share, sample, why_not
 from .storage import read_record, write_record
+from .variants import LEAST_GAIN, LEAST_GAIN_MS, MOST_LOSS, Timing, refitted_answers, timed
 
 _log = logging.getLogger(__name__)
 
 Wanted: TypeAlias = Literal["auto", "fp32", "int8"]
 WantedNorm: TypeAlias = Literal["auto", "own", "shipped"]
-
-LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
-"""int8 is chosen where it saves at least this share of the time and these milliseconds for each batch."""
-
-MOST_LOSS = 0.005
-"""Accuracy that a head on int8 features may lose."""
 
 LEAST_ANSWERS = 200
 """Least number of answers to compare; with fewer, half a point is less than one answer."""
@@ -49,9 +42,6 @@ NOISE = 1.0
 _PROBE_TOLERANCE = 1e-3
 """Largest difference between features by the probe and by the changed encoder, as a share of the largest feature."""
 
-_BLOCKS, _BUDGET_S = (8, 40), 2.0
-"""Least and most blocks of timings, and the seconds after which no further one is begun."""
-
 
 @dataclass(frozen=True)
 class PrecisionChoice:
@@ -59,15 +49,6 @@ class PrecisionChoice:
 
     precision: EncoderPrecision
     why: str
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one batch (medians), and whether int8 is faster beyond the noise of these timings."""
-
-    fp32_ms: float
-    int8_ms: float
-    is_faster: bool
 
 
 def open_encoder(
@@ -241,29 +222,6 @@ def choose(
     return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
 
 
-def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing:
-    """Both encoders timed in blocks fp32, int8, int8, fp32, so that a drift of the machine's speed counts for neither.
-
-    int8 is faster where it saves `LEAST_GAIN` in three of four blocks, and `LEAST_GAIN_MS` in the median.
-    """
-    batches = {name: np.zeros((one.batch_size, *one.input_shape), np.float32) for name, one in encoders.items()}
-    for name, encoder in encoders.items():
-        encoder.features(batches[name])  # the first run allocates
-    blocks: list[tuple[float, float]] = []
-    spent = 0.0
-    while len(blocks) < _BLOCKS[0] or (len(blocks) < _BLOCKS[1] and spent < _BUDGET_S):
-        block = {"fp32": 0.0, "int8": 0.0}
-        for name in ("fp32", "int8", "int8", "fp32"):
-            begin = clock()
-            encoders[name].features(batches[name])
-            block[name] += clock() - begin
-        blocks.append((block["fp32"] / 2, block["int8"] / 2))
-        spent += 2 * sum(blocks[-1])
-    fp32, int8 = (round(1000 * statistics.median(times), 3) for times in zip(*blocks, strict=True))
-    saves = sum(of_int8 <= (1 - LEAST_GAIN) * of_fp32 for of_fp32, of_int8 in blocks)
-    return Timing(fp32, int8, is_faster=4 * saves >= 3 * len(blocks) and fp32 - int8 >= LEAST_GAIN_MS)
-
-
 def compared(
     encoders: Mapping[str, Encoder],
     samples: Samples,
@@ -283,33 +241,6 @@ def answered(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, np.ndarray]:
-    """Which answers (m,) of logistic regression, refitted on each encoder's features, are right; for all the same ones.
-
-    The samples are divided four times, a quarter held out each time; recordings into an earlier and a later half, each
-    of which answers once.
-    """
-    rows = Samples(
-        np.arange(len(samples), dtype=np.float32)[:, None],
-        samples.labels,
-        samples.class_names,
-        samples.input,
-        samples.groups,
-    )
-    if samples.groups is None:
-        divisions = [split(rows, 0.25, seed + turn) for turn in range(4)]
-    else:
-        earlier, later = split(rows, 0.5, seed)
-        divisions = [(earlier, later), (later, earlier)]
-    divisions = [(train, test) for train, test in divisions if len(train) and len(test)]
-    right: dict[str, np.ndarray] = {}
-    for name, encoder in encoders.items():
-        features = features_of(samples, encoder, cache, progress)
-        answers = [np.empty(0, bool)]
-        for train, test in divisions:
-            train_rows, test_rows = (part.inputs[:, 0].astype(np.int64) for part in (train, test))
-            head = heads.create("lr")
-            given = FitData(features[train_rows], train.labels, len(samples.class_names))
-            head.fit(given, np.random.default_rng(seed))
-            answers.append(head.predict_proba(features[test_rows]).argmax(axis=1) == test.labels)
-        right[name] = np.concatenate(answers)
-    return right
+    """Which answers (m,) of heads refitted on each encoder's features are right, see `refitted_answers`."""
+    features = {name: features_of(samples, encoder, cache, progress) for name, encoder in encoders.items()}
+    return refitted_answers(features, samples, seed)

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .build import Report, bundle, model_from_state, synthetic_inputs
+    from .domains import domains_of
     from .parity import Gate
 
-__all__ = ["Gate", "Report", "bundle", "model_from_state", "synthetic_inputs"]
+__all__ = ["Gate", "Report", "bundle", "domains_of", "model_from_state", "synthetic_inputs"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'export' has no attribute '{name}'")
-    return getattr(import_module(".build", __name__), name)
+    return getattr(import_module(".domains" if name == "domains_of" else ".build", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -10,19 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from edge_agent import config, data, methods
+from edge_agent import config, methods
 from edge_agent.errors import ConfigError, HeadwaterError
 from edge_agent.storage import read_tensors
 from edge_agent.task import Task
 
-from . import Report, bundle, model_from_state, synthetic_inputs
+from . import Report, bundle, domains_of, model_from_state, synthetic_inputs
 
-_SYNTHETIC = "synthetic"
 _EXAMPLE = """example:
   python -m export --state state.safetensors --task task.json --method repper \\
-      --calibration digits:rendered --out encoder.hwb
+      --calibration digits --out encoder.hwb
 """
 
 
@@ -44,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "parity": manifest.parity.model_dump(mode="json"),
             "gates": [asdict(gate) for gate in report.gates],
             "int8_note": report.int8_note,
+            "quantization": None if manifest.quantization is None else manifest.quantization.model_dump(mode="json"),
             "seconds": report.seconds,
         }
         print(json.dumps(content, indent=1))
@@ -69,11 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--params", default="{}", help="the method's parameters as JSON")
     parser.add_argument(
         "--calibration",
-        default=_SYNTHETIC,
+        action="append",
         metavar="SOURCE",
-        help="data source (kind:where?option=value) whose inputs set the int8 ranges; 'synthetic' draws them",
+        help="labelled data source (kind:where?option=value) that int8 takes its ranges from and is compared on; give "
+        "several, one for each domain (default: random inputs, and nothing is compared)",
     )
-    parser.add_argument("--samples", type=int, default=128, help="calibration inputs that are used (default 128)")
+    parser.add_argument("--samples", type=int, default=128, help="random inputs (default 128)")
     parser.add_argument("--exporter", choices=("auto", "dynamo", "legacy"), default="auto")
     parser.add_argument("--no-int8", action="store_true", help="fp32 only")
     parser.add_argument("--name", help="name of the release (default: the state file's name)")
@@ -90,18 +89,19 @@ def _export(options: argparse.Namespace) -> Report:
     task = config.parse(Task, _object(text, str(options.task)), where=str(options.task))
     method = methods.create(options.method, _object(options.params, "--params"))
     state = read_tensors(options.state)
-    inputs, note = _calibration(options.calibration, task, options.samples)
+    if options.samples < 1:
+        raise ConfigError("--samples", [f"{options.samples}, expected at least 1"])
+    sources = options.calibration
     return bundle(
         model_from_state(method, task, state),
         method,
         task,
-        inputs,
+        domains_of(sources, task) if sources else synthetic_inputs(task, options.samples),
         options.out,
         name=options.name or options.state.stem,
         global_head=method.global_head(state),
         exporter=options.exporter,
         int8=not options.no_int8,
-        norm_note=note,
     )
 
 
@@ -113,18 +113,6 @@ def _object(text: str, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(where, [f"is {type(content).__name__}, expected a JSON object"])
     return content
-
-
-def _calibration(source: str, task: Task, count: int) -> tuple[np.ndarray, str]:
-    """Calibration inputs, and a note where they are not real."""
-    if count < 1:
-        raise ConfigError("--samples", [f"{count}, expected at least 1"])
-    if source == _SYNTHETIC:
-        return synthetic_inputs(task, count), f"int8 ranges from {count} synthetic inputs drawn from N(0, 1)"
-    inputs = data.load(source, task.input).inputs
-    # Evenly spread: sources list one class after the other.
-    chosen = np.linspace(0, len(inputs) - 1, min(count, len(inputs))).astype(np.int64)
-    return inputs[chosen], ""
 
 
 if __name__ == "__main__":

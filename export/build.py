@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -18,16 +18,21 @@ from torch import nn
 
 import edge_agent
 from edge_agent import self_test
-from edge_agent.bundle import EncoderPrecision, HeadCard, Manifest, pack
+from edge_agent.bundle import DomainAnswers, EncoderPrecision, HeadCard, Manifest, Quantization, pack
+from edge_agent.data import Samples
+from edge_agent.encoder import Encoder
 from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
 from edge_agent.task import State, Task, Tensors
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
+from edge_agent.variants import timed
 from edge_agent.wire.tensors import encode
 
 from .batch_norm import PROBE_FILE, Adaptable, adaptable
-from .encoder import MAX_WEIGHT, MIN_COSINE, Exporter, largest_weight, to_int8, to_onnx
-from .parity import Gate, graph_gates, mean_cosine, parity_gate, run
+from .domains import chosen, compared, objection, range_inputs
+from .encoder import Exporter, to_onnx
+from .parity import Gate, graph_gates, mean_cosine, parity_gate, run, session
+from .quantize import MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +55,7 @@ def bundle(
     model: Parts,
     method: Method,
     task: Task,
-    calibration: np.ndarray,
+    calibration: np.ndarray | Mapping[str, Samples],
     out: Path,
     *,
     name: str,
@@ -61,23 +66,23 @@ def bundle(
     norm_note: str = "",
     own_norm: bool = True,
 ) -> Report:
-    """The bundle of ``model``'s encoder, written to ``out``; ``calibration`` (n, ...) float32: preprocessed inputs.
+    """The bundle of ``model``'s encoder, written to ``out``.
 
-    An int8 variant whose features differ too much is left out; the report has the reason. The encoder runs in eval
-    mode: its running statistics are those that devices get. Where the method allows it and ``own_norm`` asks for it,
-    the bundle has what a device needs to estimate them on its own inputs: then batch norm is not folded and exporter
-    ``auto`` is ``legacy``. ``created``: ISO 8601 UTC; default: now.
+    ``calibration``: labelled samples by domain, from which the int8 ranges are taken in equal parts, and on which heads
+    compare int8 with fp32, each domain by ranges of the others; or inputs (n, ...) float32, preprocessed, without
+    labels, and nothing is compared. An int8 variant whose features differ too much, or whose heads lose more than half
+    a point beyond noise, is left out; the report has the reason. The encoder runs in eval mode: its running statistics
+    are those that devices get. Where the method allows it and ``own_norm`` asks for it, the bundle has what a device
+    needs to estimate them on its own inputs: then batch norm is not folded and exporter ``auto`` is ``legacy``.
+    ``created``: ISO 8601 UTC; default: now.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
         MissingCapability: onnx or onnxruntime is not installed.
     """
-    inputs = np.ascontiguousarray(calibration, dtype=np.float32)
-    if inputs.shape[1:] != task.input_shape or not len(inputs) or not np.isfinite(inputs).all():
-        expected = f"finite [n, {', '.join(map(str, task.input_shape))}] with n >= 1"
-        raise ExportRejected(
-            f"calibration inputs are {list(inputs.shape)}, expected {expected}; give preprocessed inputs of this task"
-        )
+    domains = {} if isinstance(calibration, np.ndarray) else chosen(calibration)
+    observed = {"": calibration} if isinstance(calibration, np.ndarray) else range_inputs(domains)
+    inputs = _checked(observed, task)
     encoder, seconds = model.part("encoder"), dict[str, float]()
     with _timed(seconds, "onnx"):
         free = _free_norm(encoder, task) if own_norm and method.own_norm and exporter != "dynamo" else None
@@ -89,20 +94,21 @@ def bundle(
         gates.append(gate)
         _check_passed(gates, task)
     graphs: dict[EncoderPrecision, bytes] = {"fp32": exported.model}
-    int8_note = "" if int8 else "not asked for"
+    quantization, int8_note = None, "not asked for"
     if int8:  # without this variant a device uses fp32
         with _timed(seconds, "int8"):
-            try:
-                quantized = to_int8(exported.model, inputs)
-            except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
-                int8_note = f"left out: the quantizer failed: {error}"
-            else:
-                gate, cosine = _int8_gate(quantized, exported.model, task, inputs)
-                gates.append(gate)
-                if gate.passed:
-                    graphs["int8"], parity = quantized, parity.model_copy(update={"int8_cosine": min(cosine, 1.0)})
-                else:
-                    int8_note = f"left out: {gate.detail}"
+            variant = _Int8.of(exported.model, task, inputs, observed, domains)
+            gates += variant.gates
+            if variant.graph is not None:
+                graphs["int8"] = variant.graph
+            int8_note = variant.note
+            parity = parity.model_copy(update={"int8_cosine": variant.cosine})
+            quantization = Quantization(
+                ranges=_origin(observed),
+                held_out=variant.answers,
+                note=(int8_note or variant.not_measured)[:2000],
+                latency_ms=_latencies(graphs, inputs, feature_dim(encoder)),
+            )
     with _timed(seconds, "pack"):
         files: dict[str, bytes | Path] = {_GRAPHS[precision]: graph for precision, graph in graphs.items()}
         head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")} if global_head else None
@@ -128,6 +134,7 @@ def bundle(
             "exporter": exported.exporter,
             "parity": parity.model_dump(mode="json"),
             "calibration_sha256": _digest(inputs) if "int8" in graphs else None,
+            "quantization": quantization,
             "golden": _GOLDEN,
             "global_head": None if head is None else _HEAD,
             "heads": {kind: _card(method, kind) for kind in method.heads},
@@ -191,6 +198,77 @@ def _check_passed(gates: Sequence[Gate], task: Task) -> None:
         raise ExportRejected(f"encoder '{task.encoder}': {len(failed)} gate(s) failed; nothing was written\n{lines}")
 
 
+def _checked(observed: Mapping[str, np.ndarray], task: Task) -> np.ndarray:
+    """The calibration inputs of all domains, in one array.
+
+    Raises:
+        ExportRejected: they are not inputs of this task.
+    """
+    for name, array in observed.items():
+        if array.shape[1:] != task.input_shape or not len(array) or not np.isfinite(array).all():
+            expected = f"finite [n, {', '.join(map(str, task.input_shape))}] with n >= 1"
+            raise ExportRejected(
+                f"calibration inputs{f' of {name}' if name else ''} are {list(array.shape)}, expected {expected}; "
+                "give preprocessed inputs of this task"
+            )
+    if not observed:
+        raise ExportRejected("calibration has no domain; give samples of one at least, or inputs without labels")
+    return np.ascontiguousarray(np.concatenate([*observed.values()]), dtype=np.float32)
+
+
+def _origin(observed: Mapping[str, np.ndarray]) -> str:
+    count = sum(map(len, observed.values()))
+    return f"{count} inputs {'without labels' if '' in observed else f'of {len(observed)} domain(s)'}"
+
+
+@dataclass(frozen=True)
+class _Int8:
+    """The int8 variant, with the gates it went through; ``graph`` is None, and ``note`` says why, where one failed."""
+
+    graph: bytes | None
+    gates: tuple[Gate, ...]
+    cosine: float | None
+    answers: Mapping[str, DomainAnswers]
+    note: str
+
+    @classmethod
+    def of(
+        cls,
+        model: bytes,
+        task: Task,
+        inputs: np.ndarray,
+        observed: Mapping[str, np.ndarray],
+        domains: Mapping[str, Samples],
+    ) -> _Int8:
+        """That of the fp32 graph ``model``, by ranges of the ``observed`` inputs of each domain."""
+        try:
+            quantizer = Quantizer(model)
+            ranges = {name: quantizer.ranges(array) for name, array in observed.items()}
+            graph = quantizer.int8(common([*ranges.values()]))
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+            return cls(None, (), None, {}, f"left out: the quantizer failed: {error}")
+        gate, cosine = _int8_gate(graph, model, task, inputs)
+        if not gate.passed:
+            return cls(None, (gate,), min(cosine, 1.0), {}, f"left out: {gate.detail}")
+        answers = compared(quantizer, model, domains, ranges)
+        if not answers:
+            return cls(graph, (gate,), min(cosine, 1.0), {}, "")
+        loses = objection(answers)
+        total = sum(one.support for one in answers.values())
+        accuracy = Gate("int8 accuracy", not loses, loses or f"no loss beyond noise on {total} held-out answers")
+        note = f"left out: {loses}" if loses else ""
+        return cls(None if loses else graph, (gate, accuracy), min(cosine, 1.0), answers, note)
+
+    @property
+    def not_measured(self) -> str:
+        """Why no accuracies were compared; empty where they were."""
+        if self.answers:
+            return ""
+        return (
+            "accuracies not measured: labelled samples of two domains or more are needed; each device compares its own"
+        )
+
+
 def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -> tuple[Gate, float]:
     """Whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
     failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(quantized, task) if not gate.passed]
@@ -199,6 +277,29 @@ def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -
     cosine = mean_cosine(run(quantized, inputs), run(model, inputs)) if not failed else 0.0
     detail = "; ".join(failed) or f"mean cosine to fp32 {cosine:.4f}, at least {MIN_COSINE} is required"
     return Gate("int8", not failed and cosine >= MIN_COSINE, detail), cosine
+
+
+def _latencies(
+    graphs: Mapping[EncoderPrecision, bytes], inputs: np.ndarray, size: int
+) -> dict[EncoderPrecision, float]:
+    """Milliseconds of one input in each precision, on one thread of this machine, in batches as on devices."""
+    encoders: dict[str, Encoder] = {}
+    for precision, graph in graphs.items():
+        opened = session(graph)
+        encoders[precision] = Encoder(
+            opened,
+            opened.get_inputs()[0].name,
+            inputs.shape[1:],
+            size,
+            precision,
+            "",
+            ("CPUExecutionProvider",),
+            "onnx",
+        )
+    if "int8" not in encoders:
+        return {}
+    timing, batch = timed(encoders, time.thread_time), encoders["fp32"].batch_size
+    return {"fp32": round(timing.fp32_ms / batch, 4), "int8": round(timing.int8_ms / batch, 4)}
 
 
 def _card(method: Method, head: str) -> dict[str, object]:

@@ -1,11 +1,4 @@
-"""A trained encoder as an ONNX graph, and its int8 variant: one float input, one output ``features``, any batch size.
-
-The int8 variant is static, QDQ, per channel, with unsigned activations and signed weights (U8S8). Weights use 7 of
-their 8 bits, -64..64. x86-64 without VNNI adds two products of an activation and a weight in 16 bits with saturation:
-2 * 255 * 127 = 64,770 is above the 32,767 that fit, 2 * 255 * 64 = 32,640 is not. So no processor can saturate, and
-x86-64 with and without VNNI and ARM compute the same sums. Signed activations gave other bits on ARM; dynamic
-quantization is several times slower than fp32 on convolutions. Neither is offered.
-"""
+"""A trained encoder as an ONNX graph: one float input, one output ``features``, any batch size."""
 
 from __future__ import annotations
 
@@ -13,30 +6,20 @@ import copy
 import importlib.util
 import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.encoder import onnxruntime
 from edge_agent.errors import ExportRejected, MissingCapability
 from edge_agent.task import Task
 
 Exporter = Literal["dynamo", "legacy"]
 _OPSET: dict[Exporter, int] = {"dynamo": 18, "legacy": 17}
-
-MIN_COSINE = 0.99
-"""Lowest mean cosine between int8 and fp32 features; the encoders that were measured have 0.994 and more."""
-
-MAX_WEIGHT = 64
-"""Largest absolute int8 weight: two products with unsigned 8-bit activations fit into 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ def to_onnx(
         "opset_version": _OPSET[chosen],
     }
     try:
-        with _quiet("torch.onnx"), torch.no_grad():
+        with quiet("torch.onnx"), torch.no_grad():
             if chosen == "dynamo":
                 shapes = ({0: torch.export.Dim("batch")},)
                 program: Any = torch.onnx.export(
@@ -118,53 +101,8 @@ def strip_opsets(model: bytes) -> bytes:
     return bytes(graph.SerializeToString(deterministic=True))
 
 
-def to_int8(model: bytes, inputs: np.ndarray) -> bytes:
-    """The quantized graph, with ranges observed on calibration ``inputs`` (n, ...) float32; 128 of them suffice."""
-    onnxruntime()  # first, so that telemetry is off before the package below is imported
-    import onnx
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    name = onnx.load_from_string(model).graph.input[0].name
-    with tempfile.TemporaryDirectory() as folder, _quiet(None):
-        source, prepared, result = (Path(folder) / name for name in ("fp32.onnx", "prepared.onnx", "int8.onnx"))
-        source.write_bytes(model)
-        quant_pre_process(str(source), str(prepared))
-        quantize_static(
-            str(prepared),
-            str(result),
-            _Batches(name, inputs),
-            quant_format=QuantFormat.QDQ,
-            per_channel=True,
-            reduce_range=True,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-        )
-        return strip_opsets(result.read_bytes())
-
-
-class _Batches:
-    """Calibration inputs, a batch at a time: what ONNX Runtime calls a ``CalibrationDataReader``."""
-
-    def __init__(self, name: str, inputs: np.ndarray, batch: int = 16) -> None:
-        self._batches = ({name: inputs[i : i + batch]} for i in range(0, len(inputs), batch))
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        """The next batch, or None at the end."""
-        return next(self._batches, None)
-
-
-def largest_weight(model: bytes) -> int:
-    """Largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
-    import onnx
-
-    weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == 3]
-    arrays = [onnx.numpy_helper.to_array(tensor).astype(np.int64) for tensor in weights]
-    return max((int(np.abs(array).max(initial=0)) for array in arrays), default=0)
-
-
 @contextmanager
-def _quiet(logger_name: str | None) -> Iterator[None]:
+def quiet(logger_name: str | None) -> Iterator[None]:
     """Without what exporters log and warn about their own internals; the checks afterwards decide."""
     logger = logging.getLogger(logger_name)
     level = logger.level

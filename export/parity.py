@@ -16,15 +16,20 @@ from edge_agent.task import Task
 from edge_agent.training.loops import evaluate
 
 
-def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
-    """Features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
+def session(model: bytes) -> Any:
+    """ONNX Runtime's session of a graph on one thread."""
     module = onnxruntime()
     options = module.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    session = module.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return np.concatenate([session.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)])
+    return module.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
+    """Features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
+    opened = session(model)
+    name = opened.get_inputs()[0].name
+    return np.concatenate([opened.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)])
 
 
 BATCHES = (1, 2, 7)

@@ -142,7 +142,7 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
         "round": {"quorum": 1.0, "deadline_s": 300.0},
         "evaluate_every": EVALUATE_EVERY,
         # The older exporter takes 0.2 s for this encoder where the newer takes 7; the gates are the same.
-        "export": {"exporter": "legacy", "calibration": f"digits:{TRAIN_STYLES[0]}?n=128"},
+        "export": {"exporter": "legacy", "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES]},
     }
     return parse(CoordinatorConfig, raw, where="the demo's configuration")
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edge_agent.bundle import variant_figures
+from edge_agent.cli import output
 from edge_agent.storage import write_tensors
 
 from ..api import TrainedModel, export_run
-from ..config import DEFAULT_CONFIG, ExportConfig, load_config
+from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..state.journal import RunRecord
 from .options import Config, Json, State
 from .output import console, present, ready_for, set_up_logging, table, text
@@ -25,8 +27,12 @@ Out = Annotated[
     Path, typer.Option("--out", "-o", help="Bundle file to write; *.safetensors: the encoder's weights alone.")
 ]
 Calibration = Annotated[
-    str | None,
-    typer.Option("--calibration", help="Data source of inputs that set the int8 ranges; default: the configuration's."),
+    list[str] | None,
+    typer.Option(
+        "--calibration",
+        help="Labelled data source that int8 takes its ranges from and is compared on; once for each domain. Default: "
+        "the configuration's and hosted clients, or all clients of a simulation.",
+    ),
 ]
 
 
@@ -48,19 +54,24 @@ def export(
     """
     set_up_logging(quiet=True)
     if config is None and state is not None and not DEFAULT_CONFIG.exists():
-        folder, settings = state, ExportConfig()
+        folder, settings, hosted = state, ExportConfig(), tuple[HostedConfig, ...]()
     else:
         loaded = load_config(config, state)
-        folder, settings = loaded.state, loaded.export
+        folder, settings, hosted = loaded.state, loaded.export, loaded.hosted
     ready_for(out)
     if out.suffix == ".safetensors":
         title, result = "weights", _write_weights(TrainedModel.of(folder, run), out)
     else:
         busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
         with busy:
-            title, result = "exported", _exported(*export_run(folder, out, settings, run=run, calibration=calibration))
-    rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in result.items()]
-    present(result, [table(title, ("what", "value"), rows, left=2)], as_json=as_json)
+            made = export_run(folder, out, settings, run=run, calibration=calibration or (), hosted=hosted)
+            title, result = "exported", _exported(*made)
+    shown = {name: value for name, value in result.items() if name != "figures"}
+    rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in shown.items()]
+    tables = [table(title, ("what", "value"), rows, left=2)]
+    if "figures" in result:
+        tables.append(table("variants", ("variant or domain", "figures"), output.variants(result["figures"]), left=2))
+    present(result, tables, as_json=as_json)
 
 
 def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
@@ -93,6 +104,7 @@ def _exported(report: Report, record: RunRecord) -> dict[str, Any]:
         "parity_max_abs": manifest.parity.max_abs,
         "int8_cosine": manifest.parity.int8_cosine,
         "int8_note": report.int8_note,
+        "figures": variant_figures(manifest),
         "heads": {name: card.exactness for name, card in manifest.heads.items()},
         "seconds": report.seconds,
     }

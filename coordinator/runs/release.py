@@ -21,6 +21,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
 from ..state.journal import Entry, Journal
 from ..state.store import StateFolder, prune_blobs
+from .calibration import own_domains
 from .context import Run, Steps, Waiting, computed
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPORT_LIMIT_S = 900.0
-CALIBRATION_INPUTS = 128
 RELEASE_DEADLINE_S = 180.0
 """How long a run waits for head-tier devices to refit their heads; later ones get the release when they connect."""
 
@@ -176,21 +176,16 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
     Raises:
         ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
     """
-    from edge_agent import data
     from export import bundle, model_from_state, synthetic_inputs
 
-    config, task = run.context.config.export, run.request.task
-    if config.calibration is None or purpose == "round":
-        calibration = synthetic_inputs(task, seed=run.request.seed)
-    else:
-        result = data.load(config.calibration, task.input, task.class_names, folder=config.folder)
-        calibration = result.inputs[:CALIBRATION_INPUTS]
+    config, hosted, task = run.context.config.export, run.context.config.hosted, run.request.task
+    domains = own_domains(task, config, hosted) if config.int8 and purpose == "release" else {}
     quick = purpose == "round" and config.exporter == "auto"
     return bundle(
         model_from_state(run.method, task, {**run.state, **run.pooled}),
         run.method,
         task,
-        calibration,
+        domains or synthetic_inputs(task, seed=run.request.seed),
         path,
         name=run.id,
         global_head=run.method.global_head(run.state),

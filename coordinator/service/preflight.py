@@ -44,8 +44,8 @@ def checked_method(
     created = list[Method]()
     check(lambda: created.append(methods.create(name, params, paper=paper)))
     check(lambda: models.check(config.task))
-    if source := config.export.calibration:
-        check(lambda: data.check(source, config.export.folder))
+    for source in config.export.calibration:
+        check(functools.partial(data.check, source, config.export.folder))
     mistakes += _unusable_data(config)
     if created:
         method, weights, patience = created[0], config.run.weights, config.export.patience

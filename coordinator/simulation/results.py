@@ -5,22 +5,30 @@ Only seconds and bytes of the round that it was stopped in count what was done s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from edge_agent.data import Samples
 from edge_agent.data.partition import Division
+from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method
 from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names, pooled_norm
+from export.domains import spread_over
 
 from ..report.charts import Series, accuracy_floor, line_chart, standalone
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from .client_tasks import kept_in
+from .datasets import prepare
+from .plan import Plan
 from .setup import CLIENTS, PARTITION, Prepared, planned
+
+log = logging.getLogger(__name__)
 
 SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
@@ -214,3 +222,15 @@ def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task:
         if all(name in personal for name in names):
             statistics.append((float(len(share.train)), {name: personal[name] for name in names}))
     return pooled_norm(statistics) if statistics else {}
+
+
+def training_samples(plan: Plan, folder: Path) -> dict[str, Samples]:
+    """The samples of each client that trained in the simulation in ``folder``, of 64 at most; empty: they are gone."""
+    try:
+        pools, division, _ = prepare(plan, folder / PARTITION)
+    except HeadwaterError as error:
+        log.warning("no_training_samples simulation=%s reason=%s", folder, error)
+        return {}
+    new = plan.new_clients_of(tuple(division.clients))
+    trained = spread_over([name for name in division.clients if name not in new])
+    return {name: pools.rows_of(division.clients[name])[0] for name in trained}

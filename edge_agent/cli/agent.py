@@ -92,6 +92,7 @@ def status(arguments: argparse.Namespace) -> int:
         **{key: reported.get(key) for key in _REPORTED},
         **({} if running else _AT_REST),
         "encoder": None,
+        "figures": None,
         "head": None,
         "metrics": None,
     }
@@ -112,13 +113,14 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
     from ..agent.local_state import ReleaseRecord
-    from ..bundle import current_manifest
+    from ..bundle import current_manifest, variant_figures
 
     result: dict[str, Any] = {}
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
         result["bundle_id"] = manifest.bundle_id
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
+        result["figures"] = variant_figures(manifest)
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if (head.get("variant") or head.get("fingerprint")) not in fingerprints:  # it was fitted for another bundle
             head = {}
@@ -134,6 +136,8 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
+        elif name == "figures":
+            yield from output.variants(value) if value else ()
         elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
         else:

@@ -77,6 +77,7 @@ def fit(arguments: argparse.Namespace) -> int:
       edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
     """
     from .. import heads
+    from ..bundle import variant_figures
     from ..heads import numeric
     from ..personalize import personalize
 
@@ -93,9 +94,9 @@ def fit(arguments: argparse.Namespace) -> int:
         bundle, parts, encoder, _options(arguments, head=arguments.head, params=params, unknown=arguments.unknown)
     )
     result.save(arguments.out)
-    skipped = _skipped(parts)
-    content = {**result.metrics(), "fingerprint": result.fingerprint, "out": str(arguments.out)}
-    content["skipped"] = len(skipped)
+    skipped, figures = _skipped(parts), variant_figures(bundle.manifest)
+    made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
+    content = {**result.metrics(), **made}
     rows = [
         ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
         ("batch norm", _norm_text(result)),
@@ -104,6 +105,7 @@ def fit(arguments: argparse.Namespace) -> int:
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         ("time", f"{result.seconds:.2f} s"),
         ("saved in", arguments.out),
+        *output.variants(figures),
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
@@ -426,7 +428,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
       edge-agent import b.hwb --state /var/lib/headwater
     """
     from ..agent.local_state import ReleaseRecord
-    from ..bundle import current_id, install
+    from ..bundle import current_id, install, variant_figures
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
     check_writable(arguments.state)
@@ -438,6 +440,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         before = current_id(root)
         bundle = install(arguments.bundle, root, check=check)
         declined = record.put_by_hand(bundle.id, before)
+    figures = variant_figures(bundle.manifest)
     content = {
         "name": bundle.manifest.name,
         "method": bundle.manifest.method,
@@ -450,7 +453,8 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         "declines": None if declined is None else declined.source.bundle_id,
     }
     rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants))}
-    return output.result(arguments, content, lambda: output.pairs(rows.items()))
+    shown = [*rows.items(), *output.variants(figures)]
+    return output.result(arguments, {**content, "figures": figures}, lambda: output.pairs(shown))
 
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:

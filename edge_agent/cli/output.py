@@ -54,6 +54,21 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
+def variants(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Rows about the variants of a bundle's encoder, of what `bundle.variant_figures` gives."""
+    rows: list[tuple[str, object]] = []
+    for precision, one in figures["variants"].items():
+        parts = [f"{one['bytes'] / 1e6:.2f} MB"]
+        parts += [] if one["latency_ms"] is None else [f"{one['latency_ms']:.3f} ms per input where exported"]
+        parts += [] if one["accuracy"] is None else [f"{percent(one['accuracy'])} on held-out domains"]
+        parts += [] if one.get("cosine") is None else [f"cosine {one['cosine']:.4f}"]
+        rows.append((precision, ", ".join(parts)))
+    for name, one in figures["domains"].items():
+        of_each = f"fp32 {percent(one['fp32'])}, int8 {percent(one['int8'])} of {one['support']} samples"
+        rows.append((f"on {name}", of_each))
+    return [*rows, ("int8 note", figures["note"])] if figures["note"] else rows
+
+
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
 BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 

@@ -46,7 +46,8 @@ def test_a_checkpoint_becomes_a_bundle(files, capsys):
     assert told["variants"] == {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
     assert manifest.name == "run"
     assert manifest.global_head is not None
-    assert "16 synthetic inputs" in manifest.norm_note
+    assert manifest.quantization.ranges == "16 inputs without labels"
+    assert told["quantization"]["note"].startswith("accuracies not measured")
 
 
 def test_without_json_it_prints_lines_for_people(files, capsys):
@@ -60,12 +61,13 @@ def test_without_json_it_prints_lines_for_people(files, capsys):
 
 def test_calibration_inputs_come_from_a_data_source(files, capsys):
     rng = np.random.default_rng(0)
-    np.savez(files / "own.npz", inputs=rng.integers(0, 255, (30, 8, 8), dtype=np.uint8), labels=np.arange(30) % 3)
+    np.savez(
+        files / "own.npz", inputs=rng.integers(0, 255, (30, 8, 8), dtype=np.uint8), labels=np.array(list("abc" * 10))
+    )
     source = f"npz:{files / 'own.npz'}?inputs=inputs&labels=labels"
     assert main(arguments(files, calibration=source)) == 0, capsys.readouterr().err
     manifest = open_bundle(files / "out.hwb").manifest
-    assert manifest.norm_note == ""
-    assert manifest.calibration_sha256 is not None
+    assert manifest.quantization.ranges == "30 inputs of 1 domain(s)"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ FLOORS = [
     ("L0", r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|(bundle|wire)(\..+)?)"),
     ("L0", r"edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
-    ("L1", r"edge_agent\.(encoder|own_norm|self_test|(heads|data|local)(\..+)?)"),
+    ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
     ("L2", r"edge_agent\..+"),
     ("export", r"export(\..+)?"),
     ("coordinator", r"coordinator(\..+)?"),
@@ -31,7 +31,7 @@ ALSO = {
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
-    r"export\.(parity|encoder)": {"onnxruntime"},
+    r"export\.(parity|quantize)": {"onnxruntime"},
     r"edge_agent\.agent(\..+)?": {"torch"},
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
@@ -143,7 +143,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
     "package, only",
     [
         ("paho", {"edge_agent.wire.mqtt"}),
-        ("onnxruntime", {"edge_agent.encoder", "export.encoder", "export.parity"}),
+        ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
         ("ray", {"coordinator.simulation.engines.base"}),
     ],

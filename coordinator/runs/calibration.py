@@ -1,0 +1,39 @@
+"""Samples that the coordinator has, by domain: int8 takes its ranges from them, and is compared with fp32 on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from edge_agent.data.partition import own_samples
+from edge_agent.errors import HeadwaterError
+
+from ..config import ExportConfig, HostedConfig
+
+if TYPE_CHECKING:
+    from edge_agent.data import Samples
+    from edge_agent.task import Task
+
+log = logging.getLogger(__name__)
+
+
+def own_domains(task: Task, export: ExportConfig, hosted: Sequence[HostedConfig]) -> dict[str, Samples]:
+    """Those of ``export.calibration``, and the training samples of hosted clients; empty where there are neither.
+
+    A hosted client whose data cannot be read is passed over: no run fails for that.
+
+    Raises:
+        HeadwaterError: a source of ``export.calibration`` cannot be read.
+    """
+    from export import domains_of
+    from export.domains import spread_over
+
+    result = domains_of(export.calibration, task, export.folder)
+    clients = {client.id: client for client in hosted}
+    for name in spread_over([*clients]):
+        try:
+            result[name] = own_samples(clients[name].data, name, task.input, task.class_names)[0]
+        except HeadwaterError as error:
+            log.warning("no_calibration_data client=%s reason=%s", name, error)
+    return {name: samples for name, samples in result.items() if len(samples)}

@@ -1,0 +1,116 @@
+"""Samples by domain, from which int8 takes its ranges, and what it costs a domain that had no part in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from edge_agent import data
+from edge_agent.bundle import DomainAnswers
+from edge_agent.data import Samples
+from edge_agent.task import Task
+from edge_agent.variants import MOST_LOSS, refitted_answers
+
+from .parity import run
+from .quantize import Quantizer, Ranges, common
+
+RANGE_INPUTS, LEAST_RANGE_INPUTS = 128, 8
+"""Inputs from which ranges are taken, over all domains, and the least of one domain."""
+
+_DOMAINS, _TURNS, _ANSWERS = 64, 8, 1600
+"""Most domains; times that int8 is made without some of them; and most answers to compare, over all domains."""
+
+_LEAST_SAMPLES = 20
+"""Samples of a domain below which a head fitted on them says nothing."""
+
+
+def domains_of(sources: Sequence[str], task: Task, folder: Path | None = None) -> dict[str, Samples]:
+    """Samples of data sources by domain: a source of several domains or people gives one for each of them.
+
+    A relative path counts from ``folder``. Names are those of domains, people or files, without the path to them.
+
+    Raises:
+        HeadwaterError: as `edge_agent.data.load`.
+    """
+    parts: list[tuple[str, str]] = []
+    for source in sources:
+        people = {str(number): one for number, one in data.subjects(source, folder=folder).items()}
+        inside = data.domains(source, folder=folder) or people
+        kind, where, _ = data.location(source, folder)
+        parts += inside.items() if inside else [(Path(where).name or kind, source)]
+    names = [name for name, _ in parts]
+    return {
+        (name if names.count(name) == 1 else f"{name} {number}")[:64]: data.load(
+            source, task.input, task.class_names, folder=folder
+        )
+        for number, (name, source) in enumerate(parts)
+    }
+
+
+def chosen(domains: Mapping[str, Samples]) -> dict[str, Samples]:
+    """As many domains as are looked at, and of each as many samples, evenly spread: sources list class after class."""
+    names = spread_over([*domains])
+    most = max(_ANSWERS // max(len(names), 1), RANGE_INPUTS)
+    return {name: domains[name].take(_spread(len(domains[name]), most)).ready() for name in names}
+
+
+def spread_over(names: Sequence[str]) -> list[str]:
+    """At most 64 of these domains, evenly spread."""
+    return [names[row] for row in _spread(len(names), _DOMAINS)]
+
+
+def range_inputs(domains: Mapping[str, Samples]) -> dict[str, np.ndarray]:
+    """The inputs (n, ...) float32 of each domain from which ranges are taken, equally many where there are enough."""
+    most = max(LEAST_RANGE_INPUTS, -(-RANGE_INPUTS // max(len(domains), 1)))
+    return {name: samples.inputs[_spread(len(samples), most)] for name, samples in domains.items()}
+
+
+def compared(
+    quantizer: Quantizer, model: bytes, domains: Mapping[str, Samples], ranges: Mapping[str, Ranges]
+) -> dict[str, DomainAnswers]:
+    """Answers of heads on ``domains``, each with an int8 variant whose ranges are those of the others.
+
+    ``ranges`` are those of domains and clients by name. Domains with fewer than 20 samples, or of one class, answer
+    nothing; the result is empty where none is left to take ranges from.
+    """
+    result: dict[str, DomainAnswers] = {}
+    for turn in _turns([*domains]):
+        others = [own for name, own in ranges.items() if name not in turn]
+        if not others:
+            continue
+        int8 = quantizer.int8(common(others))
+        for name in turn:
+            samples = domains[name]
+            if len(samples) < _LEAST_SAMPLES or len(np.unique(samples.labels)) < 2:
+                continue
+            features = {precision: run(graph, samples.inputs) for precision, graph in (("fp32", model), ("int8", int8))}
+            right = refitted_answers(features, samples)
+            if support := len(right["fp32"]):
+                both = int((right["fp32"] & right["int8"]).sum())
+                counts = {precision: int(answers.sum()) for precision, answers in right.items()}
+                result[name] = DomainAnswers(support=support, both=both, **counts)
+    return result
+
+
+def objection(answers: Mapping[str, DomainAnswers]) -> str:
+    """Why int8 is not worth it: it loses more than noise explains on one domain, or on all together; empty: it is."""
+    total = sum(answers.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
+    lost = [
+        f"{name} {100 * one.loss:.1f} ± {100 * one.noise:.1f} points of {one.support} answers"
+        for name, one in {**answers, **({"all domains": total} if len(answers) > 1 else {})}.items()
+        if one.loss - one.noise > MOST_LOSS
+    ]
+    return f"heads lose more than {MOST_LOSS:.1%} on held-out domains: {'; '.join(lost)}" if lost else ""
+
+
+def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The domains in at most eight parts, each of which is left out once."""
+    for part in range(min(len(names), _TURNS)):
+        yield names[part::_TURNS]
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """At most ``most`` of ``count`` rows, evenly spaced."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))

@@ -1,0 +1,151 @@
+"""The int8 variant of an exported encoder: static, QDQ, per channel, unsigned activations, signed weights (U8S8).
+
+Weights use 7 of their 8 bits, -64..64. x86-64 without VNNI adds two products of an activation and a weight in 16 bits
+with saturation: 2 * 255 * 127 = 64,770 is above the 32,767 that fit, 2 * 255 * 64 = 32,640 is not. So no processor can
+saturate, and x86-64 with and without VNNI and ARM compute the same sums. Signed activations gave other bits on ARM;
+dynamic quantization is several times slower than fp32 on convolutions. Neither is offered.
+
+Features stay float32: what follows the last convolution or linear layer is computed from its unrounded sums. One step
+of 8 bits for all features would be coarser than many of them vary, which a head notices and a mean cosine does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from edge_agent.encoder import onnxruntime
+
+from .encoder import quiet, strip_opsets
+from .parity import session
+
+MIN_COSINE = 0.99
+"""Lowest mean cosine between int8 and fp32 features; it finds a broken variant, accuracies find a poor one."""
+
+MAX_WEIGHT = 64
+"""Largest absolute int8 weight: two products with unsigned 8-bit activations fit into 16 bits."""
+
+Ranges: TypeAlias = Mapping[str, tuple[float, float]]
+"""Smallest and largest value of each tensor between two operators, by its name in the graph."""
+
+_POOLING = {"Flatten", "GlobalAveragePool", "ReduceMean", "Reshape", "Squeeze"}
+_BATCH_VALUES = 1 << 16
+"""Input values of one calibration batch, at most: all tensors of the graph are in memory at once."""
+
+
+class Quantizer:
+    """One fp32 graph: observes the ranges of its activations, and gives its int8 variant for given ranges."""
+
+    def __init__(self, model: bytes) -> None:
+        onnxruntime()  # first, so that telemetry is off before the package below is imported
+        import onnx
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        with tempfile.TemporaryDirectory() as folder, quiet(None):
+            source, prepared = (Path(folder) / name for name in ("fp32.onnx", "prepared.onnx"))
+            source.write_bytes(model)
+            quant_pre_process(str(source), str(prepared))
+            self._graph = onnx.load(str(prepared))
+        graph = self._graph.graph
+        produced = {name for node in graph.node for name in node.output}
+        floats = [value for value in (*graph.value_info, *graph.output) if value.type.tensor_type.elem_type == 1]
+        observed = copy.deepcopy(self._graph)
+        del observed.graph.output[:]
+        observed.graph.output.extend(value for value in floats if value.name in produced)
+        self._session = session(observed.SerializeToString())
+        self._input = graph.input[0].name
+        self._names = [value.name for value in self._session.get_outputs()]
+
+    def values(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
+        """All float tensors of the graph, by name, for a batch of ``inputs`` (n, ...) float32, which is one of them."""
+        return {
+            self._input: inputs,
+            **dict(zip(self._names, self._session.run(None, {self._input: inputs}), strict=True)),
+        }
+
+    def ranges(self, inputs: np.ndarray) -> Ranges:
+        """The ranges of the activations for ``inputs`` (n, ...) float32."""
+        result: dict[str, tuple[float, float]] = {}
+        step = max(1, _BATCH_VALUES // int(np.prod(inputs.shape[1:])))
+        for begin in range(0, len(inputs), step):
+            for name, array in self.values(inputs[begin : begin + step]).items():
+                low, high = result.get(name, (np.inf, -np.inf))
+                result[name] = min(low, float(array.min())), max(high, float(array.max()))
+        return result
+
+    def int8(self, ranges: Ranges) -> bytes:
+        """The quantized graph, whose activations saturate outside ``ranges``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError, NotImplementedError, IndexError: ONNX Runtime's quantizer failed.
+        """
+        from onnxruntime import quantization
+        from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+        from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+        bounds = {
+            name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in ranges.items()
+        }
+        kept, is_linear = self._float_tail()
+        with quiet(None):
+            quantizer = quantization.QDQQuantizer(
+                copy.deepcopy(self._graph),
+                True,  # per channel
+                True,  # weights of 7 bits
+                quantization.QuantType.QInt8,
+                quantization.QuantType.QUInt8,
+                TensorsData(CalibrationMethod.MinMax, bounds),
+                [],
+                kept,
+                sorted({*QLinearOpsRegistry, *QDQRegistry}),
+                {"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"] if is_linear else []},
+            )
+            quantizer.quantize_model()
+            quantizer.model.topological_sort()
+        return strip_opsets(quantizer.model.model.SerializeToString())
+
+    def _float_tail(self) -> tuple[list[str], bool]:
+        """Nodes behind the last layer with weights that are computed in float, and whether that layer is linear.
+
+        An activation right behind a convolution is part of it and stays int8; pooling behind it averages in float.
+        """
+        producers = {name: node for node in self._graph.graph.node for name in node.output}
+        behind = []
+        node = producers.get(self._graph.graph.output[0].name)
+        while node is not None and node.op_type not in {"Conv", "Gemm", "MatMul"} and _inputs(node, producers) == 1:
+            behind.append(node)
+            node = next(producers[name] for name in node.input if name in producers)
+        is_linear = node is not None and node.op_type in {"Gemm", "MatMul"}
+        return [one.name for one in behind if is_linear or one.op_type in _POOLING], is_linear
+
+
+def _inputs(node: Any, producers: Mapping[str, Any]) -> int:
+    return sum(name in producers for name in node.input)
+
+
+def common(each: Sequence[Ranges]) -> Ranges:
+    """One range for each tensor from those of several clients or domains, of which a few may be wrong.
+
+    The widest quarter of them, of three or more at least one, is left out at either end: the largest of the others is
+    the limit. So one client in four cannot widen a range, and what little lies outside of it saturates.
+    """
+    left_out = max(1, len(each) // 4) if len(each) > 2 else 0
+    result = {}
+    for name in each[0]:
+        lows, highs = (np.sort([ranges[name][end] for ranges in each]) for end in (0, 1))
+        result[name] = float(lows[left_out]), float(highs[len(each) - 1 - left_out])
+    return result
+
+
+def largest_weight(model: bytes) -> int:
+    """Largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
+    import onnx
+
+    weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == 3]
+    arrays = [onnx.numpy_helper.to_array(tensor).astype(np.int64) for tensor in weights]
+    return max((int(np.abs(array).max(initial=0)) for array in arrays), default=0)
