@@ -29,6 +29,7 @@ ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
     r"edge_agent\.encoder": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
+    r"edge_agent\.data\.video": {"cv2"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
     r"export\.(parity|quantize)": {"onnxruntime"},
