@@ -199,6 +199,9 @@ class HeadConfig(Frozen):
     local: bool = Field(
         default=True, description="find what this device reaches alone (acc.local), which takes it some seconds"
     )
+    allow_local: bool = Field(
+        default=False, description="use that model, without the encoder, where it is better beyond noise"
+    )
 
     @model_validator(mode="after")
     def _own_norm_is_fp32(self) -> HeadConfig:

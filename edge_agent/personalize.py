@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,8 +30,9 @@ from .heads.base import softmax
 from .heads.numeric import NumericHead
 from .heads.saved import SavedHead, SavedNumeric
 from .local.confidence import Confidence, estimated
+from .local.details import ClassCount, WorstSample, class_counts, worst_samples
 from .local.models import LocalModel, fit_local
-from .local.validation import is_better
+from .local.validation import LearningCurve, is_better, learning_curve
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
@@ -49,7 +51,8 @@ class FitOptions:
     ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
     come divided) and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
-    ``local``: whether to find what the device reaches alone, which takes a second or two.
+    ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
+    model is used where it is better than the head beyond noise. ``progress``: name of a step -> what is told of it.
     """
 
     head: str = "lr"
@@ -57,8 +60,9 @@ class FitOptions:
     seed: int = 0
     cache: Path | None = None
     unknown: float = 0.05
-    progress: Progress | None = None
+    progress: Callable[[str], Progress | None] = lambda _step: None
     local: bool = True
+    allow_local: bool = False
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -137,6 +141,7 @@ class Personalizer:
     ) -> None:
         self.bundle, self.encoder, self.head, self._norm, self._threads = bundle, encoder, head, norm, threads
         self.numeric: SavedNumeric | None = None
+        self.local: LocalModel | None = None
 
     @classmethod
     def open(
@@ -204,12 +209,14 @@ class Personalizer:
         seed: int = 0,
         own_classes: bool = False,
         unknown: float = 0.05,
+        local: bool = False,
     ) -> Personalizer:
         """This object, with a head fitted on all samples that are given.
 
         Of inputs like these the share ``unknown``, 0..1, may be called unknown by `is_unknown`. With ``own_classes`` y
         are names, also of classes that the bundle does not know. Classes are then those of the bundle and the new ones
-        behind them, or the new ones alone where y has none of the bundle's.
+        behind them, or the new ones alone where y has none of the bundle's. With ``local`` the best model without the
+        bundle is fitted, too: `evaluate` compares it, and `use_local` puts it in the head's place.
 
         Raises:
             UnknownName: no such head.
@@ -241,6 +248,19 @@ class Personalizer:
         self.head = SavedHead(
             fitted, encoder.fingerprint, encoder.precision, names, metrics, confidence, norm=encoder.norm
         )
+        self.local = fit_local(samples, len(names), np.random.default_rng(seed)) if local else None
+        return self
+
+    def use_local(self) -> Personalizer:
+        """This object, with the model that ``fit(local=True)`` found in place of the head.
+
+        Raises:
+            UsageError: no such model was fitted.
+        """
+        if self.local is None or self.head is None:
+            raise UsageError("no local model was fitted; fit(..., local=True) finds one")
+        metrics = {"head": self.local.name, "n_train": self.head.metrics["n_train"]}
+        self.head = replace(self.head, head=self.local.head, local=self.local, metrics=metrics, confidence=Confidence())
         return self
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -251,7 +271,7 @@ class Personalizer:
             UsageError: there is neither a head nor a shared classifier.
         """
         samples = self._samples(X, None, self.classes, is_labelled=False)
-        return probabilities(self.bundle, self.head, self.encoder.features(samples.inputs))
+        return probabilities(self.bundle, self.head, saved_features(self.head, self.encoder, samples))
 
     def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
         """Name (n,) of the most probable class of each input, as `predict_proba`; of a numeric head its number (n,)."""
@@ -273,13 +293,16 @@ class Personalizer:
             raise UsageError(
                 "no threshold for unknown inputs; fit a head on at least 1 / unknown - 1 samples, 19 for unknown=0.05"
             )
-        return rule.is_unknown(self.encoder.features(self._samples(X, None, self.classes, is_labelled=False).inputs))
+        samples = self._samples(X, None, self.classes, is_labelled=False)
+        return rule.is_unknown(saved_features(self.head, self.encoder, samples))
 
     def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
 
-        None where there is no head, or no shared classifier that knows the classes. Of a numeric head: its errors, or
-        how well it tells anomalies apart, as `edge_agent.numeric.score_numeric` names them, without baselines.
+        None where there is no head, or no shared classifier that knows the classes. After ``fit(local=True)`` also
+        ``acc.local``, of the model ``self.local``, and ``better_alone``: it beats the head beyond noise (McNemar). Of a
+        numeric head: its errors, or how well it tells anomalies apart, as `edge_agent.numeric.score_numeric` names
+        them, without baselines.
 
         Raises:
             DataError: samples or labels that do not fit the bundle's task.
@@ -289,10 +312,15 @@ class Personalizer:
             return score_numeric(self.numeric.head, samples, self.encoder.features(samples.inputs))
         samples = self._samples(X, y, self.classes)
         features = self.encoder.features(samples.inputs)
-        personal = None
+        right, overall = np.zeros(0, bool), _score_global(self.bundle, features, samples)
         if self.head is not None:
-            personal = accuracy(self.head.head.predict_proba, features, samples.labels)
-        return {"acc.personal": personal, "acc.global": _score_global(self.bundle, features, samples)}
+            rows = features if self.head.local is None else saved_features(self.head, self.encoder, samples)
+            right = self.head.head.predict_proba(rows).argmax(axis=1) == samples.labels
+        local = None if self.local is None else Alone.of(self.local, samples)
+        scores = Scores.of(right if len(right) else None, overall, local)
+        if local is not None:
+            return {**scores.accuracies(), "better_alone": scores.better_alone}
+        return {"acc.personal": scores.personal, "acc.global": overall}
 
     def save(self, path: str | Path) -> Path:
         """Write the head into the folder ``path``, as 'edge-agent fit --out' does; returns its JSON file.
@@ -420,6 +448,11 @@ class Alone:
     model: LocalModel
     right: np.ndarray
 
+    @classmethod
+    def of(cls, model: LocalModel, test: Samples) -> Alone:
+        """The answers of a model to held-out samples."""
+        return cls(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -430,7 +463,9 @@ class Result:
 
     ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
     ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
-    calls unknown; None where it has no rule for that.
+    calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
+    ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
+    the head costs; measured by `evaluate_heads`.
     """
 
     head: Head
@@ -448,12 +483,31 @@ class Result:
     no_global: str | None = None
     confidence: Confidence = field(default_factory=Confidence)
     false_alarms: float | None = None
+    local: LocalModel | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)
+    classes: tuple[ClassCount, ...] = ()
+    worst: tuple[WorstSample, ...] = ()
+    budget: Budget | None = None
+
+    @property
+    def title(self) -> str:
+        """What answers, for people: the head's name, or that of the local model."""
+        return self.head.name if self.local is None else self.local.name
+
+    @property
+    def used_accuracy(self) -> float | None:
+        """Accuracy, 0..1, of what answers: the head, or the local model."""
+        return self.scores.personal if self.local is None else self.scores.local
+
+    def details(self) -> dict[str, Any]:
+        """Counts of the classes and the worst samples, as JSON has them."""
+        return {"per_class": [asdict(one) for one in self.classes], "worst": [asdict(one) for one in self.worst]}
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
         return {
             **self.scores.metrics(),
-            "head": self.head.name,
+            "head": self.title,
             "exactness": self.exactness,
             "precision": self.precision,
             **self.norm_metrics,
@@ -465,21 +519,41 @@ class Result:
             **self.confidence.metrics(),
             "false_alarms": self.false_alarms,
             "seconds": round(self.seconds, 3),
+            **{f"{step}_seconds": round(seconds, 3) for step, seconds in self.steps.items()},
         }
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
-        own = SavedHead(
-            self.head, self.fingerprint, self.precision, self.class_names, self.metrics(), self.confidence, self.norm
-        )
-        return saved.save(folder, own)
+        head, confidence = self.head, self.confidence
+        if self.local is not None:
+            head, confidence = self.local.head, Confidence()
+        bound = self.fingerprint, self.precision, self.class_names
+        return saved.save(folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a head costs a device: peak memory of its fit and its saved size, bytes, and seconds for one answer."""
+
+    fit_bytes: int
+    saved_bytes: int
+    answer_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """The budget by the names of JSON, in MB (10^6 bytes), kB and milliseconds."""
+        return {
+            "fit_mb": round(self.fit_bytes / 1e6, 2),
+            "saved_kb": round(self.saved_bytes / 1e3, 1),
+            "answer_ms": round(1e3 * self.answer_s, 4),
+        }
 
 
 @dataclass(frozen=True)
 class Features:
     """Training and held-out samples with their features, which every head of one bundle is fitted and scored on.
 
-    ``overall`` and ``local`` are the scores that do not depend on the head; see `Scores`.
+    ``overall`` and ``local`` are the scores that do not depend on the head; see `Scores`. ``steps``: seconds of each
+    step that came before.
     """
 
     bundle: Bundle
@@ -491,10 +565,11 @@ class Features:
     test_features: np.ndarray
     overall: float | None
     local: Alone | None
+    steps: Mapping[str, float] = field(default_factory=dict)
 
-    def scores(self, head: Head) -> Scores:
-        """The scores of a head of this bundle."""
-        right = head.predict_proba(self.test_features).argmax(axis=1) == self.test.labels
+    def scores(self, probabilities: np.ndarray) -> Scores:
+        """The scores for a head's ``probabilities`` (n, K) of the held-out samples."""
+        right = probabilities.argmax(axis=1) == self.test.labels
         return Scores.of(right if len(right) else None, self.overall, self.local)
 
 
@@ -510,11 +585,18 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     options = options or FitOptions()
     begin = options.clock()
     features = extract(bundle, samples, encoder, options)
+    fit_begin = options.clock()
     result = _fit_and_score(features, options)
+    fitted = options.clock()
     confidence = _confidence(bundle, result.head, features.train, features.train_features, options)
     unknown = confidence.is_unknown(features.test_features)
     false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
-    return replace(result, confidence=confidence, false_alarms=false_alarms, seconds=options.clock() - begin)
+    steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
+    if options.allow_local and result.scores.better_alone and features.local is not None:
+        result = replace(result, local=features.local.model)
+    return replace(
+        result, confidence=confidence, false_alarms=false_alarms, steps=steps, seconds=options.clock() - begin
+    )
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
@@ -526,15 +608,42 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
     failed: dict[str, str] = {}
     for name in names if names is not None else (features.bundle.manifest.heads or heads.names()):
         options = replace(features.options, head=name, params={})
-        begin = options.clock()
         try:
-            result = _fit_and_score(features, options)
-            results.append(replace(result, seconds=options.clock() - begin))
+            results.append(_measured(features, options))
         except HeadwaterError as error:
             _log.warning("head_not_fitted head=%s reason=%s", name, error)
             failed[name] = str(error)
     results.sort(key=lambda result: -(result.scores.personal or 0.0))
     return results, failed
+
+
+def _measured(features: Features, options: FitOptions) -> Result:
+    """The result of a head with what it costs; memory is what numpy takes, which is nearly all."""
+    tracemalloc.start()
+    try:
+        before, begin = tracemalloc.get_traced_memory()[0], options.clock()
+        result = _fit_and_score(features, options)
+        seconds, peak = options.clock() - begin, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    begin = options.clock()
+    result.head.predict_proba(features.train_features[:256])
+    answer_s = (options.clock() - begin) / min(256, len(features.train_features))
+    size = sum(array.nbytes for array in result.head.arrays.values())
+    return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
+
+
+def curve(features: Features, head: str) -> LearningCurve:
+    """Accuracy of a head by number of samples, cross-validated on the training samples."""
+    options, labels = replace(features.options, head=head, params={}), features.train.labels
+
+    def score(rows: np.ndarray, tested: np.ndarray) -> int:
+        names = features.train.class_names
+        fitted = fit(features.bundle, features.train_features[rows], labels[rows], options, names)
+        answers = fitted.predict_proba(features.train_features[tested]).argmax(axis=1)
+        return int((answers == labels[tested]).sum())
+
+    return learning_curve(score, features.train, np.random.default_rng(options.seed))
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
@@ -545,12 +654,13 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         exactness = card.exactness
     if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
         exactness = "approximate"  # it answers without the shared classifier
+    answers, test = fitted.predict_proba(features.test_features), features.test
     return Result(
         head=fitted,
         fingerprint=encoder.fingerprint,
         precision=encoder.precision,
         class_names=names,
-        scores=features.scores(fitted),
+        scores=features.scores(answers),
         n_train=len(features.train),
         n_test=len(features.test),
         exactness=grade(exactness, encoder.norm),
@@ -558,6 +668,8 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         norm_metrics=norm_metrics(features.bundle, encoder),
         one_class=of_one_class(train, features.test),
         no_global=why_no_global(features.bundle, names),
+        classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
+        worst=tuple(worst_samples(test, answers)),
     )
 
 
@@ -575,9 +687,13 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
     """Training and held-out samples, with features that come from the cache where they were computed before."""
     options = options or FitOptions()
     train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, options.seed)
+    begin = options.clock()
     train_features, test_features = (
-        features_of(part, encoder, options.cache, options.progress) for part in (train, test)
+        features_of(part, encoder, options.cache, options.progress("features")) for part in (train, test)
     )
+    computed, local = options.clock(), None
+    if options.local:
+        local = alone(train, test, len(train.class_names), options.seed, options.progress("local model"))
     return Features(
         bundle,
         encoder,
@@ -587,7 +703,8 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         train_features,
         test_features,
         overall=_score_global(bundle, test_features, test),
-        local=alone(train, test, len(train.class_names), options.seed) if options.local else None,
+        local=local,
+        steps={"features": computed - begin, "local": options.clock() - computed},
     )
 
 
@@ -668,6 +785,19 @@ def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray)
     return softmax(features.astype(np.float64) @ shared["weight"].T + shared["bias"])
 
 
+def saved_features(
+    head: SavedHead | None,
+    encoder: Encoder,
+    samples: Samples,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Features (n, d) float32 that a saved head takes: the encoder's, or those of the local model that it is of."""
+    if head is not None and head.local is not None:
+        return head.local.features(samples.ready().inputs)
+    return features_of(samples, encoder, cache, progress)
+
+
 def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:
     """Class probabilities (n, K) of a head, or of the bundle's shared classifier where there is no head.
 
@@ -695,7 +825,7 @@ def alone(
     if not len(test):
         return None
     model = fit_local(train, num_classes, np.random.default_rng(seed), progress)
-    return Alone(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
+    return Alone.of(model, test)
 
 
 def of_one_class(train: Samples, test: Samples) -> bool:

@@ -19,12 +19,12 @@ from ..bundle import Bundle
 from ..config import AgentConfig
 from ..data import Samples
 from ..data.partition import own_samples
-from ..encoder import Encoder, features_of
+from ..encoder import Encoder
 from ..errors import BundleDamaged, BundleError, HeadwaterError, MissingCapability, StateError
 from ..heads import FitData
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
-from ..personalize import FitOptions, Result, accuracy, load_head, of_one_class, personalize
+from ..personalize import FitOptions, Result, accuracy, load_head, of_one_class, personalize, saved_features
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
@@ -61,7 +61,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         figures = {
             "samples": result.n_train,
             "support": result.n_test,
-            "head": result.head.name,
+            "head": result.title,
             "precision": result.precision,
             "fingerprint": result.fingerprint,
             **result.scores.reported(),
@@ -110,7 +110,7 @@ class _Trial:
         try:
             self.result = result = _refit(self._config, bundle, self._samples)
             before = None if self._old is None else _score(self._config, self._old, self._samples)
-            least, personal = self._config.head.min_gain, result.scores.personal
+            least, personal = self._config.head.min_gain, result.used_accuracy
             if before is not None and (personal or 0.0) < before + least:
                 now = "none" if personal is None else f"{personal:.3f}"
                 raise BundleError(
@@ -148,7 +148,15 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
     norm = "shipped" if encoder.norm is None else "own"
     log.info("encoder_loaded precision=%s norm=%s providers=%s", encoder.precision, norm, ",".join(encoder.providers))
     head = config.head
-    options = FitOptions(head.name, head.params, config.data.seed, features, head.unknown, local=head.local)
+    options = FitOptions(
+        head.name,
+        head.params,
+        config.data.seed,
+        features,
+        head.unknown,
+        local=head.local or head.allow_local,
+        allow_local=head.allow_local,
+    )
     return personalize(bundle, samples, encoder, options)
 
 
@@ -169,7 +177,7 @@ def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
     if (saved.class_names, task.input) != (test.class_names, test.input):
         return None
     encoder = Encoder.open(bundle, saved.precision, config.training.threads, norm=saved.norm)
-    rows = features_of(test, encoder, config.state / "features")
+    rows = saved_features(saved, encoder, test, config.state / "features")
     return accuracy(saved.head.predict_proba, rows, test.labels)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from ..heads.saved import SavedHead, SavedNumeric
     from ..local.confidence import Confidence
     from ..personalize import FitOptions, Result, Scores
+
+_MOST_CLASSES = 20
+"""A table of the classes is printed up to so many; JSON has all of them."""
+
+_CURVE_FITS, _CURVE_BUDGET_S = 8, 20
+"""Fits of all samples that a learning curve costs, and the seconds that it may take."""
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class; without any for 'predict'
@@ -63,6 +70,9 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of inputs like the training samples that may be called unknown, 0: none (default: 0.05)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
+    _add_no_local(parser).add_argument(
+        "--allow-local", action="store_true", help="save the model of acc.local where it is better beyond noise"
+    )
 
 
 def fit(arguments: argparse.Namespace) -> int:
@@ -97,20 +107,25 @@ def fit(arguments: argparse.Namespace) -> int:
     result.save(arguments.out)
     skipped, figures = _skipped(parts), variant_figures(bundle.manifest)
     made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
-    content = {**result.metrics(), **made}
+    intervals = _intervals(result.scores, result.n_test)
+    content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
+    head = f"{result.head.name} ({result.exactness}), {result.precision} features"
     rows = [
-        ("head", f"{result.head.name} ({result.exactness}), {result.precision} features"),
+        ("head", head if result.local is None else f"{result.title}, without the encoder"),
         ("batch norm", _norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
-        *_shown(result.scores),
+        *_shown(result.scores, result.n_test),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
-        ("time", f"{result.seconds:.2f} s"),
+        (
+            "time",
+            f"{', '.join(f'{step} {s:.2f} s' for step, s in result.steps.items())}; {result.seconds:.2f} s in all",
+        ),
         ("saved in", arguments.out),
         *output.variants(figures),
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
-    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *_details(result), *notes])
 
 
 def _norm_text(result: Result) -> str:
@@ -140,11 +155,37 @@ def _confidence_rows(
     return [("calibration", calibration), ("unknown inputs", unknown)]
 
 
-def _shown(scores: Scores) -> Iterator[tuple[str, str]]:
-    """The accuracies, and what ``acc.local`` is of."""
+def _intervals(scores: Scores, count: int) -> dict[str, tuple[float, float] | None]:
+    """95 % interval (Wilson) of each accuracy on ``count`` held-out samples."""
+    from ..local.validation import interval
+
+    shares = scores.accuracies().items()
+    return {name: None if share is None else interval(round(share * count), count) for name, share in shares}
+
+
+def _shown(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
+    """The accuracies with their intervals, and what ``acc.local`` is of."""
+    intervals = _intervals(scores, count)
     for name, share in scores.accuracies().items():
-        model = f" ({scores.local_model})" if name == "acc.local" and scores.local_model else ""
-        yield name, output.percent(share) + model
+        text = output.percent(share)
+        if (ends := intervals[name]) is not None:
+            text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
+        yield name, f"{text}  {scores.local_model}" if name == "acc.local" and scores.local_model else text
+
+
+def _details(result: Result) -> list[str]:
+    """Tables of the classes, where there are not too many, and of the samples that were answered worst."""
+    lines = []
+    if 1 < len(result.classes) <= _MOST_CLASSES:
+        columns = ("class", "to fit", "held out", "right")
+        lines += [
+            "",
+            *output.table(columns, [(one.name, one.train, one.held_out, one.right) for one in result.classes]),
+        ]
+    if result.worst:
+        rows = [(one.sample, one.label, one.answer, output.percent(one.probability)) for one in result.worst]
+        lines += ["", *output.table(("worst samples", "class", "answer", "probability of its class"), rows), ""]
+    return lines
 
 
 def _notes(scores: Scores, *, one_class: bool) -> list[str]:
@@ -187,7 +228,7 @@ def predict(arguments: argparse.Namespace) -> int:
       edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
     """
     from ..heads.saved import is_numeric
-    from ..personalize import load_head, probabilities
+    from ..personalize import load_head, probabilities, saved_features
 
     _check_head(arguments)
     bundle = _bundle(arguments)
@@ -198,7 +239,7 @@ def predict(arguments: argparse.Namespace) -> int:
     class_names = task.class_names if head is None else head.class_names
     samples, names = _inputs(arguments, bundle)
     encoder = _encoder(arguments, bundle, head)
-    features = encoder.features(samples.inputs, output.progress("features"))
+    features = saved_features(head, encoder, samples, progress=output.progress("features"))
     shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
     strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
     rows = [
@@ -226,12 +267,15 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--head", type=Path, metavar="DIR", help="saved head to evaluate")
     which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
+    _add_no_local(parser)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score a saved head on local data, or, without --head, fit and compare the heads that the bundle offers.
 
-    Scores are accuracies on held-out samples, the same samples that 'fit' holds out with the same seed.
+    Scores are accuracies on held-out samples, the same samples that 'fit' holds out with the same seed; beside them the
+    interval in which the accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and
+    how its accuracy grew with the number of samples: have you collected enough?
 
     Example:
       edge-agent evaluate --bundle b.hwb --data images:photos
@@ -255,14 +299,16 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     parts = _parts(arguments, bundle, saved.class_names)
     encoder = _encoder(arguments, bundle, saved)
     features = extract(bundle, parts, encoder, _options(arguments))
-    scores = features.scores(saved.head)
+    rows_of = features.test_features if saved.local is None else saved.local.features(parts[1].ready().inputs)
+    scores = features.scores(saved.head.predict_proba(rows_of))
     count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
     no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
         **scores.metrics(),
-        "head": saved.head.name,
+        "head": saved.title,
         "precision": saved.precision,
         "n_test": count,
+        "intervals": _intervals(scores, count),
         "one_class": one_class,
         "no_global": no_global,
         "skipped": len(skipped),
@@ -271,21 +317,21 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
     error, alarms, drift = None, None, None
     if count >= LEAST_FOR_CALIBRATION:
-        error = calibration_error(saved.predict_proba(features.test_features), parts[1].labels)
+        error = calibration_error(saved.predict_proba(rows_of), parts[1].labels)
     if (rule := saved.confidence.unknown) is not None and count:
-        unknown = int(rule.is_unknown(features.test_features).sum())
+        unknown = int(rule.is_unknown(rows_of).sum())
         alarms, drift = unknown / count, rule.has_drifted(unknown, count)
         notes += [output.drift(unknown, count, rule.rate)] if drift else []
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
-    rows = [("head", f"{saved.head.name}, {saved.precision} features"), ("samples", f"{count} held out")]
-    rows += _shown(scores)
+    of = f"{saved.precision} features" if saved.local is None else "without the encoder"
+    rows = [("head", f"{saved.title}, {of}"), ("samples", f"{count} held out"), *_shown(scores, count)]
     rows += [("calibration error", output.percent(error)), ("called unknown", output.percent(alarms))]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
-    from ..personalize import evaluate_heads, extract
+    from ..personalize import curve, evaluate_heads, extract
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
@@ -293,21 +339,51 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     encoder = _encoder(arguments, bundle, train=parts[0])
     features = extract(bundle, parts, encoder, _options(arguments))
     results, failed = evaluate_heads(features, names)
-    rows = [
-        (result.head.name, output.percent(result.scores.personal), result.exactness, f"{result.seconds:.2f} s")
-        for result in results
-    ]
-    lines = output.table(("head", "acc.personal", "exactness", "fit"), rows)
+    lines = output.table(
+        ("head", "acc.personal", "95 %", "exactness", "fit", "memory", "saved", "answer"),
+        [_costs(result) for result in results],
+    )
+    content: dict[str, Any] = {"heads": [_metrics(result) for result in results], "failed": failed, "curve": None}
     for result in results[:1]:
-        shown = dict(_shown(result.scores))
+        shown = dict(_shown(result.scores, result.n_test))
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
-        lines += ["", f"acc.global {shown['acc.global']}, acc.local {shown['acc.local']}; {counts}"]
+        lines += ["", f"acc.global  {shown['acc.global']}", f"acc.local   {shown['acc.local']}", counts]
+        lines += [f"{step} {seconds:.2f} s" for step, seconds in features.steps.items()]
+        lines += _details(result)
+        if _CURVE_FITS * result.seconds <= _CURVE_BUDGET_S:
+            points = curve(features, result.head.name)
+            content["curve"] = {**asdict(points), "advice": points.advice}
+            rows = [(p.samples, output.percent(p.mean), output.percent(p.spread)) for p in points.points]
+            lines += [*output.table((f"samples ({result.head.name})", "accuracy", "spread"), rows), points.advice]
+        else:
+            lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
         lines += _notes(result.scores, one_class=result.one_class)
         lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     skipped = _skipped(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
-    content = {"heads": [result.metrics() for result in results], "failed": failed, "skipped": len(skipped)}
+    content |= {"skipped": len(skipped), "steps": dict(features.steps)}
     return output.result(arguments, content, lambda: lines)
+
+
+def _metrics(result: Result) -> dict[str, Any]:
+    budget = {} if result.budget is None else result.budget.metrics()
+    return {**result.metrics(), **budget, "intervals": _intervals(result.scores, result.n_test), **result.details()}
+
+
+def _costs(result: Result) -> tuple[str, ...]:
+    """A head in the table of those that are compared."""
+    costs = {} if result.budget is None else result.budget.metrics()
+    ends = _intervals(result.scores, result.n_test)["acc.personal"]
+    return (
+        result.head.name,
+        output.percent(result.scores.personal),
+        "–" if ends is None else f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %",
+        result.exactness,
+        f"{result.seconds:.2f} s",
+        f"{costs['fit_mb']:.1f} MB",
+        f"{costs['saved_kb']:.0f} kB",
+        f"{costs['answer_ms']:.3f} ms",
+    )
 
 
 def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
@@ -324,7 +400,7 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     bundle = _bundle(arguments)
     parts = _numeric_parts(arguments, bundle, head)
     encoder, options = _encoder(arguments, bundle), _options(arguments)
-    features, held_out = (features_of(part, encoder, options.cache, options.progress) for part in parts)
+    features, held_out = (features_of(part, encoder, options.cache, options.progress("features")) for part in parts)
     head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
     scores = score_numeric(head, parts[1], held_out, parts[0])
     seconds = round(time.perf_counter() - begin, 3)
@@ -346,7 +422,7 @@ def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     parts = _numeric_parts(arguments, bundle, saved.head)
     encoder, options = _encoder(arguments, bundle, saved), _options(arguments)
-    held_out = features_of(parts[1], encoder, options.cache, options.progress)
+    held_out = features_of(parts[1], encoder, options.cache, options.progress("features"))
     scores = score_numeric(saved.head, parts[1], held_out, parts[0])
     content = {"head": saved.head.name, "n_test": len(parts[1]), "threshold": saved.head.threshold, **scores}
     return _numeric_scores(arguments, saved, parts, scores, content, [])
@@ -560,6 +636,14 @@ def _add_strict(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--no-local", dest="local", action="store_false", help="do not look for what this device reaches alone"
+    )
+    return group
+
+
 def _cache_of(arguments: argparse.Namespace) -> Path:
     from ..personalize import default_cache
 
@@ -670,5 +754,12 @@ def _encoder(
 def _options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
     from ..personalize import FitOptions
 
-    cache, progress = _cache_of(arguments) / "features", output.progress("features")
-    return FitOptions(seed=arguments.seed, cache=cache, progress=progress, **more)
+    cache, allow_local = _cache_of(arguments) / "features", getattr(arguments, "allow_local", False)
+    return FitOptions(
+        seed=arguments.seed,
+        cache=cache,
+        progress=output.progress,
+        local=arguments.local,
+        allow_local=allow_local,
+        **more,
+    )

@@ -21,9 +21,10 @@ from ..bundle import EncoderPrecision
 from ..config import mistakes_of
 from ..errors import FingerprintMismatch, StateError
 from ..local.confidence import Confidence
+from ..local.models import MAJORITY, LocalModel, candidates
 from ..own_norm import OwnNorm
 from ..storage import write_atomic, write_json
-from ..task import Frozen, Tensors
+from ..task import Frozen, InputSpec, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
 from .base import Head
@@ -33,8 +34,15 @@ SCHEMA: Literal[1] = 1
 CARD = "head.json"
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
-_CONFIDENCE = "confidence."
+_CONFIDENCE, _LOCAL = "confidence.", "local."
 _SHA256 = r"^[0-9a-f]{64}$"
+
+
+class LocalCard(Frozen):
+    """A model that works without the encoder: its name, and the inputs that it takes."""
+
+    name: str = Field(max_length=64)
+    input: InputSpec
 
 
 class SavedCard(Frozen):
@@ -54,11 +62,15 @@ class SavedCard(Frozen):
     metrics: dict[str, float | int | str | None]
     arrays_file: str = Field(pattern=r"^arrays-[0-9a-f]{16}\.safetensors$", description="beside head.json")
     arrays_sha256: str = Field(pattern=_SHA256)
+    local: LocalCard | None = Field(None, description="the model whose features the head takes; none: the encoder's")
 
 
 @dataclass(frozen=True)
 class SavedHead:
-    """A fitted head, and what it is bound to. ``norm``: batch norm of its encoder where that is not the bundle's."""
+    """A fitted head, and what it is bound to. ``norm``: batch norm of its encoder where that is not the bundle's.
+
+    ``local``: a model without the encoder, of which it is the head; it takes that model's features.
+    """
 
     head: Head
     fingerprint: str
@@ -67,6 +79,12 @@ class SavedHead:
     metrics: Mapping[str, float | int | str | None]
     confidence: Confidence = field(default_factory=Confidence)
     norm: OwnNorm | None = None
+    local: LocalModel | None = None
+
+    @property
+    def title(self) -> str:
+        """What answers, for people: the head's name, or that of the model that works without the encoder."""
+        return self.head.name if self.local is None else self.local.name
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
         """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
@@ -95,7 +113,9 @@ def save(folder: Path, saved: SavedHead) -> Path:
         StateError: the head has not been fitted, or its arrays hold NaN or infinity.
     """
     confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
-    return _store(folder, saved, {**saved.head.arrays, **confidence}, saved.class_names, "classes")
+    learned = {} if saved.local is None else {f"{_LOCAL}{name}": arr for name, arr in saved.local.learned.items()}
+    local = None if saved.local is None else LocalCard(name=saved.local.name, input=saved.local.input)
+    return _store(folder, saved, {**saved.head.arrays, **confidence, **learned}, saved.class_names, "classes", local)
 
 
 def save_numeric(folder: Path, saved: SavedNumeric) -> Path:
@@ -109,6 +129,7 @@ def _store(
     arrays: Tensors,
     class_names: tuple[str, ...],
     answers: Literal["classes", "numbers"],
+    local: LocalCard | None = None,
 ) -> Path:
     head = saved.head
     if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
@@ -127,6 +148,7 @@ def _store(
         class_names=class_names,
         feature_dim=head.feature_dim,
         metrics=dict(saved.metrics),
+        local=local,
         arrays_file=f"arrays-{digest[:16]}.safetensors",
         arrays_sha256=digest,
     )
@@ -150,13 +172,14 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         ConfigError: its parameters are not ones of that head.
     """
     card, arrays, norm = _open(folder, fingerprints, "classes")
-    own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_CONFIDENCE)}
-    confidence = Confidence.of({name.removeprefix(_CONFIDENCE): array for name, array in own.items()}, card.feature_dim)
+    confidence = Confidence.of(_taken(arrays, _CONFIDENCE), card.feature_dim)
+    learned = _taken(arrays, _LOCAL)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
     head.load(arrays, len(card.class_names), card.feature_dim)
     _probe(folder, card, head.predict_proba)
-    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm)
+    local = None if card.local is None else _local_model(folder, head, card.local, learned)
+    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm, local)
 
 
 def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
@@ -201,6 +224,23 @@ def _open(
     if norm is not None and norm.fingerprint != card.fingerprint:
         raise StateError(f"{folder}: the batch norm statistics are not those that it was fitted on; fit the head again")
     return card, arrays, norm
+
+
+def _taken(arrays: Tensors, prefix: str) -> Tensors:
+    """The arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
+    return {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
+
+
+def _local_model(folder: Path, head: Head, card: LocalCard, learned: Tensors) -> LocalModel:
+    if card.name != MAJORITY and card.name not in candidates(card.input):
+        known = ", ".join((MAJORITY, *candidates(card.input)))
+        raise StateError(f"{folder}: local model '{card.name}', expected one of {known}; fit it again")
+    result = LocalModel(card.name, head, learned, card.input)
+    try:
+        result.predict_proba(np.zeros((1, *card.input.shape), np.float32))
+    except (ArithmeticError, LookupError, TypeError, ValueError, StateError) as error:
+        raise StateError(f"{folder}: the arrays do not fit '{card.name}' ({error}); fit it again") from error
+    return result
 
 
 def _read_card(path: Path) -> SavedCard:

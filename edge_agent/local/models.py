@@ -89,11 +89,15 @@ class LocalModel:
     input: InputSpec
     cross_validated: Mapping[str, float] = field(default_factory=dict)
 
+    def features(self, inputs: np.ndarray) -> np.ndarray:
+        """Features (n, d) float32, which ``head`` takes, of preprocessed inputs (n, ...) float32."""
+        if self.name == MAJORITY:
+            return np.zeros((len(inputs), 1), np.float32)
+        return _features(candidates(self.input)[self.name], inputs, self.input, self.learned)
+
     def predict_proba(self, inputs: np.ndarray) -> np.ndarray:
         """Probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
-        if self.name == MAJORITY:
-            return self.head.predict_proba(np.zeros((len(inputs), 1), np.float32))
-        return self.head.predict_proba(_features(candidates(self.input)[self.name], inputs, self.input, self.learned))
+        return self.head.predict_proba(self.features(inputs))
 
 
 def fit_local(

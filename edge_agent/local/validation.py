@@ -146,18 +146,21 @@ def learning_curve(
     ``sizes`` are shares of what a fold has to learn from.
     """
     divisions = folds(samples, repeats, rng)
-    accuracies: dict[int, list[float]] = {}
+    smallest = min((len(fold.train) for fold in divisions), default=0)
+    sizes = list({max(2, round(size * smallest)): size for size in sizes}.values())  # those that differ in numbers
+    accuracies: dict[float, list[tuple[int, float]]] = {}  # size -> number of samples and accuracy of each fold
     for fold in divisions:
         order = _stratified_order(samples.labels[fold.train], rng)
         for size in sizes:
             number = max(2, round(size * len(order)))
             rows = fold.train[order[:number]]
             if number <= len(order) and len(np.unique(samples.labels[rows])) > 1:
-                accuracies.setdefault(number, []).append(score(rows, fold.test) / len(fold.test))
+                accuracies.setdefault(size, []).append((number, score(rows, fold.test) / len(fold.test)))
     points = tuple(
-        CurvePoint(number, float(np.mean(values)), float(np.std(values)))
-        for number, values in sorted(accuracies.items())
-        if len(values) == len(divisions)
+        CurvePoint(round(float(np.mean(numbers))), float(np.mean(values)), float(np.std(values)))
+        for _, pairs in sorted(accuracies.items())
+        if len(pairs) == len(divisions)
+        for numbers, values in [zip(*pairs, strict=True)]
     )
     return LearningCurve(points, *extrapolated(points, len(samples)))
 

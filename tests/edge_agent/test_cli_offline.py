@@ -507,3 +507,29 @@ def test_the_default_cache_is_asked_for_only_where_none_was_named(place, capsys,
 
 def nobody_is_at_home():
     raise RuntimeError("Could not determine home directory.")
+
+
+def test_evaluate_says_what_heads_cost_and_whether_more_samples_would_help(place, capsys):
+    found = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "digits?n=300")
+    (best, *_) = found["heads"]
+    size = sum(array.nbytes for array in _arrays(place, best["head"]))
+    assert best["saved_kb"] == pytest.approx(size / 1e3, abs=0.05)
+    assert best["fit_mb"] > best["saved_kb"] / 1e3
+    assert best["answer_ms"] < 100
+    low, high = best["intervals"]["acc.personal"]
+    assert low < best["acc.personal"] <= high
+    assert sum(one["held_out"] for one in best["per_class"]) == best["n_test"]
+    assert sum(one["right"] for one in best["per_class"]) == round(best["acc.personal"] * best["n_test"])
+    points = found["curve"]["points"]
+    assert points[0]["mean"] < points[-1]["mean"]
+    assert points[-1]["samples"] == pytest.approx(best["n_train"] * 2 / 3, abs=2)
+    assert "twice as many samples" in found["curve"]["advice"]
+    assert set(found["steps"]) == {"features", "local"}
+    assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=300"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("(95 %:", "worst samples", "held out", " MB", " kB", " ms", "twice as many"))
+
+
+def _arrays(place, head):
+    assert main(["fit", "--bundle", "b.hwb", "--data", "digits?n=300", "--head", head, "--out", "head"]) == 0
+    return saved.load(place / "head").head.arrays.values()

@@ -50,7 +50,7 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
 
 def test_metrics_carry_their_scope_and_are_shares(ready):
     _, bundle, encoder, samples = ready
-    times = iter([10.0, 12.5])
+    times = iter([10.0, *[11.0] * 6, 12.5])
     result = personalize(bundle, samples, encoder, FitOptions(clock=lambda: next(times)))
     metrics = result.metrics()
     assert {"acc.personal", "acc.global", "acc.local", "n_train", "n_test", "seconds", "head"} <= metrics.keys()
