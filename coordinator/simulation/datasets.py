@@ -259,7 +259,8 @@ def _joined(parts: Sequence[Samples]) -> Samples:
     is_compact = all(samples.inputs.dtype == np.uint8 for samples in parts)
     inputs = np.concatenate([(samples if is_compact else samples.ready()).inputs for samples in parts])
     joined = np.concatenate(groups) if len(groups) == len(parts) else None
-    return Samples(inputs, np.concatenate(labels), names, parts[0].input, joined)
+    are_whole = joined is not None and all(samples.are_whole for samples in parts)
+    return Samples(inputs, np.concatenate(labels), names, parts[0].input, joined, are_whole=are_whole)
 
 
 def _natural_order(name: str) -> tuple[int, str]:

@@ -144,6 +144,9 @@ def _samples(
 ) -> Samples:
     labels, names = _match_names(raw, class_names, source)
     done = _execute(raw, spec, source, compact=compact, strict=strict)
+    used = np.unique(labels[done.rows])
+    if lost := [names[label] for label in np.setdiff1d(np.unique(labels), used)]:
+        _log.warning("class_without_samples source=%s classes=%s: nothing of them can be used", source, _listed(lost))
     labels = labels[done.rows]
     if len(result := np.unique(labels)) == 1:
         _log.warning(

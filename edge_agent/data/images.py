@@ -6,6 +6,7 @@ Options: ``limit`` (at most that many of each class, first by name). Photos are 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..errors import DataError, MissingCapability, cause
 from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow
 
+_log = logging.getLogger(__name__)
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
@@ -90,6 +92,8 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
         return [path for path in visible(folder) if path.name.lower().endswith(suffixes) and path.is_file()][:limit]
 
     held = {folder.name: paths for folder in visible(root) if folder.is_dir() and (paths := files_in(folder))}
+    if empty := [folder.name for folder in visible(root) if folder.is_dir() and folder.name not in held and held]:
+        _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(empty))
     paths = [path for group in held.values() for path in group]
     names = tuple(str(path.relative_to(root)) for path in paths)
     if paths:

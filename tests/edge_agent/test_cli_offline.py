@@ -340,6 +340,26 @@ def test_where_all_files_are_broken_nothing_is_fitted(place, photos, capsys):
     assert (place / "h" / "head.json").read_bytes() == before
 
 
+def test_classes_of_which_nothing_can_be_used_are_named(place, photos, capsys, caplog):
+    (place / "photos" / "3").mkdir()
+    for path in (place / "photos" / "0").glob("*.png"):
+        path.write_bytes(b"no image")
+    assert answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")["one_class"] is True
+    assert "classes=3: no files in them" in caplog.text
+    assert "classes=0: nothing of them can be used" in caplog.text
+
+
+def test_one_sample_is_learned_from_and_nothing_is_claimed(place, photos, capsys):
+    for path in sorted((place / "photos").rglob("*.png"))[1:]:
+        path.unlink()
+    found = answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
+    assert (found["n_train"], found["n_test"], found["acc.personal"], found["one_class"]) == (1, 0, None, True)
+    words = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--head", "mahalanobis", "--param", "normal=0")
+    code = main([*words, "--out", "n"])
+    assert (code, "1 samples to fit a head on; expected at least two" in capsys.readouterr().err) == (2, True)
+    assert not (place / "n" / "head.json").exists()
+
+
 def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
     fit = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
     found = answer(capsys, *fit, "--test", "digits:rendered?n=20&seed=7&classes=0,1")

@@ -14,6 +14,22 @@ from edge_agent import Personalizer, personalize
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
 from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.data.partition import own_samples
+
+
+def test_recordings_are_held_out_whole_in_a_simulation_too(tmp_path):
+    """Two people, each a table of twelve recordings of two activities."""
+    for person in ("ann", "bob"):
+        rows = [f"r{number},{'ab'[number % 2]},{number},{step}" for number in range(12) for step in range(9)]
+        (tmp_path / f"{person}.csv").write_text("\n".join(["r,l,x,y", *rows]))
+    data = tuple(f"csv:{tmp_path / person}.csv?label=l&recording=r" for person in ("ann", "bob"))
+    plan = Plan(data=data, partition="domains", encoder="linear", input={"length": 4, "stride": 2})
+    pools, division, task = datasets.prepare(plan)
+    for source, client in zip(data, division.clients, strict=True):
+        own = own_samples(DataConfig(source=source), client, task.input, task.class_names)
+        for one, other in zip(pools.arrays(division.share(client, "p.json")), own, strict=True):
+            np.testing.assert_array_equal(one.inputs, other.inputs)
+        assert not {*own[0].groups.tolist()} & {*own[1].groups.tolist()}
 
 
 @pytest.mark.parametrize("rule", ["dirichlet", "domains"])

@@ -24,7 +24,11 @@ from .base import NumericData, NumericHead
 class MahalanobisParams(HeadParams):
     """What is normal, and how often a normal input may be called an anomaly."""
 
-    normal: str = Field("normal", description="class of the normal samples; all are where they have no labels")
+    normal: str = Field(
+        "normal",
+        coerce_numbers_to_str=True,  # the command line reads normal=0 as a number
+        description="class of the normal samples; all are where they have no labels",
+    )
     false_alarms: float = Field(0.05, gt=0, lt=1, description="share of normal inputs above the threshold")
 
 
