@@ -377,11 +377,11 @@ def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_messages_are_refused_shortly(payload):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(MessageError) as caught:
         wire.parse_from_agent(payload)
     assert len(str(caught.value)) < 1000
-    assert time.perf_counter() - began < 1  # in truth some milliseconds; a machine may be busy
+    assert time.process_time() - began < 1  # in truth some milliseconds
 
 
 def test_the_largest_message_is_read():
