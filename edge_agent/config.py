@@ -176,7 +176,9 @@ class TrainingConfig(Frozen):
 class HeadConfig(Frozen):
     """The personal head of a head-tier device."""
 
-    name: str = Field("lr", description="a file name in edge_agent/heads")
+    name: str = Field(
+        "auto", description="a file name in edge_agent/heads; auto: the best of them in cross-validation on local data"
+    )
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
     precision: Literal["auto", "fp32", "int8"] = Field(
         "auto", description="auto: int8 where it is faster on this device and as accurate on local data, else fp32"

@@ -25,14 +25,15 @@ from .data import Samples, split
 from .data.partition import own_samples
 from .encoder import Encoder, Progress, features_of
 from .errors import DataError, HeadwaterError, UsageError
-from .heads import FitData, Head, numeric, saved
+from .heads import AUTO, FitData, Head, numeric, saved
 from .heads.base import softmax
 from .heads.numeric import NumericHead
 from .heads.saved import SavedHead, SavedNumeric
+from .local.choice import FOLDS, HeadChoice, candidates, choose, thinned
 from .local.confidence import Confidence, estimated
 from .local.details import ClassCount, WorstSample, class_counts, worst_samples
 from .local.models import LocalModel, fit_local
-from .local.validation import LearningCurve, is_better, learning_curve
+from .local.validation import LearningCurve, folds, is_better, learning_curve
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
@@ -48,8 +49,9 @@ Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 class FitOptions:
     """How a device fits and scores a personal head; one value for the library, the agent and the command line.
 
+    ``head``: its name, or auto for the best in cross-validation on the training samples, which takes no ``params``.
     ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
-    come divided) and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
+    come divided), of folds and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
     ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
     model is used where it is better than the head beyond noise. ``progress``: name of a step -> what is told of it.
@@ -142,6 +144,7 @@ class Personalizer:
         self.bundle, self.encoder, self.head, self._norm, self._threads = bundle, encoder, head, norm, threads
         self.numeric: SavedNumeric | None = None
         self.local: LocalModel | None = None
+        self.choice: HeadChoice | None = None
 
     @classmethod
     def open(
@@ -204,7 +207,7 @@ class Personalizer:
         X: ArrayLike | Samples | str,  # noqa: N803 - as scikit-learn calls it
         y: ArrayLike | None = None,
         *,
-        head: str = "lr",
+        head: str = AUTO,
         params: Mapping[str, Any] | None = None,
         seed: int = 0,
         own_classes: bool = False,
@@ -213,7 +216,8 @@ class Personalizer:
     ) -> Personalizer:
         """This object, with a head fitted on all samples that are given.
 
-        Of inputs like these the share ``unknown``, 0..1, may be called unknown by `is_unknown`. With ``own_classes`` y
+        ``head`` "auto" takes the best one in cross-validation; how all of them fared is in ``choice`` afterwards. Of
+        inputs like these the share ``unknown``, 0..1, may be called unknown by `is_unknown`. With ``own_classes`` y
         are names, also of classes that the bundle does not know. Classes are then those of the bundle and the new ones
         behind them, or the new ones alone where y has none of the bundle's. With ``local`` the best model without the
         bundle is fitted, too: `evaluate` compares it, and `use_local` puts it in the head's place.
@@ -233,7 +237,7 @@ class Personalizer:
                 fitted_numeric, self.encoder.fingerprint, self.encoder.precision, about, self.encoder.norm
             )
             return self
-        heads.create(head, params)  # a misspelt name does not wait for the features
+        heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         names = samples.class_names
@@ -241,9 +245,12 @@ class Personalizer:
         if encoder.precision == "fp32" and (self._norm != "shipped" or encoder.norm is not None):
             encoder = with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
         features = encoder.features(samples.inputs)
+        options, self.choice = best_head(self.bundle, samples, features, options)
         fitted = fit(self.bundle, features, samples.labels, options, names)
         confidence = _confidence(self.bundle, fitted, samples, features, options)
-        metrics = {"head": head, "n_train": len(samples), **norm_metrics(self.bundle, encoder), **confidence.metrics()}
+        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(samples)}
+        metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
+        metrics |= self.choice.metrics() if self.choice is not None else {}
         self.encoder = encoder
         self.head = SavedHead(
             fitted, encoder.fingerprint, encoder.precision, names, metrics, confidence, norm=encoder.norm
@@ -465,7 +472,7 @@ class Result:
     ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
     calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
     ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
-    the head costs; measured by `evaluate_heads`.
+    the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
     """
 
     head: Head
@@ -488,6 +495,7 @@ class Result:
     classes: tuple[ClassCount, ...] = ()
     worst: tuple[WorstSample, ...] = ()
     budget: Budget | None = None
+    choice: HeadChoice | None = None
 
     @property
     def title(self) -> str:
@@ -520,6 +528,7 @@ class Result:
             "false_alarms": self.false_alarms,
             "seconds": round(self.seconds, 3),
             **{f"{step}_seconds": round(seconds, 3) for step, seconds in self.steps.items()},
+            **(self.choice.metrics() if self.choice is not None else {}),
         }
 
     def save(self, folder: Path) -> Path:
@@ -648,6 +657,7 @@ def curve(features: Features, head: str) -> LearningCurve:
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
     names, train, encoder = features.train.class_names, features.train, features.encoder
+    options, choice = best_head(features.bundle, train, features.train_features, options)
     fitted = fit(features.bundle, features.train_features, train.labels, options, names)
     exactness, card = "not stated", features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
@@ -670,6 +680,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         no_global=why_no_global(features.bundle, names),
         classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
         worst=tuple(worst_samples(test, answers)),
+        choice=choice,
     )
 
 
@@ -706,6 +717,27 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         local=local,
         steps={"features": computed - begin, "local": options.clock() - computed},
     )
+
+
+def best_head(
+    bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
+) -> tuple[FitOptions, HeadChoice | None]:
+    """The options with the head that cross-validation chooses, where they say auto; None where a head is named.
+
+    ``features`` (n, d) are those of ``samples``, which are the training samples alone.
+    """
+    if options.head != AUTO:
+        return options, None
+    rng = np.random.default_rng(options.seed)
+    divisions = thinned(samples.labels, folds(samples, FOLDS, rng), rng)
+
+    def fit_rows(name: str, rows: np.ndarray) -> Head:
+        return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
+
+    names = candidates(bundle.manifest.heads)
+    choice = choose(names, fit_rows, features, samples.labels, divisions, clock=options.clock)
+    _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
+    return replace(options, head=choice.name), choice
 
 
 def fit(

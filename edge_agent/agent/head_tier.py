@@ -67,6 +67,8 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
             **result.scores.reported(),
         }
         metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
+        if result.choice is not None:
+            metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
         if not why:
             log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
     about, one_class = message.bundle_id, of_one_class(*samples)

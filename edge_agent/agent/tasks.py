@@ -377,7 +377,7 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     from .. import heads
     from ..data.partition import check_own
 
-    heads.create(config.head.name, config.head.params)
+    heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 
 

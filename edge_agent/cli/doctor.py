@@ -98,7 +98,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
     yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
-    yield attempted("head", lambda: heads.create(head.name, head.params), f"'{head.name}' with its parameters is known")
+    yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
 
 
 def _check_tier(device: Capabilities, tier: str) -> str:

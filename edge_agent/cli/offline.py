@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..encoder import Encoder
     from ..heads.numeric import NumericHead
     from ..heads.saved import SavedHead, SavedNumeric
+    from ..local.choice import HeadChoice
     from ..local.confidence import Confidence
     from ..personalize import FitOptions, Result, Scores
 
@@ -55,9 +56,10 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     _add_data(parser)
     parser.add_argument(
         "--head",
-        default="lr",
+        default="auto",
         metavar="NAME",
-        help="lr, svm, mlp, prototype …; ridge_regression for numbers, mahalanobis for anomalies (default: lr)",
+        help="lr, svm, mlp, prototype …; auto: the best of them (default); ridge_regression for numbers, mahalanobis "
+        "for anomalies",
     )
     parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
@@ -81,6 +83,9 @@ def fit(arguments: argparse.Namespace) -> int:
     The head also learns which inputs are unlike all training samples (unknown), and its probabilities are calibrated by
     cross-validation; both need a number of samples, and where there are fewer that is said.
 
+    Head 'auto' compares heads by cross-validation on the samples to fit, within 5 seconds, and takes the best one; of
+    equally good ones the simplest.
+
     Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local the best
     of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
 
@@ -95,7 +100,7 @@ def fit(arguments: argparse.Namespace) -> int:
     params = _parameters(arguments.param)
     if arguments.head in numeric.names():
         return _fit_numeric(arguments, params)
-    heads.create(arguments.head, params)  # mistakes are found before the features are computed
+    heads.check(arguments.head, params)  # mistakes are found before the features are computed
     check_writable(arguments.out)
     check_writable(_cache_of(arguments))
     bundle = _bundle(arguments)
@@ -125,12 +130,31 @@ def fit(arguments: argparse.Namespace) -> int:
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
+    if result.choice is not None:
+        content["candidates"] = [trial.as_json() for trial in result.choice.trials]
+        notes += ["", *_trials(result.choice)]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *_details(result), *notes])
 
 
 def _norm_text(result: Result) -> str:
     whose = "shipped" if result.norm is None else f"own, {result.norm.share:.0%} of it from {result.norm.inputs} inputs"
     return f"{whose} ({result.norm_metrics['norm_why']})"
+
+
+def _trials(choice: HeadChoice) -> list[str]:
+    """How the heads fared that 'auto' chose from, as a table."""
+    rows = [
+        (
+            trial.name,
+            output.percent(trial.accuracy),
+            "–" if trial.spread is None else f"±{100 * trial.spread:.1f} %",
+            len(trial.right),
+            f"{trial.seconds:.2f} s",
+            trial.dropped or ("taken" if trial.name == choice.name else ""),
+        )
+        for trial in choice.trials
+    ]
+    return output.table(("candidate", "accuracy", "spread", "folds", "time", ""), rows)
 
 
 def _confidence_rows(

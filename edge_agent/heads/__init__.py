@@ -16,7 +16,22 @@ from ..errors import ConfigError, UsageError
 from ..registry import Registry
 from .base import Contribute, FitData, Head, HeadParams
 
-__all__ = ["Contribute", "FitData", "Head", "HeadParams", "contribution", "create", "get", "names", "registry"]
+__all__ = [
+    "AUTO",
+    "Contribute",
+    "FitData",
+    "Head",
+    "HeadParams",
+    "check",
+    "contribution",
+    "create",
+    "get",
+    "names",
+    "registry",
+]
+
+AUTO = "auto"
+"""In the place of a head's name: the best one on the device's samples; see `edge_agent.local.choice`."""
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("numeric", "saved"))
 
@@ -56,6 +71,20 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
         return kind(kind.Params.model_validate(dict(params or {})))
     except ValidationError as error:
         raise ConfigError(f"parameters of head '{name}'", mistakes_of(error, kind.Params)) from error
+
+
+def check(name: str, params: Mapping[str, Any]) -> None:
+    """Find mistakes in a head's name, or `AUTO`, and its parameters before anything is computed.
+
+    Raises:
+        UnknownName: no such head.
+        ConfigError: impossible parameters of that head.
+        UsageError: parameters for auto, which could be those of any head; else as `get`.
+    """
+    if name != AUTO:
+        create(name, params)
+    elif params:
+        raise UsageError(f"head '{AUTO}' takes no parameters, found {', '.join(params)}; name the head they are for")
 
 
 def contribution(method: str) -> Contribute | None:

@@ -1,7 +1,9 @@
 """DualFed on a device: projector and personal classifier, trained on cached features, beside the shared classifier.
 
 Stage one of the method with the encoder frozen: cross entropy plus lambda times the supervised contrastive loss, SGD
-with momentum. Without a shared classifier in the bundle the personal one answers alone.
+with momentum. Stage two trains the shared classifier here, too: as it came, it expects the classes as often as all
+clients have them, and costs a device with other shares of them more than the personal one gains. Without a shared
+classifier in the bundle the personal one answers alone.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from pydantic import Field
 
 from ..task import Tensors
 from . import _layers as layers
-from ._features import ensemble, shared_logits, shared_rows
+from ._features import ensemble, shared_logits
 from .base import FitData, Head, HeadParams
+from .tuned import SHARED_C, shared_rows_tuned
 
 _ROWS = 512
 """Rows that are predicted at once."""
@@ -52,6 +55,7 @@ class DualFedHeadParams(DualFedCommonParams):
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(256, ge=2, description="batch norm needs two")
+    shared_c: float | None = SHARED_C
 
 
 class DualFedHead(Head):
@@ -75,7 +79,7 @@ class DualFedHead(Head):
             smallest=params.smallest_batch,
             suspects={"contrastive_weight (lambda)": params.contrastive_weight, "lr": params.lr},
         )
-        return {**tensors, **shared_rows(data, classes)}
+        return {**tensors, **shared_rows_tuned(data, classes, params.shared_c)}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         rows, arrays = np.ascontiguousarray(features, np.float32), self.arrays

@@ -1,9 +1,10 @@
 """FedPAC's steps on cached features: the statistics, the epoch of the linear classifier, the class means; no torch.
 
-As a personal head: the classifier that came with the bundle, trained on for one epoch. In a round of FedPAC,
-`FedPACHead.contribute` gives what an update carries beside the encoder, so that a device which cannot train an encoder
-takes part
-in the combination of classifiers all the same.
+As a personal head: the classifier that came with the bundle, trained on. A client of a run trains its classifier for
+one epoch in each of many rounds; a new device has one fit, and one epoch of a few steps from a mean of classifiers is
+far from enough. So it is trained until it converges, with a pull to where it starts in the place of few steps. In a
+round of FedPAC, `FedPACHead.contribute` gives what an update carries beside the encoder, with Eq. 6 as it is, so that a
+device which cannot train an encoder takes part in the combination of classifiers all the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import Field
 from ..task import Tensors
 from . import _layers as layers
 from .base import FitData, Head, HeadParams, softmax
+from .tuned import tuned
 
 SETTINGS = {
     "head_epochs": "epochs",
@@ -29,8 +31,14 @@ SETTINGS = {
 
 
 class FedPACHeadParams(HeadParams):
-    """Those of the paper's code for the classifier's own epoch."""
+    """Those of the paper's code for the classifier's own epoch; ``c`` is ours."""
 
+    c: float | None = Field(
+        0.3,
+        gt=0,
+        le=1e6,
+        description="C, inverse strength of the pull to the start, until convergence; none: the epochs of Eq. 6 alone",
+    )
     epochs: int = Field(1, ge=0, le=10_000, description="passes over the local features")
     lr: float = Field(0.1, gt=0, description="eta_g in Eq. 6")
     momentum: float = Field(0.5, ge=0, lt=1)
@@ -46,7 +54,14 @@ class FedPACHead(Head):
     uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        return train(_start(data, {}), data.features, data.labels, self.params, rng)
+        start = _start(data, {})
+        if self.params.c is None:
+            return train(start, data.features, data.labels, self.params, rng)
+        own = {name: np.array(array, np.float32) for name, array in start.items()}
+        moved = tuned(data, {name: array[classes] for name, array in own.items()}, self.params.c)
+        for name, rows in moved.items():
+            own[name][classes] = rows
+        return own
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         logits = features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"]

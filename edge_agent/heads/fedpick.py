@@ -1,8 +1,10 @@
 """FedPick on a device: which cached features matter here is learned together with two local classifiers.
 
-The method's losses with encoder and global classifier frozen; the global classifier, where the bundle has one, is the
-other side of the distillation and of the answer. ``selector = "fisher"`` trains no mask: it keeps the features of
-highest Fisher score and fits a logistic regression on them, the paper's motivating experiment.
+The method's losses with the encoder frozen; the global classifier, where the bundle has one, is the other side of the
+distillation and of the answer. It is trained here first, as clients train it together with the rest: as it came, it
+expects the classes as often as all clients have them, and distillation would pull the local classifier to that.
+``selector = "fisher"`` trains no mask: it keeps the features of highest Fisher score and fits a logistic regression on
+them, the paper's motivating experiment.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from ._features import (
     mistake_of_share,
     normalise,
     shared_logits,
-    shared_rows,
 )
 from .base import FitData, Head, HeadParams
 from .lr import LogisticRegressionParams, fit_logistic
+from .tuned import SHARED_C, shared_rows_tuned
 
 _log = logging.getLogger(__name__)
 _ROWS = 512
@@ -65,6 +67,7 @@ class FedPickHeadParams(FedPickCommonParams):
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     batch_size: int = Field(32, ge=1)
+    shared_c: float | None = SHARED_C
     c: float = Field(1.0, gt=0, le=1e6, description="inverse strength of the L2 penalty; selector fisher")
 
     @property
@@ -81,7 +84,7 @@ class FedPickHead(Head):
     uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        shared = shared_rows(data, classes)
+        shared = shared_rows_tuned(data, classes, self.params.shared_c)
         if self.params.selector == "fisher":
             return {**self._fit_fisher(data, classes), **shared}
         params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)

@@ -36,12 +36,18 @@ class LogisticRegressionHead(NormedHead):
 
 
 def fit_logistic(
-    inputs: np.ndarray, targets: np.ndarray, params: LogisticRegressionParams
+    inputs: np.ndarray, targets: np.ndarray, params: LogisticRegressionParams, towards: Tensors | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k)."""
+    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k).
+
+    With ``towards``, a ``weight`` (k, d) and ``bias`` (k,), the penalty is |W - weight|^2 / (2 C), and the solver
+    starts there.
+    """
     (count, size), classes = inputs.shape, targets.shape[1]
     # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
-    strength = (2.0 if classes == 2 else 1.0) / (params.c * count)
+    strength = (2.0 if classes == 2 and towards is None else 1.0) / (params.c * count)
+    center = np.zeros((classes, size)) if towards is None else towards["weight"].astype(np.float64)
+    bias_start = np.zeros(classes) if towards is None else towards["bias"].astype(np.float64)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
@@ -51,12 +57,13 @@ def fit_logistic(
         chosen = np.einsum("nk,nk->", logits, targets)
         np.exp(logits, out=logits)
         sums = logits.sum(axis=1, keepdims=True)
-        loss = (float(np.log(sums).sum()) - float(chosen)) / count + 0.5 * strength * float(np.vdot(weight, weight))
+        moved = weight - center
+        loss = (float(np.log(sums).sum()) - float(chosen)) / count + 0.5 * strength * float(np.vdot(moved, moved))
         logits /= sums
         logits -= targets
         logits /= count
-        return loss, np.concatenate([(logits.T @ inputs + strength * weight).ravel(), logits.sum(axis=0)])
+        return loss, np.concatenate([(logits.T @ inputs + strength * moved).ravel(), logits.sum(axis=0)])
 
-    start = np.zeros(classes * size + classes)
+    start = np.concatenate([center.ravel(), bias_start])
     solution = minimise(objective, start, max_iterations=params.max_iterations, tolerance=params.tolerance)
     return solution[: classes * size].reshape(classes, size), solution[classes * size :]

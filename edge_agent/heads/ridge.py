@@ -55,14 +55,12 @@ def fit_ridge(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.n
         values = values[known]
         left = rows @ right[:, known] / np.sqrt(values)
     projected, squares = left.T @ wanted, left**2
-    best: tuple[float, float, np.ndarray] | None = None
+    tried: list[tuple[float, float, np.ndarray]] = []
     for penalty in PENALTIES:
         kept = values / (values + penalty)
         leverage = 1 / len(rows) + squares @ kept
         errors = (wanted - left @ (kept[:, None] * projected)) / np.maximum(1 - leverage, 1e-9)[:, None]
-        loss = float((errors**2).mean())
-        if best is None or loss < best[0]:
-            best = loss, penalty, targets - errors
-    assert best is not None  # noqa: S101 - for mypy: PENALTIES is not empty
-    weight = (rows.T @ (left @ (projected / (values + best[1])[:, None]))).T
-    return weight, middle - weight @ center, best[2]
+        tried.append((float((errors**2).mean()), penalty, errors))
+    _, penalty, errors = min(tried, key=lambda one: one[0])
+    weight = (rows.T @ (left @ (projected / (values + penalty)[:, None]))).T
+    return weight, middle - weight @ center, targets - errors

@@ -52,9 +52,27 @@ def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
     for head in ("svm", "mlp", "prototype"):
         assert answer(capsys, *FIT, "--head", head)["acc.personal"] > 0.6
         assert saved.load(place / "head").head.name == head
-    answer(capsys, *FIT, "--param", "c=0.25", "--param", "feature_norm=l2")
+    answer(capsys, *FIT, "--head", "lr", "--param", "c=0.25", "--param", "feature_norm=l2")
     params = saved.load(place / "head").head.params
     assert (params.c, params.feature_norm) == (0.25, "l2")
+
+
+def test_the_best_head_is_chosen_by_default_and_how_all_of_them_fared_is_shown(place, capsys):
+    fitted = answer(capsys, *FIT)
+    rows = fitted["candidates"]
+    assert rows[0]["head"] == fitted["head"] == saved.load(place / "head").head.name
+    assert fitted[f"cv.{fitted['head']}"] == pytest.approx(rows[0]["accuracy"], abs=1e-4)
+    assert {row["head"] for row in rows} >= {"shared_classifier", "prototype", "tuned", "ridge", "lr", "svm", "knn"}
+    assert saved.load(place / "head").metrics["choice"] == fitted["choice"]
+    # The figures are of the samples to fit alone: the accuracy on held-out ones is another number, near to it.
+    assert rows[0]["low"] - 0.1 < fitted["acc.personal"] < rows[0]["high"] + 0.1
+    assert main([*FIT]) == 0
+    text = capsys.readouterr().out
+    assert "candidate" in text
+    assert "taken" in text
+    assert "±" in text
+    assert main([*FIT, "--param", "c=0.25"]) == 2
+    assert "head 'auto' takes no parameters, found c; name the head" in capsys.readouterr().err
 
 
 @pytest.fixture

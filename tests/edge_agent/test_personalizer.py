@@ -83,7 +83,7 @@ def test_probabilities_are_calibrated_from_fifty_samples_on(opened):
     """Labels that are noise half of the time: out of fold no answer deserves more than about two thirds."""
     rng, (inputs, labels) = np.random.default_rng(0), samples()
     noisy = np.where(rng.random(60) < 0.5, rng.integers(0, 3, 60), labels)
-    opened.fit(inputs, noisy, params={"c": 100.0})
+    opened.fit(inputs, noisy, head="lr", params={"c": 100.0})
     known = opened.head.confidence.calibration
     raw = opened.head.head.predict_proba(opened.encoder.features(opened._samples(inputs, noisy, opened.classes).inputs))
     assert known.temperature > 1.5
@@ -107,6 +107,15 @@ def test_mistakes_get_one_clear_error(opened, change, error, words):
     given = {"X": samples()[0], "y": samples()[1], **change}
     with pytest.raises(error, match=words):
         opened.fit(**given)
+
+
+def test_the_best_head_is_chosen_where_none_is_named(opened):
+    inputs, labels = samples()
+    opened.fit(inputs, labels)
+    assert opened.choice.name == opened.head.head.name == opened.choice.trials[0].name
+    assert opened.head.metrics["choice"] == opened.choice.why
+    opened.fit(inputs, labels, head="lr")
+    assert opened.choice is None
 
 
 def test_nothing_is_saved_or_opened_that_is_not_there(opened, tmp_path):

@@ -200,7 +200,7 @@ def test_it_learns(params, shared):
 @pytest.mark.parametrize("kind", ["probs", "logits"])
 def test_the_shared_classifier_answers_along(kind):
     found = clouds(shared=True)
-    head = fitted(found, ensemble=kind)
+    head = fitted(found, ensemble=kind, shared_c=None)
     alone = fitted(clouds())
     assert (alone.arrays["projector.0.weight"] == head.arrays["projector.0.weight"]).all()
     shared = found.features.astype(np.float64) @ found.global_head["weight"].T + found.global_head["bias"]
@@ -211,6 +211,25 @@ def test_the_shared_classifier_answers_along(kind):
 
     expected = (own + softmax(shared)) / 2 if kind == "probs" else softmax(np.log(own) + shared)
     np.testing.assert_allclose(head.predict_proba(found.features), expected, atol=1e-5)
+
+
+def test_the_shared_classifier_is_trained_on_the_device_as_head_tuned_is():
+    found = clouds(shared=True)
+    tuned = heads.create("tuned", {"c": 2.0})
+    tuned.fit(found, np.random.default_rng(0))
+    head = fitted(found, shared_c=2.0)
+    np.testing.assert_array_equal(head.arrays["shared.weight"], tuned.arrays["weight"])
+    np.testing.assert_array_equal(head.arrays["shared.bias"], tuned.arrays["bias"])
+
+
+def test_a_shared_classifier_of_other_clients_does_not_spoil_the_answer():
+    """Others have hardly any class but the first: as it came, its half of the answer outvotes the personal one."""
+    found = clouds(shared=True)
+    biased = {**found.global_head, "bias": np.where(np.arange(found.num_classes) == 0, 30, 0).astype(np.float32)}
+    given = FitData(found.features, found.labels, found.num_classes, biased)
+    answers = {c: fitted(given, shared_c=c).predict_proba(found.features).argmax(axis=1) for c in (None, 1)}
+    right = {c: (answer == found.labels).mean() for c, answer in answers.items()}
+    assert right[1] > right[None] + 0.2
 
 
 def test_classes_that_never_occurred_get_nothing_and_the_shared_classifier_is_cut_to_the_rest():

@@ -116,7 +116,7 @@ def test_training_leaves_the_head_that_it_starts_from_alone():
 def test_zero_epochs_are_the_shared_head_restricted_to_the_devices_classes():
     features, labels = sample(60)
     kept = labels != 2
-    head = heads.create("fedpac", {"epochs": 0})
+    head = heads.create("fedpac", {"epochs": 0, "c": None})
     head.fit(FitData(features[kept], labels[kept], 4, shared_head()), np.random.default_rng(0))
     logits = features.astype(np.float64) @ shared_head()["weight"].T + shared_head()["bias"]
     odds = np.exp(logits) * [1, 1, 0, 1]
@@ -127,15 +127,30 @@ def test_the_head_improves_on_the_one_it_starts_from_and_learns_from_nothing():
     features, labels = sample(400, seed=3)
     scores = {}
     for name, start, params in [
-        ("before", shared_head(), {"epochs": 0}),
-        ("after", shared_head(), {}),
-        ("alone", None, {"epochs": 5}),
+        ("before", shared_head(), {"epochs": 0, "c": None}),
+        ("after", shared_head(), {"c": None}),
+        ("converged", shared_head(), {}),
+        ("alone", None, {}),
     ]:
         head = heads.create("fedpac", params)
         head.fit(FitData(features, labels, 4, start), np.random.default_rng(0))
         scores[name] = (head.predict_proba(features).argmax(axis=1) == labels).mean()
     assert scores["after"] > scores["before"] + 0.1
+    assert scores["converged"] >= scores["after"]
     assert scores["alone"] > 0.6
+
+
+def test_one_epoch_of_few_steps_is_not_enough_for_a_new_device():
+    """Six steps from a classifier of other clients, as a device of 300 samples in batches of 50 takes them."""
+    train_rows, test_rows = (sample(300, size=20, seed=seed) for seed in (5, 5))
+    rng = np.random.default_rng(6)
+    test_features = test_rows[0] + 0.3 * rng.normal(size=test_rows[0].shape).astype(np.float32)
+    scores = {}
+    for name, params in (("epoch", {"c": None}), ("converged", {})):
+        head = heads.create("fedpac", params)
+        head.fit(FitData(*train_rows, 4, shared_head(size=20)), np.random.default_rng(0))
+        scores[name] = (head.predict_proba(test_features).argmax(axis=1) == test_rows[1]).mean()
+    assert scores["converged"] > scores["epoch"] + 0.05
 
 
 def test_one_class_and_one_sample_fit():

@@ -18,11 +18,12 @@ class SharedHead(Head):
     """The rows of the shared classifier of the classes that occur."""
 
     source = "the federation's own classifier"
+    uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         if data.global_head is None:
             raise UsageError(
-                "head 'shared': the bundle has no shared classifier for these classes; choose another head"
+                "head 'shared_classifier': the bundle has no shared classifier for these classes; choose another head"
             )
         return shared_rows(data, classes)
 

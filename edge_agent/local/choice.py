@@ -1,0 +1,205 @@
+"""The best head for a device: cross-validated on its training samples, within a budget of time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import HeadwaterError
+from ..heads import Head
+from .validation import Fold, interval, is_better
+
+BUDGET_S = 5.0
+"""Seconds in which the comparison and a fit of the head that it finds are to end."""
+
+FOLDS = 5
+MOST_ROWS = 1000
+"""Of larger training sets this many samples are compared on, so that time does not grow with what was collected."""
+
+NOISE = 0.5
+"""Standard errors of the difference to the best head, within which a simpler one is taken."""
+
+BASELINES = ("shared_classifier", "prototype", "tuned", "ridge", "lr", "svm", "knn")
+"""What is tried for every bundle, the simplest first."""
+
+Fit = Callable[[str, np.ndarray], Head]
+"""Name of a head, and the rows to learn from -> the fitted head."""
+
+
+@dataclass
+class Trial:
+    """One head in cross-validation.
+
+    ``right``: whether it is right on each tested sample, (m,) bool for each fold. ``dropped``: why it was not tried on
+    all folds; empty where it was. ``seconds``: of all its fits and answers.
+    """
+
+    name: str
+    right: list[np.ndarray] = field(default_factory=list)
+    seconds: float = 0.0
+    dropped: str = ""
+
+    @property
+    def all_right(self) -> np.ndarray:
+        """Whether it is right (m,) bool on all samples that were tested."""
+        return np.concatenate(self.right) if self.right else np.zeros(0, bool)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers, 0..1, on what was tested; None before the first fold."""
+        return float(self.all_right.mean()) if self.right else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the accuracies of the folds; None before the first."""
+        return float(np.std([right.mean() for right in self.right])) if self.right else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Accuracy, its 95 % interval and spread (0..1 or None), folds, seconds and why it was dropped."""
+        low, high = interval(int(self.all_right.sum()), len(self.all_right)) if self.right else (None, None)
+        return {
+            "head": self.name,
+            "accuracy": self.accuracy,
+            "low": low,
+            "high": high,
+            "spread": self.spread,
+            "folds": len(self.right),
+            "seconds": round(self.seconds, 3),
+            "dropped": self.dropped,
+        }
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """The chosen head, and how all of them fared: best first, those that were tried on most folds before others."""
+
+    name: str
+    trials: tuple[Trial, ...]
+    why: str
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """``choice``, the reason, and ``cv.<head>``, accuracy 0..1 in cross-validation of each head that was tried."""
+        tried = {f"cv.{trial.name}": round(trial.accuracy, 4) for trial in self.trials if trial.accuracy is not None}
+        return {"choice": self.why, **tried}
+
+
+def candidates(offered: Iterable[str]) -> tuple[str, ...]:
+    """`BASELINES`, then those of the bundle's heads (``offered``) that are not among them."""
+    return tuple(dict.fromkeys([*BASELINES, *offered]))
+
+
+def thinned(labels: np.ndarray, divisions: Sequence[Fold], rng: np.random.Generator) -> list[Fold]:
+    """The divisions of at most `MOST_ROWS` of the samples with these labels (n,), drawn at random."""
+    if len(labels) <= MOST_ROWS:
+        return list(divisions)
+    kept = np.zeros(len(labels), bool)
+    kept[rng.permutation(len(labels))[:MOST_ROWS]] = True
+    parts = [Fold(fold.train[kept[fold.train]], fold.test[kept[fold.test]]) for fold in divisions]
+    return [part for part in parts if len(part.train) and len(part.test)]
+
+
+def choose(
+    names: Sequence[str],
+    fit: Fit,
+    features: np.ndarray,
+    labels: np.ndarray,
+    divisions: Sequence[Fold],
+    *,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> HeadChoice:
+    """The first of the heads that are as good as the one with most right answers in cross-validation.
+
+    ``names`` from the simplest head to the most costly one. All are tried on the first fold; afterwards those that are
+    worse than the best one beyond noise are dropped, and those for which there is no time: a fit on all samples has to
+    be possible after the fold. Of these one is taken only if it was better beyond noise as long as it was tried.
+    Without folds (one sample of each class) the first one that can be fitted is taken.
+    """
+    trials = [Trial(name) for name in names]
+    if not divisions:
+        return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "too few samples to compare heads")
+    running, slow = _race(trials, fit, features, labels, divisions, budget_s, clock)
+    if not running:
+        return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "no head could be cross-validated")
+    best = max(running, key=lambda trial: int(trial.all_right.sum()))
+    taken = next(trial for trial in running if _is_as_good(trial.all_right, best.all_right))
+    for trial in slow:
+        if is_better(trial.all_right, taken.all_right[: len(trial.all_right)]):
+            taken = trial
+    others = [trial for trial in trials if trial is not taken]
+    others.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))
+    low, high = interval(int(taken.all_right.sum()), len(taken.all_right))
+    why = f"{taken.accuracy:.3f} on {len(taken.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
+    return HeadChoice(taken.name, (taken, *others), why)
+
+
+def _race(
+    trials: Sequence[Trial],
+    fit: Fit,
+    features: np.ndarray,
+    labels: np.ndarray,
+    divisions: Sequence[Fold],
+    budget_s: float,
+    clock: Callable[[], float],
+) -> tuple[list[Trial], list[Trial]]:
+    """The heads that were tried on all folds that there was time for, in their order, and those that were too slow."""
+    begin, running, slow = clock(), list(trials), list[Trial]()
+    for number, fold in enumerate(divisions):
+        for trial in list(running):
+            cost = trial.seconds / number if number else 0.0
+            if number and clock() - begin + 2.25 * cost > budget_s:
+                if len(running) == 1:
+                    return running, slow
+                trial.dropped = f"no time for more than {number} of {len(divisions)} folds"
+                slow.append(trial)
+                running.remove(trial)
+            elif not _tried(trial, fit, features, labels, fold, clock):
+                running.remove(trial)
+        if not running:
+            break
+        leader = max(running, key=lambda trial: int(trial.all_right.sum()))
+        for trial in [trial for trial in running if is_better(leader.all_right, trial.all_right)]:
+            trial.dropped = f"worse than {leader.name} after {number + 1} of {len(divisions)} folds"
+            running.remove(trial)
+    return running, slow
+
+
+def _is_as_good(right: np.ndarray, best: np.ndarray) -> bool:
+    """Whether a head lacks at most `NOISE` standard errors to the best one on the same samples."""
+    lacks = best.astype(float) - right
+    return float(lacks.mean()) <= NOISE * float(lacks.std()) / math.sqrt(len(lacks))
+
+
+def _tried(
+    trial: Trial,
+    fit: Fit,
+    features: np.ndarray,
+    labels: np.ndarray,
+    fold: Fold,
+    clock: Callable[[], float],
+) -> bool:
+    begin = clock()
+    try:
+        answers = fit(trial.name, fold.train).predict_proba(features[fold.test])
+    except HeadwaterError as error:
+        trial.dropped = str(error)
+        return False
+    trial.right.append(answers.argmax(axis=1) == labels[fold.test])
+    trial.seconds += clock() - begin
+    return True
+
+
+def _first_that_fits(trials: Sequence[Trial], fit: Fit, count: int) -> str:
+    for trial in trials:
+        try:
+            fit(trial.name, np.arange(count))
+        except HeadwaterError as error:
+            trial.dropped = str(error)
+            continue
+        return trial.name
+    raise HeadwaterError("; ".join(f"head '{trial.name}': {trial.dropped}" for trial in trials))

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from edge_agent import heads
+from edge_agent.data import Samples
+from edge_agent.errors import HeadwaterError
+from edge_agent.heads import FitData
+from edge_agent.local.choice import MOST_ROWS, candidates, choose, thinned
+from edge_agent.local.validation import folds
+from edge_agent.task import ImageInput
+
+
+def problem(count=120, spread=1.0, seed=0):
+    """Three classes, of which the last two lie on a ring around the first: no straight line separates them."""
+    rng = np.random.default_rng(seed)
+    labels = np.tile([0, 1, 2], count // 3)
+    angle = rng.random(count) * np.pi + (labels == 2) * np.pi
+    radius = np.where(labels == 0, 0.0, 4.0)
+    features = np.stack([radius * np.cos(angle), radius * np.sin(angle), rng.normal(size=count)], axis=1)
+    return (features + spread * 0.4 * rng.normal(size=features.shape)).astype(np.float32), labels
+
+
+def divided(labels, count=5):
+    spec = ImageInput(channels=1, height=4, width=4)
+    empty = Samples(np.zeros((len(labels), *spec.shape), np.float32), labels, ("a", "b", "c"), spec)
+    return folds(empty, count, np.random.default_rng(0))
+
+
+def fitting(features, labels, calls=None):
+    def fit(name, rows):
+        if calls is not None:
+            calls.append(name)
+        head = heads.create(name)
+        head.fit(FitData(features[rows], labels[rows], 3), np.random.default_rng(0))
+        return head
+
+    return fit
+
+
+def test_the_head_that_answers_best_on_samples_it_has_not_seen_is_chosen():
+    features, labels = problem()
+    choice = choose(["prototype", "ridge", "knn"], fitting(features, labels), features, labels, divided(labels))
+    assert choice.name == "knn"
+    assert choice.trials[0].name == "knn"
+    # A twin without racing: plain 5-fold cross-validation.
+    right = []
+    for fold in divided(labels):
+        head = fitting(features, labels)("knn", fold.train)
+        right.append(head.predict_proba(features[fold.test]).argmax(axis=1) == labels[fold.test])
+    assert choice.trials[0].accuracy == pytest.approx(np.concatenate(right).mean())
+    row = choice.trials[0].as_json()
+    assert row["low"] < row["accuracy"] < row["high"]
+    assert row["spread"] == pytest.approx(np.std([part.mean() for part in right]))
+
+
+def test_of_equally_good_heads_the_simplest_is_chosen():
+    features, labels = problem(spread=0.0)
+    features[:, 2] = labels * 10  # any head separates them now
+    choice = choose(["prototype", "ridge", "lr"], fitting(features, labels), features, labels, divided(labels))
+    assert choice.name == "prototype"
+
+
+def test_a_head_that_is_worse_beyond_noise_is_not_tried_further():
+    features, labels = problem()
+    calls = []
+    choice = choose(["ridge", "knn"], fitting(features, labels, calls), features, labels, divided(labels))
+    assert calls.count("knn") == 5
+    assert calls.count("ridge") < 5
+    assert "worse than knn after" in next(trial for trial in choice.trials if trial.name == "ridge").dropped
+
+
+def test_what_there_is_no_time_for_is_dropped_and_one_head_is_always_left():
+    features, labels = problem(spread=0.0)
+    seconds = itertools.count(0, 2)
+    choice = choose(
+        ["prototype", "ridge", "lr"],
+        fitting(features, labels),
+        features,
+        labels,
+        divided(labels),
+        budget_s=5,
+        clock=lambda: next(seconds),
+    )
+    assert choice.trials[0].name == choice.name
+    assert len(choice.trials[0].right) >= 1
+    assert all("no time for more than" in trial.dropped for trial in choice.trials[1:])
+
+
+def test_a_head_that_cannot_be_fitted_is_reported_and_the_others_go_on():
+    features, labels = problem()
+    choice = choose(
+        ["shared_classifier", "no-such-head", "knn"], fitting(features, labels), features, labels, divided(labels)
+    )
+    assert choice.name == "knn"
+    dropped = {trial.name: trial.dropped for trial in choice.trials}
+    assert "no shared classifier" in dropped["shared_classifier"]
+    assert "unknown head" in dropped["no-such-head"]
+
+
+def test_one_sample_of_each_class_takes_the_first_head_that_can_be_fitted():
+    features, labels = problem(3)
+    choice = choose(
+        ["shared_classifier", "prototype", "lr"], fitting(features, labels), features, labels, divided(labels)
+    )
+    assert choice.name == "prototype"
+    assert "too few samples" in choice.why
+    with pytest.raises(HeadwaterError, match="no shared classifier"):
+        choose(["shared_classifier"], fitting(features, labels), features, labels, divided(labels))
+
+
+class Answers:
+    """A head that is right on the rows of a given set."""
+
+    def __init__(self, right, labels):
+        self._right, self._labels = right, labels
+
+    def predict_proba(self, rows):
+        rows = rows[:, 0].astype(int)
+        told = np.where(np.isin(rows, self._right), self._labels[rows], (self._labels[rows] + 1) % 3)
+        return np.eye(3)[told]
+
+
+def scripted(right_of, cost=None, count=150):
+    """A choice among heads that are right on given rows, each fit taking ``cost`` seconds."""
+    features = np.arange(count, dtype=np.float32)[:, None]
+    labels = np.arange(count) % 3
+    now = [0.0]
+
+    def fit(name, rows):
+        now[0] += (cost or {}).get(name, 0.0)
+        return Answers(right_of[name], labels)
+
+    return choose(list(right_of), fit, features, labels, divided(labels), clock=lambda: now[0])
+
+
+def test_within_noise_the_simpler_head_is_taken_and_beyond_it_the_better_one():
+    """One right answer less where 11 differ is 0.3 standard errors; three where 3 differ are 1.7."""
+    simple, better = list(range(120)), [*range(115), *range(121, 127)]
+    assert scripted({"simple": simple, "better": better}).name == "simple"
+    best = list(range(123))
+    assert scripted({"simple": simple, "best": best}).name == "best"
+
+
+def test_a_slow_head_is_taken_only_where_it_is_better_beyond_noise_on_what_it_was_tried_on():
+    fast = list(range(0, 150, 2))
+    costs = {"slow": 3.0}
+    much = scripted({"fast": fast, "slow": list(range(150))}, costs)
+    assert much.name == "slow"
+    assert len(much.trials[0].right) < 5
+    hardly = scripted({"fast": fast, "slow": [*fast, 1]}, costs)
+    assert hardly.name == "fast"
+    assert "no time for more than 1 of 5 folds" in hardly.trials[1].dropped
+
+
+def test_many_samples_are_thinned_and_few_are_not():
+    labels = np.arange(5000) % 3
+    parts = thinned(labels, divided(labels), np.random.default_rng(0))
+    assert sum(len(part.test) for part in parts) == MOST_ROWS
+    assert all(not np.isin(part.train, part.test).any() for part in parts)
+    few = divided(labels[:100])
+    assert thinned(labels[:100], few, np.random.default_rng(0)) == few
+
+
+def test_baselines_are_tried_before_the_bundles_own_heads():
+    names = candidates(("fedpac", "lr", "svm"))
+    assert names[-1] == "fedpac"
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(heads.names())
