@@ -231,19 +231,16 @@ class Personalizer:
         self.numeric = None
         if head in numeric.names():
             samples = self._numeric_samples(X, y, numeric.create(head, params))
-            fitted_numeric = fit_numeric(head, params, samples, self.encoder.features(samples.inputs), seed)
+            self.encoder = encoder = self._encoder_for(samples, seed)
+            fitted_numeric = fit_numeric(head, params, samples, encoder.features(samples.inputs), seed)
             about: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
-            self.numeric = SavedNumeric(
-                fitted_numeric, self.encoder.fingerprint, self.encoder.precision, about, self.encoder.norm
-            )
+            self.numeric = SavedNumeric(fitted_numeric, encoder.fingerprint, encoder.precision, about, encoder.norm)
             return self
         heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         names = samples.class_names
-        encoder = self.encoder
-        if encoder.precision == "fp32" and (self._norm != "shipped" or encoder.norm is not None):
-            encoder = with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
+        encoder = self._encoder_for(samples, seed)
         features = encoder.features(samples.inputs)
         options, self.choice = best_head(self.bundle, samples, features, options)
         fitted = fit(self.bundle, features, samples.labels, options, names)
@@ -269,6 +266,12 @@ class Personalizer:
         metrics = {"head": self.local.name, "n_train": self.head.metrics["n_train"]}
         self.head = replace(self.head, head=self.local.head, local=self.local, metrics=metrics, confidence=Confidence())
         return self
+
+    def _encoder_for(self, samples: Samples, seed: int) -> Encoder:
+        """The encoder that a head for ``samples`` is fitted on: in fp32 with the batch norm that ``open`` asked for."""
+        if self.encoder.precision != "fp32" or (self._norm == "shipped" and self.encoder.norm is None):
+            return self.encoder
+        return with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
         """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.

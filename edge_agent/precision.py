@@ -113,7 +113,10 @@ def with_norm(
     if wanted == "shipped" or samples is None:
         why = "as configured" if wanted == "shipped" else "no local samples to estimate others on"
         return replace(shipped, why_norm=why)
-    if why := why_not(bundle.manifest, len(samples)):
+    why = why_not(bundle.manifest, len(samples))
+    if not why and wanted == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
+        why = "no two classes in the local samples, so there are no accuracies to compare"
+    if why:
         return replace(shipped, why_norm=why)
     try:
         own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(seed)))

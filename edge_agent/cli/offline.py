@@ -372,6 +372,7 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         shown = dict(_shown(result.scores, result.n_test))
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
         lines += ["", f"acc.global  {shown['acc.global']}", f"acc.local   {shown['acc.local']}", counts]
+        lines += [f"batch norm  {_norm_text(result)}"]
         lines += [f"{step} {seconds:.2f} s" for step, seconds in features.steps.items()]
         lines += _details(result)
         if _CURVE_FITS * result.seconds <= _CURVE_BUDGET_S:

@@ -1,6 +1,7 @@
 """Runs in the emulated guest: import the host's bundle, compute features, fit the head again, answer with arrays.
 
-usage: in_guest.py BUNDLE INPUTS HEAD OUT (HEAD: a head that the host fitted and saved; INPUTS and OUT: .npz)
+usage: in_guest.py BUNDLE INPUTS HEAD OWN OUT (HEAD, OWN: heads that the host fitted and saved, with the bundle's batch
+norm and with its own; INPUTS and OUT: .npz)
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from edge_agent import heads
 from edge_agent.encoder import Encoder
 from edge_agent.heads import FitData
 from edge_agent.personalize import load_head
+from edge_agent.precision import estimated
 
 
-def main(bundle_file: Path, inputs_file: Path, head_folder: Path, out: Path) -> None:
+def main(bundle_file: Path, inputs_file: Path, head_folder: Path, own_folder: Path, out: Path) -> None:
     """Everything that a device computes, as named arrays."""
     bundle = bundles.install(bundle_file, out.parent / "guest-bundles")
     with np.load(inputs_file, allow_pickle=False) as given:
@@ -26,6 +28,10 @@ def main(bundle_file: Path, inputs_file: Path, head_folder: Path, out: Path) -> 
     found = {"machine": np.array(platform.machine())}
     for precision in ("fp32", "int8"):
         found[precision] = Encoder.open(bundle, precision).features(inputs)  # after its self-test
+    found["statistics"] = estimated(bundle, inputs).statistics
+    own = load_head(own_folder, bundle)
+    found["own"] = Encoder.open(bundle, norm=own.norm).features(inputs)  # after the self-test of these statistics
+    found["labels_by_head_with_own_norm"] = own.head.predict_proba(found["own"]).argmax(axis=1)
     saved = load_head(head_folder, bundle, "fp32")
     found["labels_by_saved_head"] = saved.head.predict_proba(found["fp32"]).argmax(axis=1)
     head = heads.create("lr")

@@ -20,6 +20,7 @@ from edge_agent import data, heads, methods
 from edge_agent.encoder import Encoder
 from edge_agent.heads import FitData
 from edge_agent.personalize import personalize
+from edge_agent.precision import estimated, with_norm
 from edge_agent.task import ImageInput, Task
 
 pytestmark = pytest.mark.slow
@@ -130,7 +131,10 @@ def made(tmp_path_factory):
 
 
 def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
-    """fp32 within 1e-4 of the scale; int8, whose sums are the same bits everywhere, within 1e-5; the same labels."""
+    """fp32 within 1e-4 of the scale; int8, whose sums are the same bits everywhere, within 1e-5; the same labels.
+
+    So too with batch norm statistics of the inputs: those of the host in the guest, and both estimate the same.
+    """
     path, samples, folder = made
     bundle = bundles.install(path, folder / "bundles")
     inputs, labels = samples.inputs[:IMAGES], samples.labels[:IMAGES]
@@ -138,8 +142,12 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
     here = {precision: Encoder.open(bundle, precision).features(inputs) for precision in ("fp32", "int8")}
     result = personalize(bundle, samples, Encoder.open(bundle, "fp32"))
     result.save(folder / "head")
+    own = with_norm(bundle, "own", samples)
+    with_own = personalize(bundle, samples, own)
+    with_own.save(folder / "own")
 
-    run(guest, HERE / "in_guest.py", path, folder / "inputs.npz", folder / "head", folder / "out.npz", limit_s=600)
+    given = (path, folder / "inputs.npz", folder / "head", folder / "own")
+    run(guest, HERE / "in_guest.py", *given, folder / "out.npz", limit_s=600)
     with np.load(folder / "out.npz", allow_pickle=False) as there:
         assert str(there["machine"]) == "aarch64"
         scale = np.abs(here["fp32"]).max()
@@ -152,6 +160,12 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
         np.testing.assert_array_equal(
             there["labels_by_saved_head"], result.head.predict_proba(here["fp32"]).argmax(axis=1)
         )
+        expected = own.features(inputs)
+        np.testing.assert_allclose(there["own"], expected, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_array_equal(
+            there["labels_by_head_with_own_norm"], with_own.head.predict_proba(expected).argmax(axis=1)
+        )
+        np.testing.assert_allclose(there["statistics"], estimated(bundle, inputs).statistics, rtol=1e-4, atol=1e-5)
         head = heads.create("lr")
         head.fit(FitData(here["fp32"], labels, TASK.num_classes), np.random.default_rng(0))
         np.testing.assert_array_equal(there["labels_by_own_head"], head.predict_proba(here["fp32"]).argmax(axis=1))

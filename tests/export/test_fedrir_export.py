@@ -63,7 +63,7 @@ def test_the_graph_is_no_larger_than_the_encoder(exported):
 
 
 def test_no_file_of_the_bundle_could_hold_the_generator(exported):
-    assert set(exported.report.manifest.files) == {"encoder.onnx", "golden.safetensors"}
+    assert set(exported.report.manifest.files) == {"encoder.onnx", "golden.safetensors", "norm_probe.onnx"}
 
 
 def test_a_device_gets_the_same_features_and_an_approximate_head(exported):

@@ -248,6 +248,9 @@ def test_too_few_inputs_and_int8_are_told(spoilt):
     few = Samples(samples.inputs[:7], samples.labels[:7], samples.class_names, samples.input)
     assert with_norm(installed, "own", few).why_norm == "7 inputs, at least 8 are needed"
     assert with_norm(installed, "own", None).norm is None
+    one = samples.take(np.flatnonzero(samples.labels == 3))
+    assert "no two classes" in with_norm(installed, "auto", one).why_norm
+    assert with_norm(installed, "own", one).norm is not None
     with pytest.raises(UsageError, match="int8 has the shipped one"):
         open_encoder(installed, "int8", samples, norm="own")
     with pytest.raises(ValueError, match="computed in fp32"):
