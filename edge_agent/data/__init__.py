@@ -241,6 +241,10 @@ def _recording(path: Path) -> np.ndarray:
         from .tables import read_recording
 
         return read_recording(path)
+    if path.suffix.lower() == ".wav":
+        raise DataError(
+            "is a sound; give --data 'wav:FILE' with the options of the data that the encoder was trained on"
+        )
     raise DataError("is no recording; expected a file ending in .npy with an array (time, channels), or in .csv")
 
 
@@ -495,7 +499,7 @@ def _check_labelled(raw: Raw) -> None:
         DataError: they have none; says what would be one.
     """
     if raw.unlabelled:
-        raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' uses them")
+        raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' and numeric heads use them")
 
 
 def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tuple[np.ndarray, tuple[str, ...]]:

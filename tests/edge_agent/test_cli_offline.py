@@ -279,6 +279,8 @@ def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bund
     assert [row["probability"] for row in same] == [row["probability"] for row in found]
     assert main(["fit", "--bundle", "w.hwb", "--data", "windows:r.npz", "--out", "h"]) == 2
     assert "no array label; it has lengths, samples; without labels" in capsys.readouterr().err
+    assert main(["predict", "--bundle", "w.hwb", "--input", "x.wav"]) == 2
+    assert "is a sound; give --data 'wav:FILE'" in capsys.readouterr().err
     for name, array, words in (
         ("three.npy", np.zeros((9, 3)), "expected (time, 2)"),
         ("objects.npy", np.array([None]), "no objects"),
@@ -314,7 +316,7 @@ def test_data_without_labels_are_classified(place, photos, capsys):
     assert [row["probability"] for row in arrays] == [row["probability"] for row in flat]
     for source, words in (
         ("images:flat", "expected one sub-folder for each class"),
-        ("npz:x.npz", "has no array labels; it has inputs; without labels only 'edge-agent predict' uses them"),
+        ("npz:x.npz", "has no array labels; it has inputs; without labels only 'edge-agent predict' and numeric heads"),
     ):
         for command in (("fit", "--out", "h"), ("evaluate",)):
             assert main([*command, "--bundle", "b.hwb", "--data", source]) == 2
