@@ -133,6 +133,12 @@ class DataConfig(Frozen):
         None, pattern=NAME_PATTERN, description="client in the partition; default: the agent's id"
     )
 
+    watch: Path | None = Field(
+        None,
+        description="folder with one sub-folder for each class: files put there become samples, and are removed there",
+    )
+    budget: int = Field(2000, ge=1, description="samples of the watch folder and of 'edge-agent add' that are kept")
+
     @model_validator(mode="after")
     def _one_split(self) -> DataConfig:
         fields = type(self).model_fields

@@ -7,6 +7,7 @@ the ONNX file, the runtime's version and the processor with its extensions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -38,6 +39,9 @@ _LARGE_INPUT = 3 * 64 * 64
 
 _OWN, _OWN_KEPT = "own-", 2
 """Files of encoders with their own batch norm begin so, and so many of the newest are kept beside a bundle."""
+
+_FEATURE_FILES = 15
+"""Files of features that stay for one encoder beside the newest one."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -159,22 +163,45 @@ def features_of(
     """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
 
     They are found again by the fingerprint of the encoder and the inputs themselves, so a changed picture is
-    always noticed. Where they are missing or damaged they are computed again.
+    always noticed. Where they are missing or damaged they are computed again; of samples that are known in part, only
+    the others are computed.
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
     providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    path = cache / f"features-{encoder.fingerprint[:32]}-{providers}-{samples.digest[:32]}.safetensors"
-    try:
-        known = read_tensors(path).get("features")
-    except HeadwaterError:
-        known = None
+    stem = f"features-{encoder.fingerprint[:32]}-{providers}"
+    path = cache / f"{stem}-{samples.digest[:32]}.safetensors"
     shape = len(samples), encoder.feature_dim
-    if known is not None and known.shape == shape and known.dtype == np.float32 and np.isfinite(known).all():
+    known = _read_features(path, encoder.feature_dim)[1]
+    if known.shape == shape:
         return known
-    result = encoder.features(samples.inputs, progress)
-    write_tensors(path, {"features": result})
+    digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
+    rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    stored: dict[bytes, np.ndarray] = {}
+    others = sorted(cache.glob(f"{stem}-*.safetensors"), key=lambda other: other.stat().st_mtime_ns)
+    for other in others:
+        names, features = _read_features(other, encoder.feature_dim)
+        stored |= {name.tobytes(): row for name, row in zip(names, features, strict=True)}
+    missing = [number for number, digest in enumerate(digests) if digest not in stored]
+    result = np.empty(shape, np.float32)
+    result[missing] = encoder.features(samples.inputs[missing], progress)
+    for number in set(range(len(digests))) - set(missing):
+        result[number] = stored[digests[number]]
+    write_tensors(path, {"features": result, "rows": rows})
+    for old in others[:-_FEATURE_FILES]:
+        old.unlink(missing_ok=True)
     return result
+
+
+def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Digests (n, 16) uint8 of the inputs, and their features (n, size); n is 0 where the file cannot be used."""
+    with contextlib.suppress(HeadwaterError):
+        content = read_tensors(path)
+        rows, features = content.get("rows", np.empty(0)), content.get("features", np.empty(0))
+        is_whole = rows.shape == (len(features), 16) and features.shape[1:] == (size,)
+        if is_whole and rows.dtype == np.uint8 and features.dtype == np.float32 and np.isfinite(features).all():
+            return rows, features
+    return np.empty((0, 16), np.uint8), np.empty((0, size), np.float32)
 
 
 def arithmetic() -> dict[str, str]:

@@ -145,6 +145,8 @@ class Personalizer:
         self.numeric: SavedNumeric | None = None
         self.local: LocalModel | None = None
         self.choice: HeadChoice | None = None
+        self._seen: Samples | None = None
+        self._options = FitOptions(AUTO)
 
     @classmethod
     def open(
@@ -239,20 +241,9 @@ class Personalizer:
         heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
-        names = samples.class_names
         encoder = self._encoder_for(samples, seed)
-        features = encoder.features(samples.inputs)
-        options, self.choice = best_head(self.bundle, samples, features, options)
-        fitted = fit(self.bundle, features, samples.labels, options, names)
-        confidence = _confidence(self.bundle, fitted, samples, features, options)
-        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(samples)}
-        metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
-        metrics |= self.choice.metrics() if self.choice is not None else {}
-        self.encoder = encoder
-        self.head = SavedHead(
-            fitted, encoder.fingerprint, encoder.precision, names, metrics, confidence, norm=encoder.norm
-        )
-        self.local = fit_local(samples, len(names), np.random.default_rng(seed)) if local else None
+        self._learn(replace(samples, inputs=encoder.features(samples.inputs)), options, encoder)
+        self.local = fit_local(samples, len(samples.class_names), np.random.default_rng(seed)) if local else None
         return self
 
     def use_local(self) -> Personalizer:
@@ -272,6 +263,65 @@ class Personalizer:
         if self.encoder.precision != "fp32" or (self._norm == "shipped" and self.encoder.norm is None):
             return self.encoder
         return with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
+
+    def partial_fit(
+        self,
+        X: ArrayLike,  # noqa: N803 - as scikit-learn calls it
+        y: ArrayLike,
+        classes: ArrayLike | None = None,
+        *,
+        head: str | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> Personalizer:
+        """This object, with a head fitted on these samples and on those of all calls before, of `fit` too.
+
+        Their features are kept, and the head learns from all of them anew: nothing is forgotten. y: names of classes as
+        text, or integers as for `fit`. As in scikit-learn ``classes`` names the classes of this and later calls; unlike
+        there it may be left out, also in the first call, and new names in ``classes`` or y extend ``classes_``: behind
+        the others, whose columns keep their places. Without ``classes`` the first call begins as `fit` does with
+        ``own_classes``. ``head`` and ``params``: by default as before.
+
+        Raises:
+            UsageError: the head was loaded, so the samples that it was fitted on are not here.
+            HeadwaterError: as `fit`; the head stays as it was.
+        """
+        if self.head is not None and self._seen is None:
+            raise UsageError("a loaded head comes without its samples; fit one with all samples first")
+        given, known = np.asarray(y), () if self._seen is None else self._seen.class_names
+        more = [] if classes is None else np.asarray(classes).astype(str).tolist()
+        held = np.unique(given).tolist() if given.dtype.kind == "U" else []
+        names = tuple(dict.fromkeys([*known, *more, *held]))
+        if not known and not more:
+            names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
+        new = self._samples(X, given, names)
+        features = self.encoder.features(new.inputs)
+        if self._seen is not None:
+            new = replace(new, labels=np.concatenate([self._seen.labels, new.labels]), groups=None, names=())
+            features = np.concatenate([self._seen.inputs, features])
+        options = self._options if head is None else replace(self._options, head=head, params={})
+        options = options if params is None else replace(options, params=params)
+        heads.check(options.head, options.params)
+        return self._learn(replace(new, inputs=features), options, self.encoder)
+
+    def _learn(self, seen: Samples, options: FitOptions, encoder: Encoder) -> Personalizer:
+        """Fit a head on samples whose inputs are features of ``encoder``."""
+        chosen, self.choice = best_head(self.bundle, seen, seen.inputs, options)
+        fitted = fit(self.bundle, seen.inputs, seen.labels, chosen, seen.class_names)
+        confidence = _confidence(self.bundle, fitted, seen, seen.inputs, chosen)
+        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(seen)}
+        metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
+        metrics |= self.choice.metrics() if self.choice is not None else {}
+        self.head = SavedHead(
+            fitted, encoder.fingerprint, encoder.precision, seen.class_names, metrics, confidence, norm=encoder.norm
+        )
+        self.numeric, self.local = None, None
+        self.encoder, self._seen, self._options = encoder, seen, options
+        return self
+
+    @property
+    def classes_(self) -> np.ndarray:
+        """`classes` as scikit-learn has them: text (K,)."""
+        return np.array(self.classes)
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
         """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.
@@ -356,7 +406,7 @@ class Personalizer:
         if saved.is_numeric(Path(path)):
             self.numeric = load_numeric_head(Path(path), self.bundle)
         else:
-            self.numeric, self.head = None, load_head(Path(path), self.bundle)
+            self.numeric, self.head, self._seen = None, load_head(Path(path), self.bundle), None
         known = self.numeric or self.head
         if known is not None and known.fingerprint != self.encoder.fingerprint:
             self.encoder = Encoder.open(self.bundle, known.precision, self._threads, norm=known.norm)
@@ -476,6 +526,7 @@ class Result:
     calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
     ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
     the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
+    ``n_collected``: how many of the samples were added one by one.
     """
 
     head: Head
@@ -493,6 +544,7 @@ class Result:
     no_global: str | None = None
     confidence: Confidence = field(default_factory=Confidence)
     false_alarms: float | None = None
+    n_collected: int = 0
     local: LocalModel | None = None
     steps: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[ClassCount, ...] = ()
@@ -524,6 +576,7 @@ class Result:
             **self.norm_metrics,
             "n_train": self.n_train,
             "n_test": self.n_test,
+            "n_collected": self.n_collected,
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
             "no_global": self.no_global,

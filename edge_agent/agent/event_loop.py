@@ -27,7 +27,7 @@ from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
-from .local_state import Membership
+from .local_state import Membership, NewSamples
 from .tasks import Disk, TaskQueue, TaskRunner
 from .transfers import Downloads, Link, Uploads
 
@@ -77,6 +77,7 @@ class Agent:
         self._connection = 0
         self._beat_at = self._hello_at = float("-inf")
         self._silence = Silence(self._mismatch, clock)
+        self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
         self._checked: Task | None = None
         self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
@@ -165,6 +166,9 @@ class Agent:
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
+        is_ready = self.tasks.tier == "head" and self.tasks.bundle_id and not self.jobs.is_working
+        if is_ready and self._new_samples.is_due():
+            self.jobs.collect()
         if self._mismatch.is_due():
             self._hello()
         if (other := self.membership.to_follow()) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from .. import bundle as bundles
 from .. import heads
 from ..bundle import Bundle
 from ..config import AgentConfig
-from ..data import Samples
-from ..data.partition import own_samples
+from ..data import Samples, from_files, location
+from ..data.collected import Collection, labelled
+from ..data.images import visible
+from ..data.partition import is_collected, own_samples
 from ..encoder import Encoder
-from ..errors import BundleDamaged, BundleError, HeadwaterError, MissingCapability, StateError
+from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError
 from ..heads import FitData
 from ..heads.base import softmax
-from ..heads.saved import SavedHead
+from ..heads.saved import CARD, SavedHead
 from ..personalize import FitOptions, Result, accuracy, load_head, of_one_class, personalize, saved_features
 from ..precision import open_encoder
+from ..storage import read_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
 
@@ -88,8 +92,12 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     bundle = bundles.current(config.state / "bundles")
     if bundle is None:
         raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
+    collection = collection_of(config)
+    version = collection.index().version
     result = _refit(config, bundle, _samples(config, bundle.manifest.task))
     result.save(config.state / "head")
+    if version:
+        collection.fitted(version)
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     return bundle.id, result.n_train
 
@@ -124,9 +132,61 @@ class _Trial:
         result.save(self._config.state / "head")
 
 
+def collection_of(config: AgentConfig) -> Collection:
+    """The samples that were labelled on this device."""
+    if not is_collected(config.data):
+        return Collection(config.state / "samples")
+    return Collection(Path(location(config.data.source, config.data.folder)[1]))
+
+
+def collect(config: AgentConfig) -> tuple[str, int] | None:
+    """Take in what lies in the watch folder; then refit where samples or classes have changed since the last fit.
+
+    Returns as `refit_current`; None where nothing has changed.
+
+    Raises:
+        HeadwaterError: as `refit_current`; the head in use stays.
+    """
+    manifest = bundles.current_manifest(config.state / "bundles")
+    if manifest is None:
+        return None
+    collection = collection_of(config)
+    if config.data.watch is not None:
+        _take_in(collection, config.data.watch, manifest.task, config.data.budget)
+    index = collection.index()
+    return None if index.version == index.fitted else refit_current(config)
+
+
+def _take_in(collection: Collection, folder: Path, task: Task, budget: int) -> None:
+    """Add the files in the folders of ``folder``, which are called as the classes, and remove them there.
+
+    Files that cannot be used stay, and are logged.
+    """
+    for path in visible(folder) if folder.is_dir() else ():
+        files = [str(file) for file in visible(path) if file.is_file()] if path.is_dir() else []
+        if not files:
+            continue
+        try:
+            samples = from_files(files, task.input, strict=False, compact=True)
+            added = collection.add(labelled(samples, path.name), budget)
+        except DataError as error:
+            log.warning("not_taken_in folder=%s reason=%s", path, error)
+            continue
+        for name in {*samples.names}:
+            Path(name).unlink(missing_ok=True)
+        log.info("taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped)
+
+
 def _samples(config: AgentConfig, task: Task) -> Split:
-    own = config.head.own_classes
-    return own_samples(config.data, config.id, task.input, task.class_names, own_classes=own)
+    """The device's samples: those of its source, and those that were labelled here one by one."""
+    own, collection = None, collection_of(config)
+    if not is_collected(config.data):
+        names = config.head.own_classes
+        own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names)
+        if not collection.index().version:
+            return own
+    head = read_json(config.state / "head" / CARD) or {}
+    return collection.combined(own, task.input, task.class_names, head.get("class_names", ()))
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
@@ -159,7 +219,8 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         local=head.local or head.allow_local,
         allow_local=head.allow_local,
     )
-    return personalize(bundle, samples, encoder, options)
+    collected = len(collection_of(config).index().samples)
+    return replace(personalize(bundle, samples, encoder, options), n_collected=collected)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

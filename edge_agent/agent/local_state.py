@@ -8,6 +8,7 @@ same bits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from ..config import AgentConfig
 from ..errors import CodecError, StateError, cause
 from ..storage import read_json, read_tensors, write_json, write_tensors
 from ..task import Frozen, Tensors
@@ -200,6 +202,36 @@ class Membership:
             write_json(self._path, {"federation": federation, "epoch": epoch})
         except OSError as error:
             log.warning("federation_not_written path=%s reason=%s", self._path, cause(error))
+
+
+COLLECT_EVERY_S = 5.0
+"""How often an agent looks for samples that were added on its device."""
+
+
+class NewSamples:
+    """Notices samples that were added and files in the watch folder, from the names and times of files alone."""
+
+    def __init__(self, config: AgentConfig, clock: Callable[[], float]) -> None:
+        kind, _, path = config.data.source.partition(":")
+        folder = config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
+        self._index, self._watch, self._clock = folder / "index.json", config.data.watch, clock
+        self._seen: tuple[tuple[str, int, int], ...] = ()
+        self._looked_at = float("-inf")
+
+    def is_due(self) -> bool:
+        """Whether something has changed since the last time that this was so; at most every `COLLECT_EVERY_S`."""
+        if self._clock() - self._looked_at < COLLECT_EVERY_S:
+            return False
+        self._looked_at = self._clock()
+        files = [self._index] if self._index.is_file() else []
+        if self._watch is not None:
+            files += sorted(self._watch.glob("[!.]*/[!.]*"))
+        with contextlib.suppress(OSError):  # a file that goes while it is looked at: next time
+            present = tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+            if present != self._seen:
+                self._seen = present
+                return bool(present)
+        return False
 
 
 class _Taken(Frozen):

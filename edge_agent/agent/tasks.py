@@ -257,6 +257,19 @@ class TaskRunner:
 
         self.bundle_id, self.samples = refit_current(self.config)
 
+    def collect(self) -> bool:
+        """Take in new samples, and refit where there are any; whether the head was refitted.
+
+        Raises:
+            HeadwaterError: as `refit`; the head in use stays.
+        """
+        from .head_tier import collect
+
+        result = collect(self.config)
+        if result is not None:
+            self.bundle_id, self.samples = result
+        return result is not None
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _running_bundle(self) -> str:
@@ -526,6 +539,17 @@ class TaskQueue:
                 self._report(error, kind="bundle")
 
         self._begin("refit", "refit", self._tasks.refit, after)
+
+    def collect(self) -> None:
+        """Learn from samples that were added on this device, in the worker."""
+
+        def after(refitted: bool | None, error: BaseException | None) -> None:
+            if error is not None:
+                self._report(error, kind="data")
+            elif refitted:
+                self.condition.clear("data")
+
+        self._begin("collect", "collect", self._tasks.collect, after)
 
     def stall(self) -> None:
         """Nothing can be written to the disk: drop what has not begun; the coordinator asks for it again."""

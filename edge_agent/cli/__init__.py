@@ -27,8 +27,10 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "fit": ("offline", "fit", "fit a personal head on local data"),
     "predict": ("offline", "predict", "classify inputs with a bundle and a head"),
     "evaluate": ("offline", "evaluate", "score a saved head, or compare heads on local data"),
+    "add": ("collect", "add", "add labelled samples of this device, and fit its head again"),
+    "classes": ("collect", "classes", "list, rename, merge or remove this device's classes"),
     "import": ("offline", "import_bundle", "install a bundle file into an agent's state folder"),
-    "rollback": ("offline", "rollback", "return to the previous bundle; newer releases still come"),
+    "rollback": ("offline", "rollback", "return to the previous bundle, or to the previous head"),
     "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),
 }
 """Command -> (module in this folder, function, summary)."""

@@ -43,6 +43,7 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
   pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
   ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
+  collected:DIR                  samples that were added on this device with 'edge-agent add'
   python:module:function         your own function that returns (inputs, labels)
 Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others, unless
 --own-classes is given. A relative place counts from the working folder here, and from the file's own folder in a
@@ -562,10 +563,13 @@ def import_bundle(arguments: argparse.Namespace) -> int:
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent rollback``."""
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    parser.add_argument("--head", action="store_true", help="the head alone: return to the one before the last fit")
 
 
 def rollback(arguments: argparse.Namespace) -> int:
     """Go back to the bundle that this device used before: verified, tested on its golden inputs, then made current.
+
+    With --head the bundle stays, and its head before the last fit is used again, until samples or classes change.
 
     The agent must not be running; it fits its head for the bundle when it starts. The release that was rolled back from
     is declined from then on, as are older ones, until the coordinator makes a newer release.
@@ -577,6 +581,8 @@ def rollback(arguments: argparse.Namespace) -> int:
     from ..agent.local_state import ReleaseRecord
 
     _check_exists(arguments.state, "an agent's state folder")
+    if arguments.head:
+        return _restore_head(arguments)
     with folder_lock(arguments.state, "edge-agent rollback"):
         record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
         record.check()
@@ -590,6 +596,20 @@ def rollback(arguments: argparse.Namespace) -> int:
         "declines": None if declined is None else declined.source.bundle_id,
     }
     return output.result(arguments, content, lambda: output.pairs(content.items()))
+
+
+def _restore_head(arguments: argparse.Namespace) -> int:
+    from .. import bundle as bundles
+    from ..heads import saved
+
+    with folder_lock(arguments.state, "edge-agent rollback"):
+        bundle = bundles.current(arguments.state / "bundles")
+        if bundle is None:
+            raise UsageError(f"{arguments.state}: no bundle is in use, so there is no head; expected an agent's folder")
+        head = saved.restore(arguments.state / "head", bundle.fingerprints)
+    content = {"head": head.head.name, "classes": list(head.class_names), "metrics": dict(head.metrics)}
+    rows = {"head": head.head.name, "classes": ", ".join(head.class_names), "fitted on": head.metrics.get("n_train")}
+    return output.result(arguments, content, lambda: output.pairs(rows.items()))
 
 
 def _self_test(bundle: Bundle) -> dict[str, str]:

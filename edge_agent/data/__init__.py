@@ -57,6 +57,7 @@ __all__ = [
     "standardised",
     "subjects",
     "with_options",
+    "with_own_classes",
 ]
 
 _log = logging.getLogger(__name__)
@@ -213,11 +214,11 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
         )
 
 
-def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True) -> Samples:
+def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True, compact: bool = False) -> Samples:
     """Inputs without labels from single files: images, or recordings for a task of windows.
 
     A recording is an array (time, channels) in a ``.npy`` file, or a table of numbers in a ``.csv`` file. Not
-    ``strict``: files that cannot be used are left out and named in ``skipped``.
+    ``strict``: files that cannot be used are left out and named in ``skipped``. ``compact``: as in `load`.
 
     Raises:
         DataError: files that cannot be read; all of them are listed.
@@ -230,7 +231,7 @@ def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True) ->
         raw = Raw("image", ImageFiles(files), unknown, (), names=tuple(paths))
     else:
         raw = Raw("recording", FileItems(files, _recording), unknown, (), names=tuple(paths))
-    return _unlabelled(raw, spec, (), "input", strict=strict)
+    return _unlabelled(raw, spec, (), "input", compact=compact, strict=strict)
 
 
 def _recording(path: Path) -> np.ndarray:

@@ -323,6 +323,11 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
         )
 
 
+def is_collected(config: DataConfig) -> bool:
+    """Whether a device has no other samples than those that were labelled on it (`edge_agent.data.collected`)."""
+    return config.source.startswith("collected:")
+
+
 def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_classes: bool = False) -> None:
     """Check that the data of a device exist and that the partition has it; no sample is read.
 
@@ -336,7 +341,8 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
         if task is None:
             check_source(source, config.folder)
         else:
-            check_source(source, config.folder, task.input, None if own_classes else task.class_names)
+            names = None if own_classes or is_collected(config) else task.class_names
+            check_source(source, config.folder, task.input, names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)
 

@@ -19,11 +19,11 @@ from pydantic import Field, ValidationError
 
 from ..bundle import EncoderPrecision
 from ..config import mistakes_of
-from ..errors import FingerprintMismatch, StateError
+from ..errors import FingerprintMismatch, HeadwaterError, StateError
 from ..local.confidence import Confidence
 from ..local.models import MAJORITY, LocalModel, candidates
 from ..own_norm import OwnNorm
-from ..storage import write_atomic, write_json
+from ..storage import write_atomic
 from ..task import Frozen, InputSpec, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
@@ -32,6 +32,8 @@ from .numeric import NumericHead
 
 SCHEMA: Literal[1] = 1
 CARD = "head.json"
+BEFORE = "before.json"
+"""The head that was replaced by the last one, for `restore`; its arrays stay beside it."""
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
 _CONFIDENCE, _LOCAL = "confidence.", "local."
@@ -107,7 +109,7 @@ class SavedNumeric:
 
 
 def save(folder: Path, saved: SavedHead) -> Path:
-    """Write a fitted head into ``folder``, replacing the one there; returns the path of its JSON file.
+    """Write a fitted head into ``folder``; the one there stays for `restore`. Returns the path of its JSON file.
 
     Raises:
         StateError: the head has not been fitted, or its arrays hold NaN or infinity.
@@ -153,15 +155,44 @@ def _store(
         arrays_sha256=digest,
     )
     write_atomic(folder / card.arrays_file, data)
-    write_json(folder / CARD, card.model_dump(mode="json"))
-    for path in folder.glob("arrays-*.safetensors"):
-        if path.name != card.arrays_file:
-            with contextlib.suppress(OSError):
-                path.unlink()
+    _replace(folder, json.dumps(card.model_dump(mode="json")).encode())
     return folder / CARD
 
 
-def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedHead:
+def _replace(folder: Path, card: bytes) -> None:
+    """Make ``card`` the head in use, and the one in use the one before; arrays of neither are removed."""
+    kept = {json.loads(card)["arrays_file"]}
+    with contextlib.suppress(OSError, HeadwaterError):  # a damaged head is not worth returning to
+        before = _read(folder / CARD, MAX_CARD_BYTES)
+        kept.add(_read_card(folder / CARD).arrays_file)
+        if before != card:
+            write_atomic(folder / BEFORE, before)
+        elif (folder / BEFORE).is_file():
+            kept.add(_read_card(folder / BEFORE).arrays_file)
+    write_atomic(folder / CARD, card)
+    for path in folder.glob("arrays-*.safetensors"):
+        if path.name not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> SavedHead:
+    """Make the head before the last one the one in use, if it belongs to an encoder with these ``fingerprints``.
+
+    The head that was in use takes its place, so that doing it twice changes nothing.
+
+    Raises:
+        StateError: there is no earlier head, or it is damaged.
+        FingerprintMismatch: it was fitted on another encoder.
+    """
+    if not (folder / BEFORE).is_file():
+        raise StateError(f"{folder}: no earlier head to return to")
+    result = load(folder, fingerprints, BEFORE)
+    _replace(folder, _read(folder / BEFORE, MAX_CARD_BYTES))
+    return result
+
+
+def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None, name: str = CARD) -> SavedHead:
     """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
 
     Raises:
@@ -171,7 +202,7 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         UnknownName: this installation has no head of that name.
         ConfigError: its parameters are not ones of that head.
     """
-    card, arrays, norm = _open(folder, fingerprints, "classes")
+    card, arrays, norm = _open(folder, fingerprints, "classes", name)
     confidence = Confidence.of(_taken(arrays, _CONFIDENCE), card.feature_dim)
     learned = _taken(arrays, _LOCAL)
     head = create(card.head, card.params)
@@ -201,9 +232,12 @@ def is_numeric(folder: Path) -> bool:
 
 
 def _open(
-    folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None, answers: Literal["classes", "numbers"]
+    folder: Path,
+    fingerprints: Mapping[EncoderPrecision, str] | None,
+    answers: Literal["classes", "numbers"],
+    name: str = CARD,
 ) -> tuple[SavedCard, Tensors, OwnNorm | None]:
-    card = _read_card(folder / CARD)
+    card = _read_card(folder / name)
     if card.answers != answers:
         raise StateError(
             f"{folder}: head '{card.head}' answers with {card.answers}, expected {answers}; fit another head"

@@ -65,6 +65,48 @@ def test_own_classes_follow_those_of_the_bundle_where_some_are_known(opened):
     assert shares[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
 
 
+def test_partial_fit_learns_as_one_fit_of_everything_and_extends_the_classes(opened, make_bundle, tmp_path):
+    """In the order of arrival, whatever the batches are; columns of earlier classes keep their places."""
+    inputs, labels = samples()
+    names = np.array(["cat", "dog", "tree"])[labels]
+    whole = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").fit(
+        inputs, names, head="lr", own_classes=True
+    )
+    early, late = np.flatnonzero(labels < 2), np.flatnonzero(labels == 2)
+    opened.partial_fit(inputs[early[:20]], names[early[:20]], head="lr")
+    assert opened.classes_.tolist() == ["cat", "dog"]
+    opened.partial_fit(inputs[early[20:]], names[early[20:]], classes=["cat", "dog"])
+    opened.partial_fit(inputs[late], names[late])
+    assert opened.classes_.tolist() == ["cat", "dog", "tree"]
+    np.testing.assert_allclose(
+        opened.head.head.predict_proba(rows_of(opened)), whole.head.head.predict_proba(rows_of(whole)), atol=1e-3
+    )
+    opened.partial_fit(inputs[:2], [2, 0])  # positions
+    assert opened.head.metrics["n_train"] == 62
+    opened.partial_fit(inputs[:1], ["7"])  # a class of the bundle that was not among those of the device
+    assert opened.classes_.tolist() == ["cat", "dog", "tree", "7"]
+
+
+def rows_of(personalizer):
+    return personalizer.encoder.features(personalizer._samples(samples()[0], None, (), is_labelled=False).inputs)
+
+
+def test_partial_fit_begins_with_the_classes_that_are_given(opened, tmp_path):
+    inputs, labels = samples()
+    opened.partial_fit(inputs, labels, classes=["low", "middle", "high"], head="prototype")
+    assert opened.classes_.tolist() == ["low", "middle", "high"]
+    before = opened.head
+    with pytest.raises(DataError, match="labels 3"):
+        opened.partial_fit(inputs[:1], [3])
+    assert opened.head is before
+    opened.partial_fit(inputs, np.array(["low", "middle", "high"])[labels])
+    assert (opened.head.head.name, opened.head.metrics["n_train"]) == ("prototype", 120)
+    opened.save(tmp_path / "head")
+    opened.load(tmp_path / "head")
+    with pytest.raises(UsageError, match="without its samples"):
+        opened.partial_fit(inputs, labels)
+
+
 def test_inputs_unlike_all_that_was_learned_are_unknown(opened, make_bundle, tmp_path):
     inputs, labels = samples()
     with pytest.raises(UsageError, match="no threshold"):

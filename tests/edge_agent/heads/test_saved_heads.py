@@ -47,11 +47,26 @@ def test_a_constant_head_survives_the_disk(tmp_path):
     assert saved.load(tmp_path).head.predict_proba(np.zeros((1, 3), np.float32)).tolist() == [[0, 0, 1, 0]]
 
 
-def test_saving_again_replaces_the_pair_and_leaves_no_old_arrays(tmp_path):
+def test_saving_again_replaces_the_pair_and_leaves_no_older_arrays(tmp_path):
     store(tmp_path, fitted("lr")[0])
     store(tmp_path, fitted("prototype")[0])
     assert saved.load(tmp_path).head.name == "prototype"
-    assert len(list(tmp_path.iterdir())) == 2
+    store(tmp_path, fitted("mlp")[0])
+    assert len(list(tmp_path.iterdir())) == 4  # the head and the one before
+
+
+def test_the_head_before_comes_back_and_goes_again(tmp_path):
+    fingerprints = {"fp32": FINGERPRINT}
+    store(tmp_path, fitted("lr")[0])
+    with pytest.raises(StateError, match="no earlier head"):
+        saved.restore(tmp_path, fingerprints)
+    store(tmp_path, fitted("prototype")[0])
+    for name in ("lr", "prototype", "lr"):
+        assert saved.restore(tmp_path, fingerprints).head.name == name
+        assert saved.load(tmp_path).head.name == name
+    with pytest.raises(FingerprintMismatch):
+        saved.restore(tmp_path, {"fp32": "cd" * 32})
+    assert saved.load(tmp_path).head.name == "lr"
 
 
 def test_a_crash_between_the_two_files_leaves_the_old_head(tmp_path, monkeypatch):
@@ -60,7 +75,7 @@ def test_a_crash_between_the_two_files_leaves_the_old_head(tmp_path, monkeypatch
     def crash(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(saved, "write_json", crash)
+    monkeypatch.setattr(saved, "_replace", crash)
     with pytest.raises(OSError, match="no space"):
         store(tmp_path, fitted("prototype")[0])
     assert saved.load(tmp_path).head.name == "lr"

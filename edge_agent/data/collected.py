@@ -1,0 +1,365 @@
+"""``collected:DIR``: samples that a person labelled on this device, one by one (``edge-agent add``, a watch folder).
+
+``index.json`` names the samples with their classes, oldest first; each sample is one file beside it, written before the
+index and removed after it, so a crash or a full disk leaves the old collection or the new one. Of each class every
+fourth sample is held out for evaluation; of recordings the last quarter. Renamed, merged and removed classes change the
+index alone, and hold for the device's other samples, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ..config import mistakes_of
+from ..errors import DataError, StateError, UsageError
+from ..storage import read_json, read_tensors, waited_lock, write_json, write_tensors
+from ..task import Frozen, ImageInput, InputSpec, Label, WindowInput
+from .base import DataSource, Options, Raw, Samples, near, split
+from .preprocess import normalise_images, normalise_windows
+
+INDEX = "index.json"
+BUDGET = 2000
+"""Samples that are kept where nothing else is said."""
+
+_EVERY = 4
+"""One of so many samples of a class is held out."""
+
+
+class Entry(Frozen):
+    """One sample."""
+
+    id: str = Field(pattern=r"^[0-9a-f]{32}$", description="of its file, from its content")
+    label: Label
+    held_out: bool
+    recording: str = Field("", description="windows of one recording have one name")
+
+
+class Index(Frozen):
+    """What ``index.json`` holds. ``version`` counts changes; ``fitted`` is the version that the head was fitted on."""
+
+    schema_version: Literal[1] = 1
+    version: int = Field(0, ge=0)
+    fitted: int = Field(0, ge=0)
+    classes: tuple[Label, ...] = Field((), description="in the order in which they were added")
+    renamed: dict[Label, Label | None] = Field(default_factory=dict, description="old name -> new one, None: removed")
+    samples: tuple[Entry, ...] = Field((), description="oldest first")
+
+    def name_of(self, label: str) -> str | None:
+        """What a class is called now; None: it was removed."""
+        return self.renamed.get(label, label)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What became of samples that were added: new ones, known ones (that may have another class now), dropped ones."""
+
+    added: int
+    known: int
+    dropped: int
+
+
+class Collection:
+    """The samples in a folder, which need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def index(self) -> Index:
+        """The index; an empty one where there is none.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        raw = read_json(self.folder / INDEX)
+        try:
+            return Index() if raw is None else Index.model_validate(raw)
+        except ValidationError as error:
+            mistakes = "; ".join(mistakes_of(error, Index)[:5])
+            raise StateError(f"{self.folder / INDEX}: {mistakes}; put it back from a backup, or remove it") from error
+
+    def add(self, samples: Samples, budget: int = BUDGET) -> Added:
+        """Keep samples; beyond ``budget`` the oldest ones of the class with most samples are dropped.
+
+        A sample that is there already gets its new class. Labels that were renamed get their new names, and a class
+        that was removed is there again.
+
+        Raises:
+            StateError: the collection is damaged.
+            OSError: the disk is full; the collection is as it was.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with waited_lock(self.folder):
+            index = self.index()
+            entries = {entry.id: entry for entry in index.samples}
+            before, new = len(entries), self._entries(samples, index)
+            for row, entry in new:
+                if entry.id not in entries:
+                    write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
+                    entries[entry.id] = entry if entry.recording else _dealt(entry, entries.values())
+                else:
+                    entries[entry.id] = entries[entry.id].model_copy(update={"label": entry.label})
+            added = len(entries) - before
+            dropped = _surplus(list(entries.values()), budget)
+            for entry in dropped:
+                del entries[entry.id]
+            labels = dict.fromkeys(entry.label for _, entry in new)
+            kept = tuple(entries.values())
+            change = {
+                "samples": kept,
+                "classes": tuple(dict.fromkeys([*index.classes, *labels])),
+                "renamed": {old: name for old, name in index.renamed.items() if name is not None or old not in labels},
+            }
+            self._write(index, change)
+        return Added(added, len(new) - added, len(dropped))
+
+    def rename(self, old: str, new: str, known: Sequence[str] = ()) -> None:
+        """Call class ``old`` ``new`` from now on. ``known``: classes beside those of the collection.
+
+        Raises:
+            UsageError: no such class, or one that is called ``new`` already.
+        """
+        if new in self._names(known):
+            raise UsageError(f"there is a class '{new}' already; 'edge-agent classes merge {old} {new}' joins them")
+        self._relabel({old: new}, known)
+
+    def merge(self, labels: Sequence[str], into: str, known: Sequence[str] = ()) -> None:
+        """Make several classes one, which is called ``into``: one of them, or a new name.
+
+        Raises:
+            UsageError: no such class.
+        """
+        self._relabel({label: into for label in labels if label != into}, known)
+
+    def remove(self, label: str, known: Sequence[str] = ()) -> None:
+        """Remove a class and its samples.
+
+        Raises:
+            UsageError: no such class.
+        """
+        self._relabel({label: None}, known)
+
+    def fitted(self, version: int) -> None:
+        """Note that the head in use was fitted on this version."""
+        with waited_lock(self.folder):
+            index = self.index()
+            write_json(self.folder / INDEX, index.model_copy(update={"fitted": version}).model_dump(mode="json"))
+
+    def combined(
+        self, own: tuple[Samples, Samples] | None, spec: InputSpec, bundle: Sequence[str], before: Sequence[str] = ()
+    ) -> tuple[Samples, Samples]:
+        """Training and held-out samples: ``own``, those of the device's other source, and those of the collection.
+
+        The order of the classes: those of the head ``before``, then those of ``own``, then new ones. Where there is
+        neither, those of the ``bundle``, if the collection holds any of them.
+
+        Raises:
+            StateError: the collection holds inputs of another form than ``spec``, or is damaged.
+            DataError: there are no samples.
+        """
+        index = self.index()
+        mine = self._samples(index, spec)
+        held = np.array([entry.held_out for entry in index.samples], bool)
+        parts = [mine.take(np.flatnonzero(~held)), mine.take(np.flatnonzero(held))]
+        known = list(own[0].class_names) if own is not None else []
+        if own is None and {*index.classes} & {*bundle}:
+            known = list(bundle)
+        names = dict.fromkeys(
+            name for label in [*before, *known, *index.classes] if (name := index.name_of(label)) is not None
+        )
+        order = tuple(names)
+        joined = [_joined(index, order, *pair) for pair in zip(own or (None, None), parts, strict=True)]
+        if not len(joined[0]):
+            raise DataError(f"{self.folder}: no samples to learn from; add some with 'edge-agent add'")
+        return joined[0], joined[1]
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _names(self, known: Sequence[str]) -> list[str]:
+        index = self.index()
+        names = (index.name_of(label) for label in [*known, *index.classes])
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def _relabel(self, changes: dict[str, str | None], known: Sequence[str]) -> None:
+        names = self._names(known)
+        if missing := [label for label in changes if label not in names]:
+            shown = ", ".join(f"'{label}'{near(label, names)}" for label in missing)
+            raise UsageError(f"no class {shown}; there are {', '.join(names) or 'none'}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with waited_lock(self.folder):
+            index = self.index()
+            renamed = {
+                old: changes.get(name, name) if name is not None else None for old, name in index.renamed.items()
+            }
+            labels = [changes.get(entry.label, entry.label) for entry in index.samples]
+            classes = dict.fromkeys([*(changes.get(label, label) for label in index.classes), *changes.values()])
+            targets = {label for label in changes.values() if label is not None}
+            if taken := [label for label in targets if renamed.get(label, label) not in {label, None}]:
+                raise UsageError(f"'{taken[0]}' is called '{renamed[taken[0]]}' now; choose another name")
+            change = {
+                "renamed": {old: new for old, new in {**renamed, **changes}.items() if old not in targets},
+                "samples": tuple(
+                    entry.model_copy(update={"label": label})
+                    for entry, label in zip(index.samples, labels, strict=True)
+                    if label is not None
+                ),
+                "classes": tuple(label for label in classes if label is not None),
+            }
+            self._write(index, change)
+
+    def _write(self, index: Index, change: Mapping[str, object]) -> None:
+        """Write the changed index, then remove the files that it does not name."""
+        new = index.model_copy(update={**change, "version": index.version + 1})
+        write_json(self.folder / INDEX, new.model_dump(mode="json"))
+        names = {_file(entry) for entry in new.samples}
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
+    def _entries(self, samples: Samples, index: Index) -> list[tuple[int, Entry]]:
+        """Row and entry of each sample that is to be kept: of overlapping windows at the division none."""
+        rows, held = range(len(samples)), dict.fromkeys(range(len(samples)), False)
+        recordings = [""] * len(samples)
+        if samples.groups is not None:
+            numbered = replace(samples, inputs=np.arange(len(samples))[:, None], names=())
+            train, test = (part.inputs[:, 0].tolist() for part in split(numbered, 1 / _EVERY, 0))
+            held = dict.fromkeys(train, False) | dict.fromkeys(test, True)
+            rows = range(len(samples))
+            first = {group: _digest(samples.inputs[samples.groups == group][0]) for group in np.unique(samples.groups)}
+            recordings = [first[group] for group in samples.groups]
+        result = {}
+        for row in rows:
+            if row in held:
+                label = samples.class_names[samples.labels[row]]
+                entry = Entry(
+                    id=_digest(samples.inputs[row]),
+                    label=index.name_of(label) or label,
+                    held_out=held[row],
+                    recording=recordings[row],
+                )
+                result[entry.id] = (row, entry)
+        return list(result.values())
+
+    def _samples(self, index: Index, spec: InputSpec) -> Samples:
+        inputs = [self._input(entry) for entry in index.samples]
+        if other := [str(array.shape) for array in inputs if array.shape != spec.shape]:
+            raise StateError(
+                f"{self.folder}: {len(other)} samples of form {other[0]}, the task has {spec.shape}; the bundle is of "
+                "another task: move the folder away and add the samples again"
+            )
+        position = {label: number for number, label in enumerate(index.classes)}
+        labels = np.array([position[entry.label] for entry in index.samples], np.int64)
+        array = np.stack(inputs) if inputs else np.empty((0, *spec.shape), np.float32)
+        if isinstance(spec, WindowInput):
+            array = normalise_windows(array.astype(np.float32), spec)
+        elif array.dtype != np.uint8:
+            array = normalise_images(array, spec)
+        return Samples(array, labels, index.classes, spec, _groups(index)).ready()
+
+    def _input(self, entry: Entry) -> np.ndarray:
+        result = read_tensors(self.folder / _file(entry)).get("input")
+        if result is None:
+            raise StateError(f"{self.folder / _file(entry)}: holds no input; remove the sample's file and its entry")
+        return result
+
+
+def labelled(samples: Samples, label: str) -> Samples:
+    """Samples without labels, all of class ``label``.
+
+    Raises:
+        DataError: not a name for a class.
+    """
+    try:
+        name = TypeAdapter(Label).validate_python(label)
+    except ValidationError as error:
+        raise DataError(f"label {label!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    return replace(samples, labels=np.zeros(len(samples), np.int64), class_names=(name,))
+
+
+def _groups(index: Index) -> np.ndarray | None:
+    if not any(entry.recording for entry in index.samples):
+        return None
+    names = [entry.recording or entry.id for entry in index.samples]
+    return np.unique(names, return_inverse=True)[1].astype(np.int64)
+
+
+def _joined(index: Index, order: tuple[str, ...], own: Samples | None, collected: Samples) -> Samples:
+    """Samples of the device's other source and collected ones, labelled by what their classes are called now."""
+    position = {name: number for number, name in enumerate(order)}
+    parts = []
+    for part in (part for part in (own, collected) if part is not None):
+        names = [index.name_of(label) for label in part.class_names]
+        table = np.array([-1 if name is None else position[name] for name in names], np.int64)
+        labels = table[part.labels] if len(part) else part.labels
+        here = np.flatnonzero(labels >= 0)
+        parts.append(replace(part.take(here), labels=labels[here], class_names=order, names=()))
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts
+    groups = None
+    if first.groups is not None or second.groups is not None:
+        each = [np.arange(len(part)) if part.groups is None else part.groups for part in parts]
+        groups = np.concatenate([each[0], each[1] + (each[0].max(initial=-1) + 1)])
+    inputs, labels = (np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "labels"))
+    return replace(first, inputs=inputs, labels=labels, groups=groups)
+
+
+def _raw(inputs: np.ndarray, spec: InputSpec) -> np.ndarray:
+    """One input as it was before it was normalised: pixels 0..255, or values in sensor units."""
+    if inputs.dtype == np.uint8:
+        return inputs
+    axes = (-1, *[1] * (inputs.ndim - 1))
+    values = inputs * np.reshape(spec.std, axes) + np.reshape(spec.mean, axes)
+    return np.asarray(values * (255 if isinstance(spec, ImageInput) else 1), np.float32)
+
+
+def _digest(inputs: np.ndarray) -> str:
+    return hashlib.sha256(repr((inputs.shape, inputs.dtype.str)).encode() + inputs.tobytes()).hexdigest()[:32]
+
+
+def _file(entry: Entry) -> str:
+    return f"{entry.id}.safetensors"
+
+
+def _dealt(entry: Entry, others: Iterable[Entry]) -> Entry:
+    """The entry, held out where it is the third of four of its class."""
+    number = sum(other.label == entry.label for other in others)
+    return entry.model_copy(update={"held_out": number % _EVERY == _EVERY - 2})
+
+
+def _surplus(entries: list[Entry], budget: int) -> list[Entry]:
+    """The samples to drop: again and again the oldest one of the class that has most."""
+    counts, dropped = Counter(entry.label for entry in entries), []
+    for _ in range(len(entries) - budget):
+        label = counts.most_common(1)[0][0]
+        oldest = next(entry for entry in entries if entry.label == label)
+        entries.remove(oldest)
+        counts[label] -= 1
+        dropped.append(oldest)
+    return dropped
+
+
+class CollectedOptions(Options):
+    """A collection has no options."""
+
+
+def read(where: str, options: CollectedOptions) -> Raw:  # noqa: ARG001 - none
+    """All collected samples, held-out ones included."""
+    collection = Collection(Path(where).expanduser())
+    index = collection.index()
+    inputs = [collection._input(entry) for entry in index.samples]  # noqa: SLF001 - the same file
+    kind: Literal["image", "window"] = "window" if inputs and inputs[0].ndim == 2 else "image"
+    items = [array / np.float32(255) if kind == "image" and array.dtype != np.uint8 else array for array in inputs]
+    position = {label: number for number, label in enumerate(index.classes)}
+    labels = np.array([position[entry.label] for entry in index.samples], np.int64)
+    return Raw(kind, items, labels, index.classes, _groups(index))
+
+
+SOURCE = DataSource(CollectedOptions, read, needs_path=True)

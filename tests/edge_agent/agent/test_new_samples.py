@@ -1,0 +1,122 @@
+"""Samples that a person adds while the agent runs: noticed, taken in, and learned from beside its work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from federation_harness import Federation
+from PIL import Image
+
+from edge_agent import bundle as bundles
+from edge_agent.agent.local_state import COLLECT_EVERY_S, NewSamples
+from edge_agent.agent.tasks import TaskRunner
+from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.data import from_files
+from edge_agent.data.collected import Collection, labelled
+from edge_agent.errors import DataError
+from edge_agent.heads import saved
+from edge_agent.storage import read_json
+
+
+def picture(path, channel, seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 60, (8, 8, 3), dtype=np.uint8)
+    pixels[..., channel] += 190
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path, make_bundle):
+    made = make_bundle(dim=48, global_head=True)
+    bundles.install(made.path, tmp_path / "state" / "bundles")
+    data = DataConfig(source="digits:optdigits?n=60", watch=tmp_path / "watch")
+    return AgentConfig(id="dev", state=tmp_path / "state", data=data, head=HeadConfig(precision="fp32", local=False))
+
+
+def test_files_in_the_watch_folder_become_samples_and_the_head_learns_from_them(config, tmp_path):
+    tasks = TaskRunner(config, "head")
+    tasks.refit()
+    assert tasks.collect() is False
+    for number in range(6):
+        picture(tmp_path / "watch" / "scarf" / f"{number}.png", 0, number)
+    broken = tmp_path / "watch" / "scarf" / "broken.png"
+    broken.write_bytes(b"half a fi")
+    assert tasks.collect() is True
+    assert [path.name for path in (tmp_path / "watch" / "scarf").iterdir()] == ["broken.png"]
+    head = saved.load(config.state / "head")
+    assert head.class_names == (*"0123456789", "scarf")
+    assert (head.metrics["n_train"] + head.metrics["n_test"], head.metrics["n_collected"]) == (66, 6)
+    assert tasks.collect() is False
+    assert saved.restore(config.state / "head", bundles.current(config.state / "bundles").fingerprints).class_names == (
+        *"0123456789",
+    )
+    assert tasks.collect() is False, "what was rolled back stays so until there are new samples"
+
+
+def test_samples_that_cannot_be_learned_from_leave_the_head_in_use(config, tmp_path):
+    tasks = TaskRunner(config, "head")
+    tasks.refit()
+    before = (config.state / "head" / "head.json").read_bytes()
+    Collection(config.state / "samples").add(
+        labelled(
+            from_files([picture(tmp_path / "a.png", 0)], bundles.current(config.state / "bundles").manifest.task.input),
+            "x",
+        )
+    )
+    broken = TaskRunner(config.model_copy(update={"data": DataConfig(source="npz:gone.npz")}), "head")
+    with pytest.raises(DataError):
+        broken.collect()
+    assert (config.state / "head" / "head.json").read_bytes() == before
+    assert tasks.collect() is True
+
+
+def test_only_a_change_is_noticed_and_not_at_every_turn(config, tmp_path):
+    now = [0.0]
+    new = NewSamples(config, lambda: now[0])
+    assert not new.is_due()
+    picture(tmp_path / "watch" / "hat" / "1.png", 1)
+    assert not new.is_due(), "it has just looked"
+    now[0] += COLLECT_EVERY_S
+    assert new.is_due()
+    now[0] += COLLECT_EVERY_S
+    assert not new.is_due()
+    (tmp_path / "watch" / "hat" / "1.png").unlink()
+    now[0] += COLLECT_EVERY_S
+    assert not new.is_due()
+    Collection(config.state / "samples").add(
+        labelled(from_files([picture(tmp_path / "a.png", 0)], config_input(config)), "x")
+    )
+    now[0] += COLLECT_EVERY_S
+    assert new.is_due()
+
+
+def config_input(config):
+    return bundles.current(config.state / "bundles").manifest.task.input
+
+
+class HeadDuties(TaskRunner):
+    """A device with digits that has a bundle already."""
+
+    def __init__(self, config, tier):
+        changes = {
+            "data": DataConfig(source="digits:optdigits?n=60", watch=config.state / "watch"),
+            "head": HeadConfig(name="prototype", precision="fp32", local=False),
+        }
+        super().__init__(config.model_copy(update=changes), tier)
+
+    def check(self, task):
+        pass
+
+
+def test_a_running_agent_learns_in_the_background(tmp_path, make_bundle):
+    made = make_bundle(dim=16)
+    with Federation(tmp_path / "fed", agents=(), tasks=HeadDuties) as fed:
+        agent = fed.add("porch", tier="head")
+        bundles.install(made.path, agent.config.state / "bundles")
+        agent.tasks.refit()
+        collection = Collection(agent.config.state / "samples")
+        collection.add(labelled(from_files([picture(tmp_path / "a.png", 0)], made.manifest.task.input), "scarf"))
+        card = agent.config.state / "head" / "head.json"
+        fed.until(lambda: "scarf" in (read_json(card) or {}).get("class_names", ()), limit_s=60)
+        assert agent.condition.name == "ok"

@@ -1,0 +1,163 @@
+"""Samples added one by one, classes changed, heads refitted and brought back, by the commands that a person types."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_agent.cli import main
+from edge_agent.heads import saved
+from edge_agent.storage import folder_lock
+
+COLOURS = {"cat": 0, "dog": 1, "tree": 2}
+
+
+@pytest.fixture
+def place(make_bundle, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    make_bundle(dim=200, global_head=True)
+    assert main(["import", "b.hwb", "--state", "state", "--json"]) == 0
+    rng = np.random.default_rng(0)
+    for name, channel in COLOURS.items():
+        for number in range(8):
+            pixels = rng.integers(0, 60, (8, 8, 3), dtype=np.uint8)
+            pixels[..., channel] += 190
+            Image.fromarray(pixels).save(f"{name}{number}.png")
+    return tmp_path
+
+
+def answer(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def add(capsys, name, numbers=range(8), **options):
+    files = [f"{name}{number}.png" for number in numbers]
+    return answer(capsys, "add", "--state", "state", "--label", name, *files, **options)
+
+
+def predicted(capsys, name):
+    words = ("predict", "--bundle", "state", "--head", "state/head", "--input", f"{name}7.png")
+    return answer(capsys, *words)["predictions"][0]["class"]
+
+
+def states(capsys):
+    return {row["class"]: row["state"] for row in answer(capsys, "classes", "list", "--state", "state")["classes"]}
+
+
+def test_classes_are_added_one_after_the_other_without_touching_the_others(place, capsys):
+    assert add(capsys, "cat")["refitted"] is True
+    found = add(capsys, "dog", range(6))
+    assert (found["added"], found["metrics"]["n_train"], found["metrics"]["n_test"]) == (6, 11, 3)
+    assert [predicted(capsys, name) for name in ("cat", "dog", "tree")][:2] == ["cat", "dog"]
+    assert add(capsys, "tree")["metrics"]["acc.personal"] > 0.9
+    assert predicted(capsys, "tree") == "tree"
+    assert saved.load(place / "state" / "head").class_names == ("cat", "dog", "tree")
+    assert states(capsys) == {"cat": "trained", "dog": "trained", "tree": "trained"}
+    found = add(capsys, "dog", range(6))
+    assert (found["added"], found["known"]) == (0, 6)
+    assert main(["classes", "list", "--state", "state"]) == 0
+    assert "held out" in capsys.readouterr().out
+
+
+def test_the_head_before_comes_back_until_something_changes(place, capsys):
+    add(capsys, "cat")
+    add(capsys, "dog")
+    add(capsys, "tree")
+    assert answer(capsys, "rollback", "--state", "state", "--head")["classes"] == ["cat", "dog"]
+    assert predicted(capsys, "tree") != "tree"
+    assert states(capsys)["tree"] == "collected"
+    assert answer(capsys, "rollback", "--state", "state", "--head")["classes"] == ["cat", "dog", "tree"]
+
+
+def test_classes_are_renamed_merged_and_removed(place, capsys):
+    for name in COLOURS:
+        add(capsys, name)
+    answer(capsys, "classes", "rename", "tree", "plant", "--state", "state")
+    assert predicted(capsys, "tree") == "plant"
+    assert saved.load(place / "state" / "head").class_names == ("cat", "dog", "plant")
+    answer(capsys, "classes", "merge", "cat", "dog", "pet", "--state", "state")
+    assert predicted(capsys, "dog") == "pet"
+    answer(capsys, "classes", "remove", "plant", "--state", "state")
+    assert list(states(capsys)) == ["pet"]
+    before = (place / "state" / "head" / "head.json").read_bytes()
+    refused = answer(capsys, "classes", "remove", "pet", "--state", "state", code=2)["error"]["message"]
+    assert "no samples to learn from" in refused
+    assert (place / "state" / "head" / "head.json").read_bytes() == before
+    assert states(capsys)["pet"] == "trained; removed with the next fit"
+    assert predicted(capsys, "cat") == "pet"
+
+
+def test_a_data_source_is_added_with_its_own_labels_beside_those_of_the_agent(place, capsys):
+    (place / "agent.toml").write_text('id = "dev"\nstate = "state"\n[data]\nsource = "digits?n=100"\nbudget = 6\n')
+    found = answer(capsys, "add", "--data", "digits?n=10&seed=7", "--config", "agent.toml")
+    assert (found["added"], found["dropped"]) == (10, 4)
+    found = answer(capsys, "add", "--config", "agent.toml", "--label", "scarf", "cat0.png", "cat1.png")
+    head = saved.load(place / "state" / "head")
+    assert head.class_names == (*"0123456789", "scarf")
+    assert found["metrics"]["n_train"] + found["metrics"]["n_test"] == 106
+    assert found["metrics"]["no_global"].endswith("does not know scarf")
+    alone = answer(capsys, "add", "--state", "state", "--label", "scarf", "cat2.png")
+    assert (alone["refitted"], "give --config" in alone["not_refitted"]) == (False, True)
+
+
+def test_a_running_agent_fits_the_head_itself(place, capsys):
+    with folder_lock(place / "state", "edge-agent run"):
+        found = add(capsys, "cat")
+    assert (found["added"], found["refitted"]) == (8, False)
+    assert not (place / "state" / "head").exists()
+    assert states(capsys) == {"cat": "collected"}
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (("add", "--state", "state", "cat0.png"), 2, "--label is missing"),
+        (("add", "--state", "state", "--label", "cat"), 2, "expected FILE"),
+        (("add", "--state", "state", "--label", "a\nb", "cat0.png"), 2, "control character"),
+        (("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb"), 2, "cannot be read as an image"),
+        (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 1, "no bundle is in use"),
+        (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
+        (("classes", "remove", "cow", "--state", "state"), 2, "no class 'cow'"),
+        (("rollback", "--state", "state", "--head"), 1, "no earlier head"),
+    ],
+)
+def test_mistakes_are_clear_and_change_nothing(place, capsys, words, code, said):
+    assert said in answer(capsys, *words, code=code)["error"]["message"]
+    assert not (place / "state" / "samples" / "index.json").exists()
+
+
+_WITH_LITTLE_ROOM = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+from edge_agent.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
+@pytest.mark.parametrize("room", [100, 8000])
+def test_the_head_before_answers_where_the_disk_takes_no_more(place, capsys, room):
+    """Files cannot grow beyond ``room`` bytes: first no sample fits, then no head."""
+    add(capsys, "cat")
+    add(capsys, "dog")
+    before = {path.name: path.read_bytes() for path in (place / "state" / "head").iterdir()}
+    words = ("add", "--state", "state", "--label", "tree", *(f"tree{number}.png" for number in range(8)))
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_LITTLE_ROOM, str(room), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in (place / "state" / "head").iterdir()} == before
+    assert predicted(capsys, "dog") == "dog"
+    assert ("tree" in states(capsys)) is (room == 8000)
+    assert add(capsys, "tree")["refitted"] is True
+    assert predicted(capsys, "tree") == "tree"
