@@ -352,6 +352,7 @@ def export_run(
         exporter=settings.exporter,
         norm_note=NORM_NOTES[method.norm] if trained.is_pooled else "",
         int8=settings.int8,
+        client_ranges=trained.client_ranges,
     )
     return report, trained.record
 
@@ -366,6 +367,7 @@ class TrainedModel:
     model: Any
     state: dict[str, Any]
     is_pooled: bool
+    client_ranges: dict[str, Any]
 
     @classmethod
     def of(cls, folder: Path, run: str | None = None) -> TrainedModel:
@@ -378,7 +380,7 @@ class TrainedModel:
         from edge_agent.wire.tensors import decode
         from export import model_from_state
 
-        from .runs.release import pooled_before
+        from .runs.release import pooled_before, ranges_before
         from .simulation.own_parts import register
         from .simulation.results import pooled_batch_norm
         from .simulation.setup import planned
@@ -391,10 +393,11 @@ class TrainedModel:
                 raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
             weights = decode(state.blobs.read(record.checkpoint or ""))
             pooled = pooled_before(state, record.run, record.round)
+            client_ranges = ranges_before(state, record.run, record.round)
         if (plan := planned(folder)) is not None:
             register(plan)
         request = Request.from_body(record.request)
         method = methods.create(request.method, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
-        return cls(record, request, method, model, weights, bool(pooled))
+        return cls(record, request, method, model, weights, bool(pooled), client_ranges)

@@ -122,6 +122,11 @@ class ExportConfig(Frozen):
         True,
         description="collect batch norm statistics that stay on devices once, for the export; false: no export then",
     )
+    client_ranges: bool = Field(
+        False,
+        description="ask training agents once, before an export, for the ranges of the encoder's activations on their "
+        "samples: two numbers for each layer, from which int8 takes its ranges",
+    )
     calibration: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], BeforeValidator(_one_or_more)] = Field(
         (),
         max_length=64,

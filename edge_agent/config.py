@@ -177,6 +177,9 @@ class TrainingConfig(Frozen):
     share_norm: bool = Field(
         True, description="send batch norm statistics that otherwise stay here once, for the export"
     )
+    share_ranges: bool = Field(
+        True, description="send the ranges of the encoder's activations on own samples when asked, for int8"
+    )
 
 
 class HeadConfig(Frozen):

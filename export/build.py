@@ -32,7 +32,7 @@ from .batch_norm import PROBE_FILE, Adaptable, adaptable
 from .domains import chosen, compared, objection, range_inputs
 from .encoder import Exporter, to_onnx
 from .parity import Gate, graph_gates, mean_cosine, parity_gate, run, session
-from .quantize import MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight
+from .quantize import MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight, ranges_of_clients
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ def bundle(
     int8: bool = True,
     norm_note: str = "",
     own_norm: bool = True,
+    client_ranges: Mapping[str, np.ndarray] | None = None,
 ) -> Report:
     """The bundle of ``model``'s encoder, written to ``out``.
 
@@ -74,7 +75,8 @@ def bundle(
     a point beyond noise, is left out; the report has the reason. The encoder runs in eval mode: its running statistics
     are those that devices get. Where the method allows it and ``own_norm`` asks for it, the bundle has what a device
     needs to estimate them on its own inputs: then batch norm is not folded and exporter ``auto`` is ``legacy``.
-    ``created``: ISO 8601 UTC; default: now.
+    ``client_ranges``: client -> (steps, 2), what `training.ranges` gives for this encoder on samples that are not here:
+    they count as domains do, and more than inputs without labels. ``created``: ISO 8601 UTC; default: now.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
@@ -97,14 +99,14 @@ def bundle(
     quantization, int8_note = None, "not asked for"
     if int8:  # without this variant a device uses fp32
         with _timed(seconds, "int8"):
-            variant = _Int8.of(exported.model, task, inputs, observed, domains)
+            variant = _Int8.of(exported.model, encoder, task, inputs, observed, domains, client_ranges or {})
             gates += variant.gates
             if variant.graph is not None:
                 graphs["int8"] = variant.graph
             int8_note = variant.note
             parity = parity.model_copy(update={"int8_cosine": variant.cosine})
             quantization = Quantization(
-                ranges=_origin(observed),
+                ranges=variant.origin,
                 held_out=variant.answers,
                 note=(int8_note or variant.not_measured)[:2000],
                 latency_ms=_latencies(graphs, inputs, feature_dim(encoder)),
@@ -216,11 +218,6 @@ def _checked(observed: Mapping[str, np.ndarray], task: Task) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([*observed.values()]), dtype=np.float32)
 
 
-def _origin(observed: Mapping[str, np.ndarray]) -> str:
-    count = sum(map(len, observed.values()))
-    return f"{count} inputs {'without labels' if '' in observed else f'of {len(observed)} domain(s)'}"
-
-
 @dataclass(frozen=True)
 class _Int8:
     """The int8 variant, with the gates it went through; ``graph`` is None, and ``note`` says why, where one failed."""
@@ -230,34 +227,45 @@ class _Int8:
     cosine: float | None
     answers: Mapping[str, DomainAnswers]
     note: str
+    origin: str = ""
 
     @classmethod
     def of(
         cls,
         model: bytes,
+        encoder: nn.Module,
         task: Task,
         inputs: np.ndarray,
         observed: Mapping[str, np.ndarray],
         domains: Mapping[str, Samples],
+        client_ranges: Mapping[str, np.ndarray],
     ) -> _Int8:
-        """That of the fp32 graph ``model``, by ranges of the ``observed`` inputs of each domain."""
+        """That of the fp32 graph ``model``, by ranges of the ``observed`` inputs of each domain, and of clients."""
+        count = sum(map(len, observed.values()))
+        origin = f"{count} inputs {'without labels' if '' in observed else f'of {len(observed)} domain(s)'}"
         try:
             quantizer = Quantizer(model)
             ranges = {name: quantizer.ranges(array) for name, array in observed.items()}
             graph = quantizer.int8(common([*ranges.values()]))
+            gate, cosine = _int8_gate(graph, model, task, inputs)
+            if clients := ranges_of_clients(quantizer, encoder, inputs, client_ranges):
+                # Random inputs lie elsewhere than clients' samples: they try the quantizer out, and set no range.
+                ranges = {**clients, **{name: own for name, own in ranges.items() if name}}
+                graph = quantizer.int8(common([*ranges.values()]))
+                own = f"{origin} and " if domains else ""
+                origin = f"{own}activation ranges of {len(clients)} client(s)"
         except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
             return cls(None, (), None, {}, f"left out: the quantizer failed: {error}")
-        gate, cosine = _int8_gate(graph, model, task, inputs)
         if not gate.passed:
-            return cls(None, (gate,), min(cosine, 1.0), {}, f"left out: {gate.detail}")
+            return cls(None, (gate,), min(cosine, 1.0), {}, f"left out: {gate.detail}", origin)
         answers = compared(quantizer, model, domains, ranges)
         if not answers:
-            return cls(graph, (gate,), min(cosine, 1.0), {}, "")
+            return cls(graph, (gate,), min(cosine, 1.0), {}, "", origin)
         loses = objection(answers)
         total = sum(one.support for one in answers.values())
         accuracy = Gate("int8 accuracy", not loses, loses or f"no loss beyond noise on {total} held-out answers")
         note = f"left out: {loses}" if loses else ""
-        return cls(None if loses else graph, (gate, accuracy), min(cosine, 1.0), answers, note)
+        return cls(None if loses else graph, (gate, accuracy), min(cosine, 1.0), answers, note, origin)
 
     @property
     def not_measured(self) -> str:

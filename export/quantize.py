@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from torch import nn
 
 from edge_agent.encoder import onnxruntime
+from edge_agent.training.ranges import steps
 
 from .encoder import quiet, strip_opsets
-from .parity import session
+from .parity import TOLERANCE, session
 
 MIN_COSINE = 0.99
 """Lowest mean cosine between int8 and fp32 features; it finds a broken variant, accuracies find a poor one."""
@@ -34,6 +37,7 @@ Ranges: TypeAlias = Mapping[str, tuple[float, float]]
 """Smallest and largest value of each tensor between two operators, by its name in the graph."""
 
 _POOLING = {"Flatten", "GlobalAveragePool", "ReduceMean", "Reshape", "Squeeze"}
+_SHARES = {"HardSigmoid", "Sigmoid", "Softmax"}
 _BATCH_VALUES = 1 << 16
 """Input values of one calibration batch, at most: all tensors of the graph are in memory at once."""
 
@@ -59,6 +63,8 @@ class Quantizer:
         observed.graph.output.extend(value for value in floats if value.name in produced)
         self._session = session(observed.SerializeToString())
         self._input = graph.input[0].name
+        self.shares = frozenset(name for node in graph.node if node.op_type in _SHARES for name in node.output)
+        """Tensors whose values lie between 0 and 1, whatever the inputs are."""
         self._names = [value.name for value in self._session.get_outputs()]
 
     def values(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
@@ -126,6 +132,41 @@ class Quantizer:
 
 def _inputs(node: Any, producers: Mapping[str, Any]) -> int:
     return sum(name in producers for name in node.input)
+
+
+def ranges_of_clients(
+    quantizer: Quantizer, encoder: nn.Module, inputs: np.ndarray, each: Mapping[str, np.ndarray]
+) -> dict[str, Ranges]:
+    """The ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
+
+    ``each``: client -> (steps, 2), see `training.ranges`. Tensors and steps are brought together by what they are for a
+    few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
+    """
+    few, seen = inputs[:4], list[np.ndarray]()
+    steps(encoder, torch.from_numpy(few), lambda tensor: seen.append(tensor.detach().cpu().numpy().ravel().copy()))
+    where: dict[str, int] = {}
+    for name, array in quantizer.values(few).items():
+        if name in quantizer.shares:
+            continue
+        values = array.ravel()
+        alike = (row for row, one in enumerate(seen) if one.shape == values.shape and _is_equal(one, values))
+        if (row := next(alike, None)) is None:
+            return {}
+        where[name] = row
+    fitting = {client: ends for client, ends in each.items() if ends.shape == (len(seen), 2)}
+    return {
+        client: {
+            **dict.fromkeys(quantizer.shares, (0.0, 1.0)),
+            **{name: (float(ends[row, 0]), float(ends[row, 1])) for name, row in where.items()},
+        }
+        for client, ends in fitting.items()
+    }
+
+
+def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors are the same up to rounding."""
+    scale = max(1.0, float(np.abs(one).max(initial=0)))
+    return float(np.abs(one - other).max(initial=0)) <= TOLERANCE * scale
 
 
 def common(each: Sequence[Ranges]) -> Ranges:

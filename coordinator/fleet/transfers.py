@@ -19,7 +19,17 @@ from edge_agent.methods import Update
 from edge_agent.storage import mapped, sync_folder
 from edge_agent.task import Tensors
 from edge_agent.wire import chunks
-from edge_agent.wire.messages import MAX_CREDITS, Ack, Command, Grant, Purpose, Receipt, Topics, UpdateManifest
+from edge_agent.wire.messages import (
+    MAX_CREDITS,
+    OUTSIDE_ROUNDS,
+    Ack,
+    Command,
+    Grant,
+    Purpose,
+    Receipt,
+    Topics,
+    UpdateManifest,
+)
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from ..state.journal import Accepted, Journal
@@ -366,7 +376,7 @@ class Collector:
 
 def _noted(message: UpdateManifest) -> str | None:
     """The purpose of an update outside the rounds, which the journal notes; None for one of a round."""
-    return message.purpose if message.purpose == "batch_norm_stats" else None
+    return message.purpose if message.purpose in OUTSIDE_ROUNDS else None
 
 
 def reason_of(error: BaseException) -> str:

@@ -147,6 +147,9 @@ class Run:
     pooled: Tensors = field(default_factory=dict)
     """Batch norm tensors of the encoder that are not in ``state``, once they have been collected."""
 
+    client_ranges: Tensors = field(default_factory=dict)
+    """Client -> ranges (steps, 2) of the activations of this encoder, once they have been collected."""
+
     @property
     def has_encoder(self) -> bool:
         """Whether the shared state contains an encoder."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from edge_agent.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
@@ -164,9 +166,14 @@ def stop_reason(records: Iterable[Mapping[str, Any]], patience: int) -> str:
     )
 
 
+def encoder_of(run: Run) -> Tensors:
+    """The tensors of the shared encoder, with pooled batch norm where it has no other."""
+    return {n: array for n, array in {**run.state, **run.pooled}.items() if n.startswith("encoder.")}
+
+
 def encoder_sha256(run: Run) -> str:
     """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
-    encoder = {n: array for n, array in {**run.state, **run.pooled}.items() if n.startswith("encoder.")}
+    encoder = encoder_of(run)
     return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
 
@@ -193,6 +200,7 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         norm_note=NORM_NOTES[run.method.norm] if run.pooled else "",
         int8=config.int8 and purpose == "release",
         own_norm=purpose == "release",
+        client_ranges=run.client_ranges if purpose == "release" else {},
     )
 
 
@@ -275,6 +283,64 @@ def with_pooled_norm(
 def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
     """The pooled tensors after a round of a run; empty when there are none."""
     for entry in state.journal.entries(run, ("norm_pooled",), round=number):
+        if entry.digest is not None and entry.digest in state.blobs:
+            return decode(state.blobs.read(entry.digest))
+    return {}
+
+
+def with_client_ranges(
+    run: Run, number: int, agents: tuple[str, ...], collect: Callable[[Collection], Steps]
+) -> Generator[Waiting, None, Run]:
+    """The run with the activation ranges of its clients after round ``number`` (the generator's value).
+
+    They are those of the encoder that is exported, and empty where the configuration asks for none, there is no such
+    encoder, or no agent sends any.
+    """
+    state, export = run.context.state, run.context.config.export
+    run = replace(run, client_ranges={})
+    if not export.client_ranges or not export.int8 or "encoder" not in run.method.shared:
+        return run
+    if known := ranges_before(state, run.id, number):
+        return replace(run, client_ranges=known)
+    waiting = Waiting("the steps of the encoder are being counted", (), run.context.clock() + EXPORT_LIMIT_S)
+    try:
+        steps = yield from computed(run.context.worker, "ranges", lambda: _count_steps(run), waiting)
+    except ExportRejected:  # which the export itself reports
+        return run
+    specs = {"ranges": Spec(np.dtype(np.float32), (steps, 2))}
+    collection = Collection(run.id, number, agents, specs, objection=ranges_objection, purpose="activation_ranges")
+    yield from collect(collection)
+    log.info("ranges_collected run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))
+    if not collection.accepted:
+        return run
+    ranges = {update.client: update.tensors["ranges"].copy() for update in updates_of(state.blobs, collection)}
+    digest = state.blobs.put(*pieces(ranges))
+    state.journal.append("ranges_collected", run=run.id, round=number, digest=digest, body={"clients": sorted(ranges)})
+    prune_blobs(state, run.checkpoint)
+    return replace(run, client_ranges=ranges)
+
+
+def _count_steps(run: Run) -> int:
+    import torch
+
+    from edge_agent.training.ranges import activation_ranges
+    from export import model_from_state
+
+    task = run.request.task
+    model = model_from_state(run.method, task, {**run.state, **run.pooled})
+    return len(activation_ranges(model.part("encoder"), torch.zeros(2, *task.input_shape)))
+
+
+def ranges_objection(tensors: Tensors) -> str:
+    """Why ranges cannot be those of activations; empty when they can. What is merely wrong is outvoted later."""
+    low, high = tensors["ranges"].T
+    wrong = int((low > high).sum())
+    return f"{wrong} of {len(low)} activation ranges end before they begin" if wrong else ""
+
+
+def ranges_before(state: StateFolder, run: str, number: int) -> Tensors:
+    """The activation ranges of clients after a round of a run; empty when there are none."""
+    for entry in state.journal.entries(run, ("ranges_collected",), round=number):
         if entry.digest is not None and entry.digest in state.blobs:
             return decode(state.blobs.read(entry.digest))
     return {}

@@ -7,6 +7,7 @@ effect, so a new loop on the same journal resumes in the same round with the upd
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
-from .release import freeze, release_during_run, stop_reason, with_pooled_norm
+from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, without
 
@@ -114,12 +115,13 @@ class RunLoop:
             self.hooks.after_round(self.run, number)
             if export.every and not number % export.every and number != self.run.request.rounds:
                 pooled = yield from self._with_pooled_norm(number)
-                yield from release_during_run(pooled, number)
+                yield from release_during_run((yield from self._with_client_ranges(pooled, number)), number)
             last = number
         yield from self._ask_for_reports()
         yield from self.hooks.after_run(self.run)
         if export.after_run:
             self.run = yield from self._with_pooled_norm(last)
+            self.run = yield from self._with_client_ranges(self.run, last)
         yield from finish_run(self.run, stats, self.selection.exclusions, stopped)
 
     def invite(self, agent: str) -> None:
@@ -287,7 +289,13 @@ class RunLoop:
         return collection
 
     def _ask(
-        self, number: int, agents: tuple[str, ...], purpose: Purpose = "train", *, joining: tuple[str, ...] = ()
+        self,
+        number: int,
+        agents: tuple[str, ...],
+        purpose: Purpose = "train",
+        *,
+        joining: tuple[str, ...] = (),
+        encoder: Tensors | None = None,
     ) -> float:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
         run, method, config = self.run, self.run.method, self.run.context.config
@@ -308,14 +316,16 @@ class RunLoop:
         )
         shared: Tensors = {}
         common: tuple[Outgoing, ...] = ()
-        if purpose != "batch_norm_stats":
+        if encoder is not None:
+            common = (Outgoing.of(encode(encoder)),)
+        elif purpose != "batch_norm_stats":
             shared = method.broadcast(run.state)
             in_store = shared is run.state  # the checkpoint
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
         def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-            own = method.downlink(run.state, agent) if common else {}
+            own = method.downlink(run.state, agent) if common and encoder is None else {}
             if agent not in joining:
                 blobs = (*common, Outgoing.of(encode(own))) if own else common
                 return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
@@ -363,12 +373,17 @@ class RunLoop:
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
         agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
-        return with_pooled_norm(self.run, number, self._norm, tuple(agents), self._collect_norm)
+        return with_pooled_norm(self.run, number, self._norm, tuple(agents), self._collect_outside)
 
-    def _collect_norm(self, collection: Collection) -> Steps:
-        """Ask the agents of ``collection`` after a round."""
+    def _with_client_ranges(self, pooled: Run, number: int) -> Generator[Waiting, None, Run]:
+        agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
+        collect = functools.partial(self._collect_outside, encoder=encoder_of(pooled))
+        return with_client_ranges(pooled, number, tuple(agents), collect)
+
+    def _collect_outside(self, collection: Collection, encoder: Tensors | None = None) -> Steps:
+        """Ask the agents of ``collection`` after a round; ``encoder``: the tensors that they are asked about."""
         self.run.context.collector.open(collection)
-        until = self._ask(collection.round, collection.cohort, collection.purpose)
+        until = self._ask(collection.round, collection.cohort, collection.purpose, encoder=encoder)
         yield from self.selection.collect(collection, until)
         self._call_off(collection)
 

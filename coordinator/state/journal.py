@@ -37,6 +37,7 @@ Kind = Literal[
     "round_closed",
     "state_kept",
     "norm_pooled",
+    "ranges_collected",
     "proxy_evaluated",
     "proxy_failed",
     "run_finished",

@@ -273,7 +273,11 @@ def prune_blobs(state: StateFolder, checkpoint: str) -> None:
 
 def blobs_in_use(journal: Journal) -> set[str]:
     """Digests that entries of the journal need: releases, newest checkpoints of all runs, retained states."""
-    retained = {e.digest for e in journal.entries(kinds=("release_made", "norm_pooled", "state_kept")) if e.digest}
+    retained = {
+        e.digest
+        for e in journal.entries(kinds=("release_made", "norm_pooled", "ranges_collected", "state_kept"))
+        if e.digest
+    }
     return retained | set(journal.checkpoints().values())
 
 

@@ -155,6 +155,11 @@ class TaskRunner:
                 raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
             train, _ = self._samples(job.task)
             return self.outbox.put(session.norm_tensors(kept), job_key(job), len(train), {})
+        if job.purpose == "activation_ranges":
+            if not self.config.training.share_ranges:
+                raise MissingCapability("training.share_ranges is false: activation ranges of this device stay here")
+            train, _ = self._samples(job.task)
+            return self.outbox.put(session.activation_ranges(received), job_key(job), len(train), {})
         outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
         return self.deliver(job, outcome)
 
@@ -356,7 +361,7 @@ def kept_before(job: Job) -> int:
     """The round before which the newest client state is what a job starts from."""
     if job.purpose == "personalize":
         return LAST_ROUND
-    return job.round + 1 if job.purpose == "batch_norm_stats" else job.round
+    return job.round + 1 if job.purpose in wire.OUTSIDE_ROUNDS else job.round
 
 
 def resident_mb() -> float:

@@ -25,6 +25,7 @@ from ..training.parts import (
     to_arrays,
 )
 from ..training.precision import StepTimes, time_steps
+from ..training.ranges import activation_ranges
 from ..training.weights import put_weights
 
 
@@ -141,6 +142,11 @@ class Session:
     def norm_tensors(self, kept: ClientState) -> Tensors:
         """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
+
+    def activation_ranges(self, received: Tensors) -> Tensors:
+        """``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
+        load_arrays(self._model, {**self._fresh, **received})
+        return {"ranges": activation_ranges(self._model.part("encoder"), self._train[0])}
 
     def step_times(self) -> StepTimes:
         """Seconds of a training step in each precision, on this client's model and a batch of its samples."""

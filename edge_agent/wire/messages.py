@@ -232,7 +232,10 @@ FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """Empty: of a sender that belongs to no federation yet."""
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
-Purpose = Literal["train", "contribute", "personalize", "batch_norm_stats"]
+Purpose = Literal["train", "contribute", "personalize", "batch_norm_stats", "activation_ranges"]
+OUTSIDE_ROUNDS: tuple[Purpose, ...] = ("batch_norm_stats", "activation_ranges")
+"""Purposes of updates that are collected once, beside those of a round."""
+
 """What an agent is asked to do, see `Job`."""
 
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
@@ -415,6 +418,7 @@ class Job(Command):
     ``train``: train and send an update. ``contribute``: the same for a device without torch, which sends what it can
     compute on features of the encoder in ``bundle``. ``personalize``: after the last round, personalize and report.
     ``batch_norm_stats``: after round ``round``, send the encoder's batch norm tensors that stay on devices otherwise.
+    ``activation_ranges``: then, send the smallest and largest value of each step of that encoder on own samples.
     """
 
     type: Literal["job"] = "job"

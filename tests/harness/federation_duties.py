@@ -115,5 +115,5 @@ class TinyDuties(TaskRunner):
             self._rows, self.samples = (every.take(rows[:18]), every.take(rows[18:])), 18
         return self._rows
 
-    def report(self, job: wire.Job, head: str, overall: float | None, personal: float | None) -> wire.Report:
-        return wire.Report(run=job.run, samples=18, acc_personal=personal)
+    def report(self, job: wire.Job, head: str, overall: float | None, right: np.ndarray | None) -> wire.Report:
+        return wire.Report(run=job.run, samples=18, acc_personal=None if right is None else float(right.mean()))
