@@ -417,7 +417,7 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     from ..encoder import features_of
     from ..heads import numeric
     from ..heads.saved import SavedNumeric, save_numeric
-    from ..numeric import fit_numeric, score_numeric
+    from ..numeric import fit_numeric, is_normal, score_numeric
 
     begin = time.perf_counter()
     head = numeric.create(arguments.head, params)
@@ -430,7 +430,8 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
     scores = score_numeric(head, parts[1], held_out, parts[0])
     seconds = round(time.perf_counter() - begin, 3)
-    known = {"n_train": len(parts[0]), "n_test": len(parts[1]), "threshold": head.threshold, "seconds": seconds}
+    learned = len(parts[0]) if head.predicts_targets else int(is_normal(parts[0], head).sum())
+    known = {"n_train": learned, "n_test": len(parts[1]), "threshold": head.threshold, "seconds": seconds}
     result = SavedNumeric(
         head, encoder.fingerprint, encoder.precision, {**scores, "head": head.name, **known}, encoder.norm
     )
@@ -464,10 +465,12 @@ def _numeric_scores(
 ) -> int:
     """Print the scores of a numeric head, and what has to be known about them."""
     from ..local.confidence import least_for
+    from ..numeric import is_normal
 
     skipped, head = _skipped(parts), saved.head
     rows = [("head", f"{head.name}, {saved.precision} features")]
-    rows += [("samples", f"{len(parts[0])} to fit, {len(parts[1])} held out")]
+    learned = len(parts[0]) if head.predicts_targets else int(is_normal(parts[0], head).sum())
+    rows += [("samples", f"{learned} to fit, {len(parts[1])} held out")]
     shares = () if head.predicts_targets else ("false_alarms", "detected")
     rows += [
         (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()

@@ -16,7 +16,6 @@ from pydantic import Field
 
 from ...errors import DataError
 from ...task import Tensors
-from .._features import fit_norm, normalise
 from ..base import HeadParams
 from .base import NumericData, NumericHead
 
@@ -55,15 +54,17 @@ class MahalanobisHead(NumericHead):
 
 
 def gaussian(features: np.ndarray) -> Tensors:
-    """Mean and shrunk covariance of ``features`` (n, d), standardised, as ``axes`` (r, d) and variances along them.
+    """Mean and shrunk covariance of ``features`` (n, d) as ``center`` (d,), ``axes`` (r, d) and variances along them.
 
-    ``variances`` (r,) belong to ``axes``, ``floor`` (0-d) to all directions across them.
+    ``variances`` (r,) belong to ``axes``, ``floor`` (0-d) to all directions across them. Features keep their scale:
+    divided by their spreads, one that fires in a single normal sample would outweigh all others (on digits, distances
+    of new normal samples went up to 71 instead of 1.1, and the order was no better).
 
     Raises:
         DataError: all rows are equal.
     """
-    norm = fit_norm(features, "standard")
-    rows = normalise(features, "standard", norm)
+    center = features.mean(axis=0, dtype=np.float64)
+    rows = features.astype(np.float64) - center
     count, size = rows.shape
     _, values, axes = np.linalg.svd(rows, full_matrices=False)
     variances = values**2 / count
@@ -75,7 +76,7 @@ def gaussian(features: np.ndarray) -> Tensors:
     spread = square / size - mean**2
     shrinkage = min(noise / spread, 1.0) if spread > 0 else 1.0
     return {
-        **norm,
+        "center": center,
         "axes": axes,
         "variances": np.maximum((1 - shrinkage) * variances + shrinkage * mean, 1e-12 * mean),
         "floor": np.array(max(shrinkage, 1e-12) * mean),
@@ -84,7 +85,7 @@ def gaussian(features: np.ndarray) -> Tensors:
 
 def distances(features: np.ndarray, known: Tensors) -> np.ndarray:
     """Mahalanobis distances (n,) float64, divided by the root of the number of features: about 1 for normal inputs."""
-    rows = normalise(features, "standard", known)
+    rows = features.astype(np.float64) - known["center"]
     along = rows @ known["axes"].T
     across = np.maximum(np.einsum("nd,nd->n", rows, rows) - np.einsum("nr,nr->n", along, along), 0)
     squares = (along**2 / known["variances"]).sum(axis=1)
