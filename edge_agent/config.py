@@ -198,8 +198,8 @@ class HeadConfig(Frozen):
     own_classes: bool = Field(False, description="the data may hold classes that the bundle does not know; tier head")
     norm: Literal["auto", "own", "shipped"] = Field(
         "auto",
-        description="batch norm statistics of the fp32 encoder: own are of local inputs; auto: own, unless a head "
-        "on local data answers worse with them",
+        description="batch norm statistics of the fp32 encoder: own are of local inputs; auto: own, where a head on "
+        "local data does not answer worse with them",
     )
     min_gain: float = Field(
         -0.02,

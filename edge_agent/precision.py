@@ -36,9 +36,6 @@ WantedNorm: TypeAlias = Literal["auto", "own", "shipped"]
 LEAST_ANSWERS = 200
 """Least number of answers to compare; with fewer, half a point is less than one answer."""
 
-NOISE = 1.0
-"""Own batch norm may lose so many standard errors of the difference, which are the root of the answers that differ."""
-
 _PROBE_TOLERANCE = 1e-3
 """Largest difference between features by the probe and by the changed encoder, as a share of the largest feature."""
 
@@ -104,6 +101,11 @@ def with_norm(
 ) -> Encoder:
     """The fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``; see `open_encoder`.
 
+    With ``auto``, heads answer the same samples with both, and the noise of the difference is the root of the number of
+    answers that differ. Where the method leaves batch norm to its clients, own statistics may be worse by the noise;
+    where it shares batch norm, they have to be better by more than that. Measured on digits of six domains, 3 seeds,
+    one domain for new clients: DualFed, FedPick and FedRIR gain 0.8 points, their new clients 1.9; FedAvg's clients
+    lose 0.9 when they always take their own, and 0.1 so.
     The bundle's stay where the others cannot be estimated, or fail their self-test.
 
     Raises:
@@ -132,7 +134,10 @@ def with_norm(
     )
     right = {name: f"{rows.mean():.1%}" if rows.size else "none" for name, rows in answers.items()}
     why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
-    result = own if answers["own"].size and lost - gained <= NOISE * (lost + gained) ** 0.5 else shipped
+    noise, stays_local = (lost + gained) ** 0.5, bundle.manifest.norm != "global"
+    result = (
+        own if answers["own"].size and (lost - gained <= noise if stays_local else gained - lost > noise) else shipped
+    )
     _log.info("norm_chosen norm=%s inputs=%d why=%s", "own" if result is own else "shipped", own_statistics.inputs, why)
     return replace(result, why_norm=why)
 

@@ -661,7 +661,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--norm",
         choices=("auto", "own", "shipped"),
         default="auto",
-        help="batch norm statistics: of your inputs (own), the bundle's, or own unless a head on them is worse (auto)",
+        help="batch norm statistics: of your inputs (own), the bundle's, or own where heads lose nothing by it (auto)",
     )
     parser.add_argument(
         "--test-fraction", type=float, metavar="F", help="share of --data held out for evaluation (default: 0.25)"

@@ -181,6 +181,16 @@ def test_auto_takes_own_statistics_where_a_head_is_better_with_them_and_leaves_t
     assert with_norm(installed, "auto", samples).norm is None, "nothing to compare on"
 
 
+def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_path, monkeypatch):
+    export(tmp_path / "b.hwb", model_of(spoilt=True), "fedavg")
+    installed = bundles.install(tmp_path / "b.hwb", tmp_path / "bundles")
+    samples, right = load(SOURCE, TASK.input, TASK.class_names), np.ones(100, bool)
+    for wrong, expected in ((0, False), (1, False), (2, True)):  # 2 gained of 2 is more than their root
+        worse = np.arange(100) >= wrong
+        monkeypatch.setattr(precision, "answered", lambda *_, worse=worse: {"shipped": worse, "own": right})
+        assert (with_norm(installed, "auto", samples).norm is not None) is expected
+
+
 @pytest.mark.parametrize(
     "method, norm_of_method", [("dualfed", "local_stats"), ("fedavg", "global"), ("fedbn", "local_all")]
 )
