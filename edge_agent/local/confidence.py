@@ -51,6 +51,7 @@ class UnknownRule:
         if len(features) < least_for(rate):
             return None
         own = np.arange(len(features)) if groups is None or len(np.unique(groups)) < 2 else groups
+        # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = _unit(features)
         if len(rows) > MOST_ROWS:
             part = np.random.default_rng(0).choice(len(rows), MOST_ROWS, replace=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yardstick_loop as loop
 import yardstick_memory as memory
+import yardstick_own_classes as own_classes
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
 import yardstick_simulate as simulate
@@ -155,3 +156,17 @@ def test_precisions_and_layouts_are_measured_in_turns(monkeypatch):
     assert all(row.value > 0 for row in found["rows"])
     assert calls == [False, False, True, True, False, False] * 3, "two batches of each variant, once to warm up"
     assert (found["device"], found["threads"]) == ("cpu", 1)
+
+
+def test_auroc_is_scikit_learns_also_with_ties():
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(0)
+    usual, strange = rng.integers(0, 9, 50).astype(float), rng.integers(3, 12, 30).astype(float)
+    expected = roc_auc_score([0] * 50 + [1] * 30, np.concatenate([usual, strange]))
+    assert own_classes.auroc(usual, strange) == pytest.approx(expected)
+
+
+def test_figures_of_seeds_are_summed_up_by_mean_and_spread():
+    rows = [{"seed": seed, "head": "lr", "each": 5, "own": value} for seed, value in enumerate((0.5, 0.7))]
+    assert own_classes.summary(rows, ("head", "each")) == [{"head": "lr", "each": 5, "own": [0.6, 0.1]}]

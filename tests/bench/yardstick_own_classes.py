@@ -1,7 +1,8 @@
 """Own classes and unknown inputs on a device, measured: RepPer's Fig. 6 in small, false alarms, AUROC, calibration.
 
-``python tests/bench/yardstick_own_classes.py --folder DIR`` trains one encoder for each seed by RepPer on six classes
-of Fashion-MNIST, and one on handwritten digits (some minutes, kept in DIR), and prints one JSON object.
+``python tests/bench/yardstick_own_classes.py --folder DIR`` trains one encoder for each seed on six classes of
+Fashion-MNIST, by RepPer or by the method that --method names, and one on handwritten digits (some minutes, kept in
+DIR), and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -42,36 +43,45 @@ def some(labels: np.ndarray, classes: np.ndarray, each: int, rng: np.random.Gene
     return np.concatenate([rng.permutation(np.flatnonzero(labels == label))[:each] for label in classes])
 
 
-def trained(folder: Path, seed: int) -> tuple[Path, np.ndarray]:
-    """Bundle of an encoder that RepPer trained on six classes, five clients of 600 samples; and those classes."""
+PARAMS = {
+    "repper": {"local_epochs": 4, "batch_size": 100},
+    "fedavg": {"local_epochs": 3, "batch_size": 50, "lr": 0.05, "momentum": 0.9},
+}
+
+
+def trained(folder: Path, seed: int, method: str) -> tuple[Path, np.ndarray]:
+    """Bundle of an encoder trained on six classes, eight rounds, five clients of 600 samples; and those classes."""
     classes = np.sort(np.random.default_rng(seed).permutation(10)[:KNOWN])
-    path = folder / f"repper-{seed}.hwb"
+    path = folder / f"{method}-{seed}.hwb"
     if not path.exists():
         images, labels = fashion("train")
         rows = some(labels, classes, 500, np.random.default_rng(seed + 100)).reshape(KNOWN, 5, 100)
         clients = {f"c{number}": rows[:, number].reshape(-1) for number in range(5)}
         data = {name: (images[mine], np.char.add("k", labels[mine].astype(str))) for name, mine in clients.items()}
-        params = {"local_epochs": 4, "batch_size": 100}
-        run = simulate("repper", data=data, rounds=8, seed=seed, params=params, encoder="small_cnn", engine="serial")
+        options = {"params": PARAMS[method], "encoder": "small_cnn", "engine": "serial"}
+        run = simulate(method, data=data, rounds=8, seed=seed, **options)
         shutil.copy(run.export(folder / "part.hwb"), path)
     return path, classes
 
 
-def by_samples(folder: Path, seeds: int) -> list[dict[str, Any]]:
+def by_samples(folder: Path, seeds: int, method: str) -> list[dict[str, Any]]:
     """Accuracy on the four classes that the encoder has never seen, by samples for each class."""
     pool, test_pool = fashion("train"), fashion("test")
     rows = []
     for seed in range(seeds):
-        path, known = trained(folder, seed)
+        path, known = trained(folder, seed, method)
         own, rng = np.setdiff1d(np.arange(10), known), np.random.default_rng(seed + 200)
         device = Personalizer.open(path, cache=folder / "cache")
         test = some(test_pool[1], own, 250, rng)
         for each in EACH:
             train = some(pool[1], own, each, rng)
             parts = [samples(device, *part, own) for part in ((pool, train), (test_pool, test))]
+            local = None
             for head in HEADS:
-                scores = personalize(device.bundle, (parts[0], parts[1]), device.encoder, FitOptions(head)).scores
-                rows.append({"seed": seed, "each": each, "head": head, "local": scores.local, "own": scores.personal})
+                options = FitOptions(head, local=local is None)
+                scores = personalize(device.bundle, (parts[0], parts[1]), device.encoder, options).scores
+                local = scores.local if local is None else local
+                rows.append({"seed": seed, "each": each, "head": head, "local": local, "own": scores.personal})
     return rows
 
 
@@ -126,9 +136,9 @@ def auroc(usual: np.ndarray, strange: np.ndarray) -> float:
     return float(total / (len(usual) * len(strange)))
 
 
-def on_fashion(folder: Path, seed: int) -> dict[str, float | int]:
+def on_fashion(folder: Path, seed: int, method: str) -> dict[str, float | int]:
     """Known: the six classes of the encoder; near: the four left out; far: handwritten digits."""
-    path, known = trained(folder, seed)
+    path, known = trained(folder, seed, method)
     pool, test_pool, rng = fashion("train"), fashion("test"), np.random.default_rng(seed + 300)
     rows, tested = some(pool[1], known, 50, rng), some(test_pool[1], known, 150, rng)
     near = some(test_pool[1], np.setdiff1d(np.arange(10), known), 150, rng)
@@ -194,13 +204,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "headwater-own-classes")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--method", choices=sorted(PARAMS), default="repper")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     seeds = range(arguments.seeds)
-    result = {"by_samples": summary(by_samples(arguments.folder, arguments.seeds), ("head", "each"))}
-    for name, measured in (("fashion", on_fashion), ("fonts", on_fonts)):
-        rows = [{"task": name, "seed": seed, **measured(arguments.folder, seed)} for seed in seeds]
-        result[name] = summary(rows, ("task",))
+    result = {"by_samples": summary(by_samples(arguments.folder, arguments.seeds, arguments.method), ("head", "each"))}
+    kinds = {"fashion": lambda seed: on_fashion(arguments.folder, seed, arguments.method)}
+    kinds["fonts"] = lambda seed: on_fonts(arguments.folder, seed)
+    for name, measured in kinds.items():
+        result[name] = summary([{"task": name, "seed": seed, **measured(seed)} for seed in seeds], ("task",))
     print(json.dumps(result, indent=1))
 
 

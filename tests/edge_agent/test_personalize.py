@@ -97,6 +97,21 @@ def test_features_are_computed_once_and_again_only_when_something_changed(ready,
     assert len(runs) == 4
 
 
+def test_only_new_samples_pass_the_encoder(ready, tmp_path, monkeypatch):
+    _, _, encoder, samples = ready
+    runs: list[int] = []
+    real = Encoder.features
+    monkeypatch.setattr(
+        Encoder, "features", lambda self, inputs, *rest: runs.append(len(inputs)) or real(self, inputs, *rest)
+    )
+    module.features_of(samples.take(np.arange(40)), encoder, tmp_path)
+    module.features_of(samples.take(np.arange(60, 80)), encoder, tmp_path)
+    more = samples.take(np.array([70, 3, 100, 101, 39]))
+    result = module.features_of(more, encoder, tmp_path)
+    assert runs == [40, 20, 2]
+    np.testing.assert_allclose(result, real(encoder, more.inputs), atol=1e-5)
+
+
 @pytest.mark.parametrize("damage", [b"", b"junk" * 50])
 def test_a_damaged_cache_is_computed_again(ready, tmp_path, damage):
     _, _, encoder, samples = ready
