@@ -169,7 +169,9 @@ def features_of(
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
     providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    stem = f"features-{encoder.fingerprint[:32]}-{providers}"
+    # Each estimate of a device's own batch norm has another fingerprint: their files are one family, of which few stay.
+    family = f"features-{encoder.fingerprint[:32] if encoder.norm is None else f'{encoder.norm.variant[:32]}-own'}"
+    stem = f"{family}-{providers}" if encoder.norm is None else f"{family}-{encoder.fingerprint[:32]}-{providers}"
     path = cache / f"{stem}-{samples.digest[:32]}.safetensors"
     shape = len(samples), encoder.feature_dim
     known = _read_features(path, encoder.feature_dim)[1]
@@ -188,6 +190,8 @@ def features_of(
     for number in set(range(len(digests))) - set(missing):
         result[number] = stored[digests[number]]
     write_tensors(path, {"features": result, "rows": rows})
+    if encoder.norm is not None:
+        others = sorted(cache.glob(f"{family}-*.safetensors"), key=lambda other: other.stat().st_mtime_ns)
     for old in others[:-_FEATURE_FILES]:
         old.unlink(missing_ok=True)
     return result

@@ -16,7 +16,7 @@ from edge_agent.agent.head_tier import install_bundle, refit_current
 from edge_agent.cli import main
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.data import Samples, load, split
-from edge_agent.encoder import Encoder
+from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, ExportRejected, FingerprintMismatch, StateError, UsageError
 from edge_agent.heads import saved
 from edge_agent.own_norm import changed, grade, remains, sample
@@ -292,6 +292,17 @@ def test_saved_head_answers_with_the_statistics_it_was_fitted_on(spoilt, tmp_pat
     rows = again.features(test.inputs)
     np.testing.assert_array_equal(rows, encoder.features(test.inputs))
     assert np.mean(loaded.head.predict_proba(rows).argmax(1) == test.labels) == result.scores.personal
+
+
+def test_cached_features_of_earlier_statistics_go(spoilt, tmp_path):
+    _, installed, samples = spoilt
+    shipped = features_of(samples, Encoder.open(installed), tmp_path)
+    for count in range(20, 40):
+        own = Encoder.open(installed, norm=estimated(installed, samples.inputs[:count]), cache=False)
+        rows = features_of(samples, own, tmp_path)
+    np.testing.assert_array_equal(features_of(samples, own, tmp_path), rows)
+    assert len(list(tmp_path.glob("features-*-own-*"))) <= 16
+    np.testing.assert_array_equal(features_of(samples, Encoder.open(installed), tmp_path), shipped)
 
 
 def test_head_of_other_statistics_or_another_bundle_is_refused(spoilt, tmp_path):
