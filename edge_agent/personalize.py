@@ -916,6 +916,13 @@ def alone(
     return Alone.of(model, test)
 
 
+def log_if_better_alone(scores: Scores) -> None:
+    """Warn where the local model beats the personal one beyond noise."""
+    if scores.better_alone:
+        text = "better_alone acc.local=%.3f model='%s' acc.personal=%.3f: this device is better off alone"
+        _log.warning(text, scores.local or 0.0, scores.local_model, scores.personal or 0.0)
+
+
 def of_one_class(train: Samples, test: Samples) -> bool:
     """Whether training and held-out samples together are of a single class; accuracies are meaningless then."""
     return len({*train.labels.tolist(), *test.labels.tolist()}) == 1

@@ -6,8 +6,8 @@ Run it:  python examples/04_sensor_windows.py                       (about 10 s;
 The archive holds ``samples`` (time, channels) float32, all recordings one after another; ``lengths``, ``label`` and
 ``subject`` of each recording; and ``label_names``. Here seven made-up people do three exercises in their own ways:
 the watch sits differently on each arm, and everybody has their own tempo. Five train the encoder together (FedAvg,
-nobody's recordings leave them); the other two get the frozen encoder in a bundle and fit a head on the first half of
-each of their own recordings.
+nobody's recordings leave them); the other two get the frozen encoder in a bundle and fit a head on half of their own
+recordings.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def open_archive(path: Path) -> People:
 
 
 def new_clients(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int, dict[str, float | None]]:
-    """Subject -> accuracies on the second half of the recordings of each person who did not train.
+    """Subject -> accuracies on half of the recordings of each person who did not train, the other half of which fit.
 
     Windows are two seconds, half overlapping; mean and spread of each channel are those of the training people.
     """

@@ -27,7 +27,16 @@ from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, Miss
 from ..heads import FitData
 from ..heads.base import softmax
 from ..heads.saved import CARD, SavedHead
-from ..personalize import FitOptions, Result, accuracy, load_head, of_one_class, personalize, saved_features
+from ..personalize import (
+    FitOptions,
+    Result,
+    accuracy,
+    load_head,
+    log_if_better_alone,
+    of_one_class,
+    personalize,
+    saved_features,
+)
 from ..precision import open_encoder
 from ..storage import read_json
 from ..task import Task, Tensors
@@ -62,6 +71,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
     figures: dict[str, Any] = {"samples": sum(map(len, samples))}
     metrics = {"rolled_back": float(bool(why))}
     if (result := trial.result) is not None:
+        log_if_better_alone(result.scores)
         figures = {
             "samples": result.n_train,
             "support": result.n_test,
@@ -99,6 +109,7 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     if version:
         collection.fitted(version)
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
+    log_if_better_alone(result.scores)
     return bundle.id, result.n_train
 
 

@@ -339,12 +339,13 @@ class TaskRunner:
 
         ``right`` is None without held-out samples.
         """
-        from ..personalize import Scores, alone, of_one_class
+        from ..personalize import Scores, alone, log_if_better_alone, of_one_class
 
         train, test = self._samples(job.task)
         is_wanted = self.config.head.local and right is not None
         local = alone(train, test, job.task.num_classes) if is_wanted else None
         scores = Scores.of(right, overall, local)
+        log_if_better_alone(scores)
         return Report(
             run=job.run,
             samples=len(train),

@@ -138,6 +138,10 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
         elif name == "figures":
             yield from output.variants(value) if value else ()
+        elif name == "metrics" and isinstance(value, dict):
+            yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
+            if value.get("better_alone"):
+                yield "note", output.BETTER_ALONE.removeprefix("note: ")
         elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
         else:

@@ -194,13 +194,18 @@ _IMAGES = 128
 """Images that are counted at once: numpy makes eight bytes of each pixel for that."""
 
 
+_LEAST_RECORDINGS = 4
+"""Recordings of a class from which on some are held out whole: of two, one may be of the other arm."""
+
+
 def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
     """Training and test samples, rows in their original order.
 
     Without groups: that share of each class, at least one sample of a class on either side where it has two. With
-    groups (recordings): the last share of each recording tests, the first part trains, and the windows between them
-    that would overlap both are left out; too short a recording trains only. Where groups are whole: that share of the
-    groups of each class, which keeps one to train.
+    groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
+    of a class with fewer than four are cut: the last share of each tests, the first part trains, and the windows
+    between them that would overlap both are left out; too short a recording trains only. Where groups are whole, none
+    is cut.
     """
     if samples.groups is None:
         rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
@@ -208,22 +213,18 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
             rows = rng.permutation(np.flatnonzero(samples.labels == label))
             is_test[rows[: _test_count(len(rows), test_fraction)]] = True
         return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
-    if samples.are_whole:
-        is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
-        return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
+    is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
+    is_train, tested = ~is_test, np.unique(samples.labels[is_test])
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
-    recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
-    train, test = [], []
+    recordings = [] if samples.are_whole else [np.flatnonzero(samples.groups == g) for g in np.unique(samples.groups)]
     for rows in recordings:
-        begin = len(rows)
-        if len(rows) >= gap + 2:
+        if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
             begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
-        train.append(rows[: begin - gap] if begin < len(rows) else rows)
-        test.append(rows[begin:])
-    train_rows, test_rows = (np.sort(np.concatenate(parts)) for parts in (train, test))
-    if not len(test_rows):
-        _log.warning("no_test_samples recordings=%d: none is long enough to hold a part back", len(recordings))
-    return samples.take(train_rows), samples.take(test_rows)
+            is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
+    if not is_test.any():
+        count = len(np.unique(samples.groups))
+        _log.warning("no_test_samples recordings=%d: none can be held out, whole or in part; record more", count)
+    return samples.take(np.flatnonzero(is_train)), samples.take(np.flatnonzero(is_test))
 
 
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
@@ -232,6 +233,8 @@ def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
     held = [np.unique(np.asarray(samples.groups)[samples.labels == label]) for label in np.unique(samples.labels)]
     result: set[int] = set()
     for groups in sorted(held, key=len):
+        if not samples.are_whole and len(groups) < _LEAST_RECORDINGS:
+            continue
         missing = _test_count(len(groups), test_fraction) - len(result.intersection(groups.tolist()))
         for group in rng.permutation(groups).tolist():
             if missing <= 0:
@@ -239,11 +242,6 @@ def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
             if group not in result and all(set(other.tolist()) - result - {group} for other in held):
                 result.add(group)
                 missing -= 1
-    if not result:
-        _log.warning(
-            "no_test_samples recordings=%d: recordings are held out whole, and no class has one to spare; record more",
-            len({group for groups in held for group in groups.tolist()}),
-        )
     return result
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from edge_agent import Personalizer, data
 from edge_agent.cli import main
+from edge_agent.cli.agent import _rows
 from edge_agent.encoder import Encoder
 from edge_agent.errors import StateError, UsageError
 from edge_agent.heads import saved
@@ -101,3 +102,9 @@ def test_a_saved_local_model_that_cannot_be_is_refused(weak, tmp_path, damage, m
     path.write_text(json.dumps(card))
     with pytest.raises(StateError, match=message):
         saved.load(tmp_path / "head")
+
+
+def test_the_status_says_it():
+    rows = dict(_rows({"metrics": {"acc.local": 0.9, "better_alone": True}}))
+    assert "this device is better off alone" in str(rows["note"])
+    assert "note" not in dict(_rows({"metrics": {"acc.local": 0.9, "better_alone": False}}))

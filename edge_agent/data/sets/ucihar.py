@@ -6,7 +6,7 @@ and eight more signals, ``train/y_train.txt``, ``train/subject_train.txt``, the 
 z) of 128 samples at 50 Hz, and shares half of them with the next. Options: ``split=train|test|all`` (default: all; the
 parts are of different people), ``subject`` and ``exclude_subject`` (lists of numbers).
 
-Windows that one person made one after another in one activity are a group: a recording, whose end is held out.
+Windows that one person made one after another in one activity are a group: a recording.
 Source: Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013. Licence:
 CC BY 4.0 by its page; the archive's own README forbids commercial use.
 """

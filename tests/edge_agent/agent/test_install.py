@@ -59,6 +59,22 @@ def test_the_first_bundle_is_installed_with_a_head_fitted_on_it(config, make_bun
     assert report.metrics["rolled_back"] == 0.0
 
 
+def test_an_agent_says_when_its_device_is_better_off_alone_and_uses_that_where_it_may(config, make_bundle, caplog):
+    weak = make_bundle(dim=2)
+    report = install_bundle(config, order(weak), weak.path)
+    assert (report.better_alone, report.head) == (True, "prototype")
+    assert report.acc_local > report.acc_personal + 0.3
+    assert f"acc.local={report.acc_local:.3f} model='{report.local_model}'" in caplog.text
+    allowed = config.model_copy(update={"head": config.head.model_copy(update={"allow_local": True})})
+    again = install_bundle(allowed, order(weak), weak.path)
+    assert again.head == report.local_model
+    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    assert saved.title == report.local_model
+    assert install_bundle(allowed, order(weak), weak.path).rolled_back == "", "the old pair is scored by what it uses"
+    quiet = config.model_copy(update={"head": config.head.model_copy(update={"local": False, "min_gain": -1.0})})
+    assert install_bundle(quiet, order(weak), weak.path).acc_local is None
+
+
 def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, make_bundle, tmp_path):
     rng, labels = np.random.default_rng(0), np.arange(60) % 3
     images = (labels[:, None, None, None] * 80 + rng.integers(0, 60, (60, 8, 8, 3))).astype(np.uint8)

@@ -40,24 +40,39 @@ def test_a_class_with_two_samples_is_on_both_sides(labels, fraction, seed):
 
 
 @given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=9),
     st.integers(4, 40),
     st.integers(1, 40),
     st.floats(0.05, 0.9),
 )
-def test_no_sample_of_a_recording_is_on_both_sides_and_tests_come_last(counts, length, stride, fraction):
+def test_no_recording_is_on_both_sides_but_of_a_class_of_few_and_no_sample_ever(recordings, length, stride, fraction):
     """Every window is followed to the raw samples that it covers."""
+    counts, classes = zip(*recordings, strict=True)
     spec = WindowInput(channels=1, length=length, stride=stride)
-    groups = np.repeat(np.arange(len(counts)), counts)
+    groups, labels = np.repeat(np.arange(len(counts)), counts), np.repeat(classes, counts)
     starts = np.concatenate([np.arange(count) * stride for count in counts])
     inputs = np.broadcast_to(starts[:, None, None], (len(starts), 1, length)).astype(np.float32)
-    samples = Samples(inputs, np.zeros(len(starts), np.int64), ("a",), spec, groups)
-    train, test = split(samples, fraction, 0)
-    for group in range(len(counts)):
+    train, test = split(Samples(inputs, labels, ("a", "b", "c"), spec, groups), fraction, 0)
+    assert set(train.labels) == set(labels), "each class has something to learn from"
+    for group, label in enumerate(classes):
         learned, held = (part.inputs[part.groups == group, 0, 0] for part in (train, test))
-        assert len(learned) >= 1
-        if len(held):
+        if classes.count(label) > 3:
+            assert not (len(learned) and len(held))
+            assert label in test.labels
+        elif len(held):
+            assert len(learned) >= 1
             assert learned.max() + length <= held.min()
+
+
+def test_sessions_of_all_classes_are_held_out_whole_and_a_single_one_is_cut():
+    labels = np.tile([0, 1, 2], 16)
+    spec = WindowInput(channels=1, length=10, stride=10)
+    four = Samples(np.zeros((48, 1, 10), np.float32), labels, ("a", "b", "c"), spec, np.repeat([4, 5, 7, 9], 12))
+    train, test = split(four, 0.25, 0)
+    assert {*train.groups.tolist()} ^ {*test.groups.tolist()} == {4, 5, 7, 9}
+    assert len(test) == 12
+    train, test = split(four.take(np.arange(12)), 0.25, 0)
+    assert (len(train), len(test)) == (9, 3)
 
 
 def test_a_recording_of_ten_windows_by_hand():
