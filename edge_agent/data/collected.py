@@ -276,6 +276,8 @@ def labelled(samples: Samples, label: str) -> Samples:
     Raises:
         DataError: not a name for a class.
     """
+    if not label.strip():
+        raise DataError(f"label {label!r}: expected the name of a class")
     try:
         name = TypeAdapter(Label).validate_python(label)
     except ValidationError as error:
@@ -356,7 +358,10 @@ def read(where: str, options: CollectedOptions) -> Raw:  # noqa: ARG001 - none
     index = collection.index()
     inputs = [collection._input(entry) for entry in index.samples]  # noqa: SLF001 - the same file
     kind: Literal["image", "window"] = "window" if inputs and inputs[0].ndim == 2 else "image"
-    items = [array / np.float32(255) if kind == "image" and array.dtype != np.uint8 else array for array in inputs]
+    items = inputs
+    if kind == "image":  # height, width, channels, which no side of a small image is taken for
+        pixels = (array.transpose(1, 2, 0) for array in inputs)
+        items = [array if array.dtype == np.uint8 else array / np.float32(255) for array in pixels]
     position = {label: number for number, label in enumerate(index.classes)}
     labels = np.array([position[entry.label] for entry in index.samples], np.int64)
     return Raw(kind, items, labels, index.classes, _groups(index))
