@@ -93,7 +93,10 @@ class Plan(Frozen):
         0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"
     )
     new_clients: int = Field(
-        0, ge=0, le=100_000, description="the last so many clients never train; after the run they fit a head: acc.new"
+        0,
+        ge=0,
+        le=100_000,
+        description="the last so many clients by name never train; after the run they fit a head: acc.new",
     )
     rounds: int = Field(10, ge=1, le=1_000_000, description="number of rounds")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
