@@ -85,7 +85,10 @@ class FedPAC(Method):
     own_norm = False  # V, h and class means of one client are compared with those of others on one encoder
     heads = ("fedpac", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(
-        fedpac=("same form", "Eq. 6 from the mean of all classifiers; its own combination takes cohort.tier = any")
+        fedpac=(
+            "same form",
+            "the classifier, pulled to the mean of all classifiers; Eq. 6 and its combination take cohort.tier = any",
+        )
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:

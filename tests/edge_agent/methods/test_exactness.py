@@ -9,11 +9,14 @@ from edge_agent import heads, methods
 from edge_agent.heads.base import FitData
 from edge_agent.methods.values import GRADES
 from edge_agent.training.loops import features_of
+from edge_agent.training.parts import to_arrays
 
 CARDS = [
     (name, head, *methods.create(name).card(head)) for name in methods.names() for head in methods.create(name).heads
 ]
 EXACT = [(name, head) for name, head, grade, _ in CARDS if grade == "exact"]
+SAME_FORM = [(name, head) for name, head, grade, _ in CARDS if grade == "same form"]
+OTHERS = {name: [head for one, head, grade, _ in CARDS if (one, grade) == (name, "approximate")] for name, *_ in CARDS}
 
 
 def both_answers(name, head, fed, monkeypatch, seed=3):
@@ -59,12 +62,61 @@ def test_an_exact_head_takes_the_parameters_that_the_method_gives_its_own(federa
     assert np.ptp(own, axis=1).min() > 0.01  # answers that differ: constant ones would agree whatever was fitted
 
 
-@pytest.mark.parametrize("name, head", [("fedavg_ft", "mlp"), ("fedper", "mlp"), ("fedrep", "mlp")])
-def test_a_head_of_the_same_form_answers_otherwise(name, head, federation, make_method, monkeypatch):
-    assert methods.create(name).card(head)[0] == "same form"
+def with_the_methods_weights(fed, name, head):
+    """The method's answers for client 'c', which has all classes, and those of its device head with the same weights.
+
+    Neighbours have no weights: the device gets the k, scale and lambda that the client has chosen.
+    """
+    client = fed.clients["c"]
+    fed.method.personalize(client, fed.download("c"))
+    inputs = client.train_inputs.roll(1, dims=0) * 0.9
+    own = fed.method.predict(client, inputs).cpu().numpy()
+    trained = to_arrays(client.model, client.model.state_dict())
+    tuned = {key.removeprefix("tuned."): a for key, a in client.memory.items() if key.startswith("tuned.")}
+    trained |= tuned  # a fine-tuned copy, which the client answers with
+    shared = {part: trained[f"head.{part}"] for part in ("weight", "bias")}
+    params = dict(fed.method.head_params(head))
+    if head == "mlp":
+        params["feature_norm"] = "none"
+    elif head == "knn":
+        neighbours, scale, mix = client.memory["memorized.chosen"].tolist()
+        params |= {"neighbours": int(neighbours), "scale": scale, "mix": mix}
+    device = heads.create(head, params)
+    frozen = features_of(client.model, client.train_inputs).cpu().numpy()
+    labels = client.train_labels.cpu().numpy()
+    device.fit(FitData(frozen, labels, fed.task.num_classes, shared), np.random.default_rng(0))
+    ours = {"weight0": "head.weight", "bias0": "head.bias", "weight": "head.weight", "bias": "head.bias"}
+    ours |= {"shared.weight": "head.weight", "shared.bias": "head.bias"}
+    arrays = {key: trained.get(ours.get(key, key), array) for key, array in device.arrays.items()}
+    replaced = [key for key in arrays if ours.get(key, key) in trained]
+    assert all(arrays[key].shape == device.arrays[key].shape for key in arrays)
+    device.load(arrays, fed.task.num_classes, device.feature_dim)
+    return own, device.predict_proba(features_of(client.model, inputs).cpu().numpy()), replaced
+
+
+@pytest.mark.parametrize("name, head", SAME_FORM)
+def test_a_head_of_the_same_form_answers_as_the_method_with_the_methods_weights(name, head, federation, make_method):
+    fed = federation(make_method(name)).run()
+    own, device, replaced = with_the_methods_weights(fed, name, head)
+    assert replaced or head == "knn"
+    np.testing.assert_allclose(device, own, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, head", [one for one in SAME_FORM if one[1] != "knn"])
+def test_a_head_of_the_same_form_answers_otherwise_with_its_own_weights(
+    name, head, federation, make_method, monkeypatch
+):
     fed = federation(make_method(name)).run()
     own, device = both_answers(name, head, fed, monkeypatch)
     assert np.abs(device - own).max() > 0.01
+
+
+@pytest.mark.parametrize("name", [name for name, others in OTHERS.items() if others])
+def test_an_approximate_head_answers_otherwise_than_the_method(name, federation, make_method, monkeypatch):
+    fed = federation(make_method(name)).run()
+    for head in OTHERS[name]:
+        own, device = both_answers(name, head, fed, monkeypatch)
+        assert np.abs(device - own).max() > 1e-3, head
 
 
 def test_repper_alone_has_exact_heads():
