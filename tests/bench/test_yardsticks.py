@@ -9,6 +9,7 @@ import pytest
 import torch
 import yardstick_loop as loop
 import yardstick_memory as memory
+import yardstick_new_clients as new_clients
 import yardstick_own_classes as own_classes
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
@@ -43,6 +44,17 @@ def test_scikit_learn_is_measured_on_the_features_of_the_device(tmp_path):
     found = scikit_learn.measure(paths, tmp_path)
     assert found["accuracy"] > 0.9
     assert found["peak_mb"] > 60
+
+
+@pytest.mark.parametrize("method", ["fedpac", "dualfed"])
+def test_new_clients_are_scored_by_every_way_on_the_same_samples(method):
+    small = {"pool": 240, "clients": 4, "new": 2, "largest": (30, 30), "rounds": 1, "joined": 1}
+    found = new_clients.measure(
+        new_clients.Setting(method, source="digits:optdigits", encoder="small_cnn", alpha=5.0, **small)
+    )
+    assert set(found) == {"own", "own as before", "lr", "auto", "auto_s", "full"}
+    assert all(0 <= value <= 1 for name, value in found.items() if name != "auto_s")
+    assert found["auto"] > 0.3
 
 
 def test_plain_tcp_moves_every_byte_both_ways(tmp_path):
