@@ -116,20 +116,20 @@ def choose(
     """The first of the heads that are as good as the one with most right answers in cross-validation.
 
     ``names`` from the simplest head to the most costly one. All are tried on the first fold; afterwards those that are
-    worse than the best one beyond noise are dropped, and those for which there is no time: a fit on all samples has to
-    be possible after the fold. Of these one is taken only if it was better beyond noise as long as it was tried.
+    worse than the best one beyond noise are dropped. Those for which there is no time, because a fit on all samples has
+    to be possible after the fold, are compared with the others on the folds that they were tried on.
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
     trials = [Trial(name) for name in names]
     if not divisions:
         return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "too few samples to compare heads")
     running, slow = _race(trials, fit, features, labels, divisions, budget_s, clock)
-    if not running:
+    if not running and not slow:
         return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "no head could be cross-validated")
-    best = max(running, key=lambda trial: int(trial.all_right.sum()))
-    taken = next(trial for trial in running if _is_as_good(trial.all_right, best.all_right))
-    for trial in slow:
-        if is_better(trial.all_right, taken.all_right[: len(trial.all_right)]):
+    taken, *costlier = [trial for trial in trials if trial in running or trial in slow]
+    for trial in costlier:
+        both = min(len(trial.all_right), len(taken.all_right))
+        if not _is_as_good(taken.all_right[:both], trial.all_right[:both]):
             taken = trial
     others = [trial for trial in trials if trial is not taken]
     others.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))

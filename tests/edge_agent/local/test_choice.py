@@ -151,9 +151,20 @@ def test_a_slow_head_is_taken_only_where_it_is_better_beyond_noise_on_what_it_wa
     much = scripted({"fast": fast, "slow": list(range(150))}, costs)
     assert much.name == "slow"
     assert len(much.trials[0].right) < 5
-    hardly = scripted({"fast": fast, "slow": [*fast, 1]}, costs)
+    hardly = scripted({"fast": fast, "slow": fast}, costs)
     assert hardly.name == "fast"
     assert "no time for more than 1 of 5 folds" in hardly.trials[1].dropped
+
+
+def test_slow_heads_of_different_numbers_of_folds_are_compared_on_what_both_were_tried_on():
+    """'one' is tried on one fold, and is better than 'fast' there: 6 to 0; 'two' on two folds, and is not: 16 to 8."""
+    first = divided(np.arange(150) % 3)[0].test
+    rest = np.setdiff1d(np.arange(150), first)
+    rights = {"fast": first[:14], "one": first[:20], "two": first[8:]}
+    rights = {name: [*right, *rest] for name, right in rights.items()}
+    choice = scripted(rights, {"fast": 0.01, "one": 2.0, "two": 0.7})
+    assert {trial.name: len(trial.right) for trial in choice.trials} == {"fast": 5, "one": 1, "two": 2}
+    assert choice.name == "one"
 
 
 def test_many_samples_are_thinned_and_few_are_not():
