@@ -131,10 +131,13 @@ def fit(arguments: argparse.Namespace) -> int:
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
+    details = _details(result)
     if result.choice is not None:
         content["candidates"] = [trial.as_json() for trial in result.choice.trials]
-        notes += ["", *_trials(result.choice)]
-    return output.result(arguments, content, lambda: [*output.pairs(rows), *_details(result), *notes])
+        details += ["", *_trials(result.choice)]
+    if notes:
+        details += ["", *notes]
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *details])
 
 
 def _norm_text(result: Result) -> str:
@@ -209,7 +212,7 @@ def _details(result: Result) -> list[str]:
         ]
     if result.worst:
         rows = [(one.sample, one.label, one.answer, output.percent(one.probability)) for one in result.worst]
-        lines += ["", *output.table(("worst samples", "class", "answer", "probability of its class"), rows), ""]
+        lines += ["", *output.table(("worst samples", "class", "answer", "probability of its class"), rows)]
     return lines
 
 

@@ -111,7 +111,7 @@ def choose(
     divisions: Sequence[Fold],
     *,
     budget_s: float = BUDGET_S,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
 ) -> HeadChoice:
     """The first of the heads that are as good as the one with most right answers in cross-validation.
 
