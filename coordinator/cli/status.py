@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from rich.table import Table
 
+from edge_agent.errors import StateError
+
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines
-from ..state.store import StateFolder, read_status
+from ..state.store import RunFolder, StateFolder, read_status
 from ..text import counted
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
@@ -44,7 +47,9 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
                 }
             )
             ahead = ahead if record.is_over else run
-        summary = folder.run(runs[-1]["id"]).summary() if runs else None
+    summary = None
+    with contextlib.suppress(StateError):  # a damaged summary costs its notes, not the status
+        summary = RunFolder(path / "runs" / runs[-1]["id"]).summary() if runs else None
     written = read_status(path)
     serving = is_serving(path)
     if serving and (stalled := (written.get("run") or {}).get("stalled")):

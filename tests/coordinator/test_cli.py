@@ -186,6 +186,17 @@ def test_status_shows_runs_and_their_reasons(call, config, tmp_path):
     assert "no agents have been heard" in out
 
 
+def test_status_says_who_is_better_off_alone_unless_the_summary_is_damaged(call, tmp_path):
+    run = finished_run(tmp_path)
+    with StateFolder(tmp_path).look() as state:
+        folder = state.run(run)
+        folder.write_summary({"warnings": [{"kind": "below_local", "message": "porch is better off alone"}]})
+        assert "porch is better off alone" in call("status", "--state", tmp_path)[1]
+        folder.summary_path.write_text("{")
+    code, out, err = call("status", "--state", tmp_path)
+    assert (code, err, "better off alone" in out) == (0, "", False)
+
+
 def test_status_as_json_is_one_object(call, tmp_path):
     run = finished_run(tmp_path)
     code, out, err = call("status", "--state", tmp_path, "--json")
