@@ -161,14 +161,15 @@ def _store(
 
 def _replace(folder: Path, card: bytes) -> None:
     """Make ``card`` the head in use, and the one in use the one before; arrays of neither are removed."""
-    kept = {json.loads(card)["arrays_file"]}
+    new = SavedCard.model_validate_json(card)
+    kept = {new.arrays_file}
     with contextlib.suppress(OSError, HeadwaterError):  # a damaged head is not worth returning to
-        before = _read(folder / CARD, MAX_CARD_BYTES)
-        kept.add(_read_card(folder / CARD).arrays_file)
-        if before != card:
-            write_atomic(folder / BEFORE, before)
-        elif (folder / BEFORE).is_file():
-            kept.add(_read_card(folder / BEFORE).arrays_file)
+        before = _read_card(folder / CARD)
+        _read_arrays(folder, before)
+        if before.model_copy(update={"metrics": new.metrics}) != new:  # the same head fitted again is not another one
+            write_atomic(folder / BEFORE, _read(folder / CARD, MAX_CARD_BYTES))
+    with contextlib.suppress(HeadwaterError):
+        kept.add(_read_card(folder / BEFORE).arrays_file)
     write_atomic(folder / CARD, card)
     for path in folder.glob("arrays-*.safetensors"):
         if path.name not in kept:
@@ -229,6 +230,14 @@ def is_numeric(folder: Path) -> bool:
         StateError: no head there, or its card is damaged.
     """
     return _read_card(folder / CARD).answers == "numbers"
+
+
+def class_names(folder: Path) -> tuple[str, ...]:
+    """Classes of the head in ``folder``, in its order; none where there is no head, or a damaged one."""
+    try:
+        return _read_card(folder / CARD).class_names
+    except HeadwaterError:
+        return ()
 
 
 def _open(

@@ -69,6 +69,18 @@ def test_the_head_before_comes_back_and_goes_again(tmp_path):
     assert saved.load(tmp_path).head.name == "lr"
 
 
+def test_the_head_before_outlives_a_damaged_one_and_the_same_fit_again(tmp_path):
+    fingerprints = {"fp32": FINGERPRINT}
+    store(tmp_path, fitted("lr")[0])
+    store(tmp_path, fitted("prototype")[0])
+    saved.save(tmp_path, saved.SavedHead(fitted("prototype")[0], FINGERPRINT, "fp32", NAMES, {"seconds": 2.0}))
+    assert saved.load(tmp_path).metrics == {"seconds": 2.0}
+    for damaged in ("head.json", saved._read_card(tmp_path / "head.json").arrays_file):
+        (tmp_path / damaged).write_bytes(b"damaged")
+        store(tmp_path, fitted("prototype")[0])
+    assert saved.restore(tmp_path, fingerprints).head.name == "lr"
+
+
 def test_a_crash_between_the_two_files_leaves_the_old_head(tmp_path, monkeypatch):
     store(tmp_path, fitted("lr")[0])
 
