@@ -166,9 +166,9 @@ class Agent:
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
-        is_ready = self.tasks.tier == "head" and self.tasks.bundle_id and not self.jobs.is_working
-        if is_ready and self._new_samples.is_due():
-            self.jobs.collect()
+        is_ready = self.tasks.tier == "head" and not self.jobs.is_working
+        if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
+            self.jobs.collect(self._hello)
         if self._mismatch.is_due():
             self._hello()
         if (other := self.membership.to_follow()) is not None:

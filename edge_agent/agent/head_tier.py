@@ -23,10 +23,10 @@ from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
 from ..encoder import Encoder
-from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError
-from ..heads import FitData
+from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError, cause
+from ..heads import FitData, saved
 from ..heads.base import softmax
-from ..heads.saved import CARD, SavedHead
+from ..heads.saved import SavedHead
 from ..personalize import (
     FitOptions,
     Result,
@@ -38,7 +38,6 @@ from ..personalize import (
     saved_features,
 )
 from ..precision import open_encoder
-from ..storage import read_json
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
 
@@ -49,6 +48,9 @@ Split = tuple[Samples, Samples]
 
 Pair = tuple[Bundle, SavedHead]
 
+_AT_ONCE = 256
+"""Files of the watch folder that are in memory at once."""
+
 
 def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
     """Install the bundle at ``path`` and refit; returns the figures of the new encoder, and which one is in use now.
@@ -57,7 +59,10 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    old, samples = _old_pair(config), _samples(config, bundles.open_bundle(path).manifest.task)
+    old, task = _old_pair(config), bundles.open_bundle(path).manifest.task
+    if config.data.watch is not None:  # of a device without any other samples these are its first
+        _take_in(collection_of(config), config.data.watch, task, config.data.budget)
+    samples = _samples(config, task)
     trial = _Trial(config, message.bundle_id, old, samples)
     runs, why = message.bundle_id, ""
     try:
@@ -175,17 +180,21 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int) -> N
     """
     for path in visible(folder) if folder.is_dir() else ():
         files = [str(file) for file in visible(path) if file.is_file()] if path.is_dir() else []
-        if not files:
-            continue
-        try:
-            samples = from_files(files, task.input, strict=False, compact=True)
-            added = collection.add(labelled(samples, path.name), budget)
-        except DataError as error:
-            log.warning("not_taken_in folder=%s reason=%s", path, error)
-            continue
-        for name in {*samples.names}:
-            Path(name).unlink(missing_ok=True)
-        log.info("taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped)
+        for begin in range(0, len(files), _AT_ONCE):
+            try:
+                samples = from_files(files[begin : begin + _AT_ONCE], task.input, strict=False, compact=True)
+                added = collection.add(labelled(samples, path.name), budget)
+            except DataError as error:
+                log.warning("not_taken_in folder=%s reason=%s", path, error)
+                continue
+            log.info(
+                "taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped
+            )
+            for name in {*samples.names}:
+                try:
+                    Path(name).unlink(missing_ok=True)
+                except OSError as error:  # it is known now, and not learned from twice
+                    log.warning("not_removed file=%s reason=%s", name, cause(error))
 
 
 def _samples(config: AgentConfig, task: Task) -> Split:
@@ -196,8 +205,7 @@ def _samples(config: AgentConfig, task: Task) -> Split:
         own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names)
         if not collection.index().version:
             return own
-    head = read_json(config.state / "head" / CARD) or {}
-    return collection.combined(own, task.input, task.class_names, head.get("class_names", ()))
+    return collection.combined(own, task.input, task.class_names, saved.class_names(config.state / "head"))
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
@@ -246,13 +254,13 @@ def _old_pair(config: AgentConfig) -> Pair | None:
 
 def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
     """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
-    (bundle, saved), (_, test) = old, samples
+    (bundle, head), (_, test) = old, samples
     task = bundle.manifest.task
-    if (saved.class_names, task.input) != (test.class_names, test.input):
+    if (head.class_names, task.input) != (test.class_names, test.input):
         return None
-    encoder = Encoder.open(bundle, saved.precision, config.training.threads, norm=saved.norm)
-    rows = saved_features(saved, encoder, test, config.state / "features")
-    return accuracy(saved.head.predict_proba, rows, test.labels)
+    encoder = Encoder.open(bundle, head.precision, config.training.threads, norm=head.norm)
+    rows = saved_features(head, encoder, test, config.state / "features")
+    return accuracy(head.head.predict_proba, rows, test.labels)
 
 
 def contribute_round(

@@ -223,10 +223,10 @@ class NewSamples:
         if self._clock() - self._looked_at < COLLECT_EVERY_S:
             return False
         self._looked_at = self._clock()
-        files = [self._index] if self._index.is_file() else []
-        if self._watch is not None:
-            files += sorted(self._watch.glob("[!.]*/[!.]*"))
-        with contextlib.suppress(OSError):  # a file that goes while it is looked at: next time
+        with contextlib.suppress(OSError):  # a file or folder that goes while it is looked at: next time
+            files = [self._index] if self._index.is_file() else []
+            if self._watch is not None:
+                files += sorted(self._watch.glob("[!.]*/[!.]*"))
             present = tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files)
             if present != self._seen:
                 self._seen = present

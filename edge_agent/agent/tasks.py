@@ -546,14 +546,17 @@ class TaskQueue:
 
         self._begin("refit", "refit", self._tasks.refit, after)
 
-    def collect(self) -> None:
-        """Learn from samples that were added on this device, in the worker."""
+    def collect(self, first: Callable[[], None]) -> None:
+        """Learn from samples that were added on this device, in the worker; call ``first`` after the first head."""
+        had_head = bool(self._tasks.bundle_id)
 
         def after(refitted: bool | None, error: BaseException | None) -> None:
             if error is not None:
                 self._report(error, kind="data")
             elif refitted:
-                self.condition.clear("data")
+                self.condition.clear("bundle", "data")
+                if not had_head:
+                    first()
 
         self._begin("collect", "collect", self._tasks.collect, after)
 

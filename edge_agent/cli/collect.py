@@ -77,6 +77,8 @@ def classes(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent classes --state /var/lib/headwater-agent merge scarf shawl scarf
     """
+    from ..heads.saved import class_names
+
     names, action = arguments.names, arguments.action
     if not {"list": len(names) == 0, "rename": len(names) == 2, "merge": len(names) > 2, "remove": len(names) > 0}[
         action
@@ -91,8 +93,7 @@ def classes(arguments: argparse.Namespace) -> int:
         return output.result(
             arguments, content, lambda: output.table(("class", "added to train", "held out", "state"), rows)
         )
-    head = read_json(config.state / "head" / "head.json") or {}
-    known = [*manifest.task.class_names, *head.get("class_names", ())]
+    known = [*manifest.task.class_names, *class_names(config.state / "head")]
     if action == "rename":
         collection.rename(names[0], names[1], known)
     elif action == "merge":

@@ -215,7 +215,9 @@ class Collection:
             self._write(index, change)
 
     def _write(self, index: Index, change: Mapping[str, object]) -> None:
-        """Write the changed index, then remove the files that it does not name."""
+        """Write the changed index, then remove the files that it does not name; nothing where nothing changes."""
+        if index.model_copy(update=change) == index:
+            return
         new = index.model_copy(update={**change, "version": index.version + 1})
         write_json(self.folder / INDEX, new.model_dump(mode="json"))
         names = {_file(entry) for entry in new.samples}

@@ -16,6 +16,8 @@ from edge_agent.data.collected import Collection, labelled
 from edge_agent.errors import DataError
 from edge_agent.heads import saved
 from edge_agent.storage import read_json
+from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.messages import Install
 
 
 def picture(path, channel, seed=0):
@@ -120,3 +122,77 @@ def test_a_running_agent_learns_in_the_background(tmp_path, make_bundle):
         card = agent.config.state / "head" / "head.json"
         fed.until(lambda: "scarf" in (read_json(card) or {}).get("class_names", ()), limit_s=60)
         assert agent.condition.name == "ok"
+
+
+class AddedSamplesAlone(HeadDuties):
+    """A device without any samples but those that are added."""
+
+    def __init__(self, config, tier):
+        super().__init__(config, tier)
+        folder = config.state.absolute() / "samples"
+        data = DataConfig(source=f"collected:{folder}", watch=config.state / "watch")
+        self.config = self.config.model_copy(update={"data": data})
+
+
+def test_the_first_samples_of_a_running_agent_give_its_first_head(tmp_path, make_bundle):
+    made = make_bundle(dim=16)
+    with Federation(tmp_path / "fed", agents=(), tasks=AddedSamplesAlone) as fed:
+        agent = fed.add("porch", tier="head")
+        bundles.install(made.path, agent.config.state / "bundles")
+        assert not agent.tasks.bundle_id
+        collection = Collection(agent.config.state / "samples")
+        collection.add(labelled(from_files([picture(tmp_path / "a.png", 0)], made.manifest.task.input), "scarf"))
+        fed.until(lambda: bool(agent.tasks.bundle_id), limit_s=60)
+        assert (saved.load(agent.config.state / "head").class_names, agent.condition.name) == (("scarf",), "ok")
+
+
+def test_a_file_that_cannot_be_removed_is_learned_from_once(config, tmp_path, monkeypatch):
+    tasks = TaskRunner(config, "head")
+    tasks.refit()
+    picture(tmp_path / "watch" / "scarf" / "1.png", 0)
+
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "unlink", refuse)
+        patch.setattr("edge_agent.heads.saved._replace", lambda folder, card: (folder / "head.json").write_bytes(card))
+        assert [tasks.collect(), tasks.collect()] == [True, False]
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_does_not_end_the_agent(config, tmp_path, monkeypatch):
+    now = [0.0]
+    new = NewSamples(config, lambda: now[0])
+
+    def gone(*_):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "glob", gone)
+        assert not new.is_due()
+    picture(tmp_path / "watch" / "hat" / "1.png", 1)
+    now[0] += COLLECT_EVERY_S
+    assert new.is_due()
+
+
+def test_a_damaged_head_does_not_keep_added_samples_from_a_new_one(config, tmp_path):
+    tasks = TaskRunner(config, "head")
+    picture(tmp_path / "watch" / "scarf" / "1.png", 0)
+    assert tasks.collect()
+    (config.state / "head" / "head.json").write_bytes(b"\0" * 100)
+    again = TaskRunner(config, "head")
+    assert again.lacks_head
+    again.refit()
+    assert saved.load(config.state / "head").class_names == (*"0123456789", "scarf")
+
+
+def test_the_watch_folder_gives_the_samples_for_the_first_bundle(tmp_path, make_bundle):
+    made = make_bundle(dim=16)
+    for number in range(3):
+        picture(tmp_path / "watch" / "scarf" / f"{number}.png", 0, number)
+    data = DataConfig(source=f"collected:{tmp_path / 'samples'}", watch=tmp_path / "watch")
+    head = HeadConfig(precision="fp32", local=False)
+    tasks = TaskRunner(AgentConfig(id="dev", state=tmp_path / "state", data=data, head=head), "head")
+    ref = Outgoing.of(made.path.read_bytes()).ref
+    report = tasks.install(Install(run="run-0001", bundle_id=made.manifest.bundle_id, blob=ref), made.path)
+    assert (report.bundle_id, report.samples, report.support) == (made.manifest.bundle_id, 2, 1)
