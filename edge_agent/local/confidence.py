@@ -21,7 +21,7 @@ NEIGHBOURS = 3
 """The distance that counts is that to this neighbour: one odd training sample does not make all of its kind known."""
 
 MOST_ROWS = 4096
-"""Training samples that an unknown rule holds; of more, a random part."""
+"""Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
 
 _CELLS = 2_000_000
 _BINS = 10
@@ -53,8 +53,8 @@ class UnknownRule:
         own = np.arange(len(features)) if groups is None or len(np.unique(groups)) < 2 else groups
         # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = _unit(features)
-        if len(rows) > MOST_ROWS:
-            part = np.random.default_rng(0).choice(len(rows), MOST_ROWS, replace=False)
+        if len(rows) > (most := max(MOST_ROWS, least_for(rate))):
+            part = np.random.default_rng(0).choice(len(rows), most, replace=False)
             rows, own = rows[part], own[part]
         distances = np.sort(_distances(rows, rows, own))
         return cls(rows, float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1]), rate)

@@ -33,6 +33,9 @@ def test_a_rate_needs_as_many_samples_as_can_show_it():
     assert UnknownRule.fit(rows[:18], 0.05) is None
     assert UnknownRule.fit(rows[:19], 0.05) is not None
     assert UnknownRule.fit(rows[:8], 0.1) is None
+    many = np.random.default_rng(0).normal(size=(4400, 2)).astype(np.float32)
+    assert len(UnknownRule.fit(many, 0.05).rows) == 4096
+    assert len(UnknownRule.fit(many, 1 / 4200).rows) == 4199
 
 
 def test_neighbours_of_the_same_recording_do_not_count():
