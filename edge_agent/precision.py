@@ -164,6 +164,9 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
 
     encoder = (bundle.folder / variant.file).read_bytes()
     statistics, expected = run(encoder, inputs, own_share(len(inputs)))
+    forms = (2 * sum(layer.channels for layer in free.layers),), (len(inputs), bundle.manifest.feature_dim)
+    if (statistics.shape, expected.shape) != forms:
+        raise BundleDamaged(f"the probe gives {statistics.shape} and {expected.shape}, expected {forms[0]}, {forms[1]}")
     if not np.isfinite(statistics).all():
         raise BundleDamaged("batch norm statistics of the local inputs are not finite")
     golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)

@@ -154,7 +154,7 @@ def test_statistics_that_are_not_those_of_the_head_fail_the_self_test(spoilt):
         Encoder.open(installed, norm=short, cache=False)
 
 
-@pytest.mark.parametrize("spoil", ["nothing of it", "cut short"])
+@pytest.mark.parametrize("spoil", ["nothing of it", "cut short", "of another encoder"])
 def test_damaged_probe_leaves_the_shipped_statistics_in_use(spoilt, tmp_path, spoil):
     _, installed, samples = spoilt
     copied = bundles.Bundle(tmp_path / "b", installed.manifest)
@@ -162,7 +162,11 @@ def test_damaged_probe_leaves_the_shipped_statistics_in_use(spoilt, tmp_path, sp
     for name in (*installed.manifest.files, "manifest.json", "manifest.sha256"):
         (copied.folder / name).write_bytes((installed.folder / name).read_bytes())
     probe = copied.folder / installed.manifest.free_norm.probe
-    probe.write_bytes(b"" if spoil == "nothing of it" else probe.read_bytes()[:100])
+    if spoil == "of another encoder":
+        free = installed.manifest.free_norm.model_copy(update={"layers": installed.manifest.free_norm.layers[:-1]})
+        copied = bundles.Bundle(copied.folder, installed.manifest.model_copy(update={"free_norm": free}))
+    else:
+        probe.write_bytes(b"" if spoil == "nothing of it" else probe.read_bytes()[:100])
     encoder = with_norm(copied, "auto", samples)
     assert encoder.norm is None
     assert "do not run here" in encoder.why_norm
