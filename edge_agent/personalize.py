@@ -230,13 +230,14 @@ class Personalizer:
             DataError: samples or labels that do not fit the bundle's task.
             MissingCapability: a package that this head needs for fitting is not installed.
         """
-        self.numeric = None
         if head in numeric.names():
             samples = self._numeric_samples(X, y, numeric.create(head, params))
-            self.encoder = encoder = self._encoder_for(samples, seed)
+            encoder = self._encoder_for(samples, seed)
             fitted_numeric = fit_numeric(head, params, samples, encoder.features(samples.inputs), seed)
             about: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
+            self._forget()
             self.numeric = SavedNumeric(fitted_numeric, encoder.fingerprint, encoder.precision, about, encoder.norm)
+            self.encoder = encoder
             return self
         heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
@@ -403,14 +404,23 @@ class Personalizer:
             FingerprintMismatch: the head was fitted on another encoder.
             StateError: no head there, or a damaged one.
         """
-        if saved.is_numeric(Path(path)):
-            self.numeric = load_numeric_head(Path(path), self.bundle)
+        folder, encoder = Path(path), self.encoder
+        known: SavedNumeric | SavedHead = (
+            load_numeric_head(folder, self.bundle) if saved.is_numeric(folder) else load_head(folder, self.bundle)
+        )
+        if known.fingerprint != encoder.fingerprint:
+            encoder = Encoder.open(self.bundle, known.precision, self._threads, norm=known.norm)
+        self._forget()
+        self.encoder = encoder
+        if isinstance(known, SavedNumeric):
+            self.numeric = known
         else:
-            self.numeric, self.head, self._seen = None, load_head(Path(path), self.bundle), None
-        known = self.numeric or self.head
-        if known is not None and known.fingerprint != self.encoder.fingerprint:
-            self.encoder = Encoder.open(self.bundle, known.precision, self._threads, norm=known.norm)
+            self.head = known
         return self
+
+    def _forget(self) -> None:
+        """Drop what belongs to the head before: it is of no use with another one, or with another encoder."""
+        self.head = self.numeric = self.local = self.choice = self._seen = None
 
     def _numeric_samples(
         self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, head: NumericHead
@@ -791,7 +801,7 @@ def best_head(
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
     names = candidates(bundle.manifest.heads)
-    choice = choose(names, fit_rows, features, samples.labels, divisions, clock=options.clock)
+    choice = choose(names, fit_rows, features, samples.labels, divisions)
     _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
     return replace(options, head=choice.name), choice
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -46,6 +47,14 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
     assert result.scores.local == pytest.approx(local.score(raw[1] / spread, test.labels), abs=1.01 / len(test))
     assert result.scores.local_model == "raw inputs + knn"
     assert result.scores.personal > 0.8
+
+
+def test_other_load_on_the_machine_takes_no_time_from_the_comparison_of_heads(ready):
+    _, bundle, encoder, samples = ready
+    hours = itertools.count(0, 3600)
+    result = personalize(bundle, samples, encoder, FitOptions("auto", local=False, clock=lambda: next(hours)))
+    assert result.choice is not None
+    assert not [trial.name for trial in result.choice.trials if "no time" in trial.dropped]
 
 
 def test_metrics_carry_their_scope_and_are_shares(ready):

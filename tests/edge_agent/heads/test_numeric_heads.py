@@ -253,5 +253,15 @@ def test_numeric_heads_from_python(place):
     assert opened.evaluate(inputs, labels)["auroc"] > 0.9
     opened.fit(inputs, np.array(list("0123456789"))[np.arange(60) % 10])
     assert opened.numeric is None
+    kept = opened.head
+    with pytest.raises(DataError):
+        opened.fit(inputs, head="ridge_regression")
+    assert opened.head is kept
+    opened.fit(inputs, light, head="ridge_regression")
+    assert opened.head is None, "it is of no use with the encoder of another fit"
+    opened.fit(inputs, np.array(list("0123456789"))[np.arange(60) % 10])
+    opened.load(place / "h")
+    assert (opened.head, opened.numeric is None) == (None, False)
+    opened.fit(inputs, np.array(list("0123456789"))[np.arange(60) % 10])
     with pytest.raises(UsageError, match="y is missing"):
         opened.evaluate(inputs)
