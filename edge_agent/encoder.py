@@ -14,7 +14,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -180,10 +180,15 @@ def features_of(
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
     rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
     stored: dict[bytes, np.ndarray] = {}
-    others = sorted(cache.glob(f"{stem}-*.safetensors"), key=lambda other: other.stat().st_mtime_ns)
-    for other in others:
+    wanted, others = set(digests), _oldest_first(cache.glob(f"{stem}-*.safetensors"))
+    for other in reversed(others):
         names, features = _read_features(other, encoder.feature_dim)
-        stored |= {name.tobytes(): row for name, row in zip(names, features, strict=True)}
+        for name, row in zip(map(bytes, names), features, strict=True):
+            if name in wanted:
+                wanted.remove(name)
+                stored[name] = row.copy()  # a view would keep the whole file in memory
+        if not wanted:
+            break
     missing = [number for number, digest in enumerate(digests) if digest not in stored]
     result = np.empty(shape, np.float32)
     result[missing] = encoder.features(samples.inputs[missing], progress)
@@ -191,10 +196,19 @@ def features_of(
         result[number] = stored[digests[number]]
     write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
-        others = sorted(cache.glob(f"{family}-*.safetensors"), key=lambda other: other.stat().st_mtime_ns)
+        others = _oldest_first(cache.glob(f"{family}-*.safetensors"))
     for old in others[:-_FEATURE_FILES]:
         old.unlink(missing_ok=True)
     return result
+
+
+def _oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The files that are still there: another process may share the folder."""
+    dated = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            dated.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(dated)]
 
 
 def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +287,7 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
     temporary, source = onnx.with_name(f".{stem}.{os.getpid()}.tmp"), onnx
     try:
         if model.content is not None:
-            source = temporary.with_suffix(".onnx")
+            source = temporary.with_suffix(".onnx.tmp")  # so that it is swept after a kill
             source.write_bytes(model.content())
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
