@@ -459,7 +459,7 @@ class Personalizer:
                     f"samples of classes {', '.join(inputs.class_names[:10])}; expected {', '.join(names[:10])}, in "
                     "this order; fit with own_classes=True for a head of these classes"
                 )
-            return inputs
+            return inputs.ready()
         if labels is None and is_labelled:
             raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
         given = None if labels is None else np.asarray(labels)

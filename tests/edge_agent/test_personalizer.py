@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from edge_agent import Personalizer
+from edge_agent.data import load
 from edge_agent.errors import DataError, UnknownName, UsageError
 
 
@@ -176,6 +177,14 @@ def test_inputs_without_labels_are_predicted_but_not_scored(opened, tmp_path):
         opened.evaluate(inputs)
     with pytest.raises(DataError, match="has no array labels"):
         opened.evaluate(f"npz:{tmp_path / 'x.npz'}")
+
+
+def test_images_that_are_not_normalised_yet_give_the_same_answers(opened):
+    spec, names = opened.bundle.manifest.task.input, opened.classes
+    parts = [load("digits:optdigits?n=40", spec, names, compact=compact) for compact in (False, True)]
+    assert [part.inputs.dtype.name for part in parts] == ["float32", "uint8"]
+    opened.fit(parts[0], head="prototype")
+    np.testing.assert_array_equal(opened.predict_proba(parts[1]), opened.predict_proba(parts[0]))
 
 
 def test_samples_are_split_as_the_command_line_splits_them(opened):
