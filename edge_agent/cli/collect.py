@@ -99,8 +99,7 @@ def classes(arguments: argparse.Namespace) -> int:
     elif action == "merge":
         collection.merge(names[:-1], names[-1], known)
     else:
-        for name in names:
-            collection.remove(name, known)
+        collection.remove(names, known)
     done = {"rename": "renamed", "merge": "merged", "remove": "removed"}[action]
     return _refitted(arguments, config, {done: names}, [(done, ", ".join(names))])
 

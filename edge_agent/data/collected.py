@@ -138,13 +138,13 @@ class Collection:
         """
         self._relabel({label: into for label in labels if label != into}, known)
 
-    def remove(self, label: str, known: Sequence[str] = ()) -> None:
-        """Remove a class and its samples.
+    def remove(self, labels: Sequence[str], known: Sequence[str] = ()) -> None:
+        """Remove classes and their samples, all of them or none.
 
         Raises:
             UsageError: no such class.
         """
-        self._relabel({label: None}, known)
+        self._relabel(dict.fromkeys(labels), known)
 
     def fitted(self, version: int) -> None:
         """Note that the head in use was fitted on this version."""

@@ -85,7 +85,7 @@ def test_new_classes_stand_behind_the_others_and_renamed_ones_keep_their_place(c
     train, _ = collection.combined(own, SPEC, DIGITS, before=train.class_names)
     assert train.class_names == ("0", "one", "2", "3", "scarf", "hat")
     collection.merge(["scarf", "hat"], "clothes", own[0].class_names)
-    collection.remove("3", own[0].class_names)
+    collection.remove(["3"], own[0].class_names)
     train, _ = collection.combined(own, SPEC, DIGITS, before=train.class_names)
     assert train.class_names == ("0", "one", "2", "clothes")
     assert train.labels.tolist() == [0, 1, 2, 3, 3, 3, 2, 2, 2, 3]
@@ -109,7 +109,7 @@ def test_classes_of_the_bundle_come_first_where_there_are_no_other_samples(colle
     [
         (lambda c: c.rename("scraf", "hat"), r"did you mean 'scarf'"),
         (lambda c: c.rename("scarf", "0", DIGITS), "edge-agent classes merge scarf 0"),
-        (lambda c: c.remove("9"), "there are scarf"),
+        (lambda c: c.remove(["scarf", "9"]), "there are scarf"),
         (lambda c: c.merge(["scarf", "nope"], "x"), "no class 'nope'"),
     ],
 )
