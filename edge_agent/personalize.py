@@ -430,7 +430,7 @@ class Personalizer:
         if isinstance(inputs, str):
             return data.load(inputs, spec, labelled=False if head.predicts_targets else None)
         if isinstance(inputs, Samples):
-            return inputs
+            return inputs.ready()
         array = np.asarray(inputs)
         if head.predicts_targets and labels is not None:
             samples = data.from_arrays(array, None, spec, ())

@@ -185,6 +185,8 @@ def test_images_that_are_not_normalised_yet_give_the_same_answers(opened):
     assert [part.inputs.dtype.name for part in parts] == ["float32", "uint8"]
     opened.fit(parts[0], head="prototype")
     np.testing.assert_array_equal(opened.predict_proba(parts[1]), opened.predict_proba(parts[0]))
+    learned = [opened.fit(part, head="mahalanobis", params={"normal": names[0]}).numeric for part in parts]
+    np.testing.assert_array_equal(*(one.head.arrays["center"] for one in learned))
 
 
 def test_samples_are_split_as_the_command_line_splits_them(opened):
