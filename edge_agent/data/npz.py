@@ -43,6 +43,9 @@ def read(where: str, options: NpzOptions) -> Raw:
     targets = None
     if not missing and arrays[options.labels].dtype.kind == "f":
         reason = f"npz: '{where}' has numbers for labels ({arrays[options.labels].dtype}), expected integers or text"
+        if arrays[options.labels].shape != labels.shape:
+            shape = list(arrays[options.labels].shape)
+            raise DataError(f"npz: '{where}': targets of shape {shape} for {len(labels)} inputs; expected one for each")
         targets = [*arrays[options.labels]]
     elif not missing:
         names = [str(name) for name in arrays.get(options.class_names or "class_names", ())]

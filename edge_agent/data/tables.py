@@ -38,6 +38,9 @@ from .images import files_by_class
 SUFFIXES = (".csv", ".csv.gz")
 _MAX_ROWS = 1 << 24
 _MAX_LINE = 1 << 20
+_LONGEST_NAME = 256
+"""Characters of a label or the name of a recording, of which arrays take the longest for each row."""
+
 _LONGEST_STEP = 3.0
 """A time step longer than this many usual ones ends a recording."""
 
@@ -83,11 +86,19 @@ def read(where: str, options: CsvOptions) -> Raw:
         files = files_by_class(root, "csv", SUFFIXES)
         paths, names, reason = files.paths, files.names, files.unlabelled
         classes = [files.class_names[label] for label in files.labels] if files.class_names else [""] * len(paths)
-    segments = [
-        segment if options.label else replace(segment, label=label)
-        for path, name, label in zip(paths, names, classes, strict=True)
-        for segment in _segments(path, name, options)
-    ]
+    segments: list[_Segment] = []
+    columns: tuple[str, ...] = ()
+    for path, name, label in zip(paths, names, classes, strict=True):
+        table = _table(path, options)
+        columns = columns or table.columns
+        if {*table.columns} != {*columns}:
+            raise DataError(
+                f"csv: '{path}' has the columns of values {', '.join(table.columns)}, '{paths[0]}' has "
+                f"{', '.join(columns)}; name those to use (columns=…)"
+            )
+        table.columns = columns  # in one order in all files
+        those = _segments(path, name, table)
+        segments += those if options.label else [replace(segment, label=label) for segment in those]
     if not segments:
         raise DataError(f"csv: '{where}' has no rows of data")
     is_labelled = options.target is None and bool(segments[0].label)
@@ -141,21 +152,30 @@ def read_recording(path: Path) -> np.ndarray:
     Raises:
         DataError: no such file, or other cells than numbers.
     """
-    segments = _segments(path, path.name, CsvOptions())
+    segments = _segments(path, path.name, _table(path, CsvOptions()))
     if not segments:
         raise DataError("has no rows of data")
     return segments[0].values
 
 
-def _segments(path: Path, name: str, options: CsvOptions) -> list[_Segment]:
-    """The rows of a file, sorted, and cut wherever a window must not reach over."""
+def _table(path: Path, options: CsvOptions) -> _Table:
+    """The columns of a file.
+
+    Raises:
+        DataError: it cannot be read; everything that is wrong with it is listed.
+    """
     try:
         with _opened(path) as file:
             table = _Table(file, options)
     except (OSError, EOFError, UnicodeDecodeError, CsvError) as error:
         raise DataError(f"csv: '{path}' cannot be read: {cause(error)}; expected a table in UTF-8") from error
     table.check(path)
-    count = len(table.lines)
+    return table
+
+
+def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
+    """The rows of a file, sorted, and cut wherever a window must not reach over."""
+    options, count = table.options, len(table.lines)
     labels, recordings = (
         np.array(table.texts[column], np.str_) if column else np.full(count, "")
         for column in (options.label, options.recording)
@@ -221,7 +241,7 @@ class _Table:
     def _read(self, lines: Iterator[str], delimiter: str) -> None:
         rows = reader(lines, delimiter=delimiter)
         numbers = [(name, self.header.index(name), values.append) for name, values in self.numbers.items()]
-        texts = [(self.header.index(name), values.append) for name, values in self.texts.items()]
+        texts = [(name, self.header.index(name), values.append) for name, values in self.texts.items()]
         for cells in rows:
             line = rows.line_num + 1
             if not cells:
@@ -233,8 +253,10 @@ class _Table:
                 self.mistakes.append(f"more than {_MAX_ROWS} rows; cut it into several files")
                 return
             self.lines.append(line)
-            for position, write in texts:
-                write(cells[position].strip())
+            for name, position, write in texts:
+                write(cell := cells[position].strip())
+                if len(cell) > _LONGEST_NAME:
+                    self._note(name, f"longer than {_LONGEST_NAME} characters", line, cell)
             for name, position, append in numbers:
                 try:
                     append(float(cells[position]))

@@ -39,6 +39,7 @@ _BLOCK = 2048
 _LONGEST = 1 << 28
 """Bytes of a file: 1.5 hours of 16 bits at 24 kHz."""
 
+_NO_SAMPLES = "is a WAV file without samples; it was cut, or its recording was interrupted"
 _TAPS = 32
 """Zero crossings of the resampling filter on either side."""
 
@@ -127,7 +128,7 @@ def _header(path: Path, file: BinaryIO) -> Sound:
             size -= min(size, 40)
         file.seek(size + size % 2, 1)
     else:
-        raise DataError("is a WAV file without samples; it was cut, or its recording was interrupted")
+        raise DataError(_NO_SAMPLES)
     kind, channels, rate, _, block, bits = struct.unpack("<HHIIHH", form[:16])
     if kind == 0xFFFE:  # extensible: the kind is the beginning of a long identifier
         kind = int.from_bytes(form[24:26], "little")
@@ -136,8 +137,10 @@ def _header(path: Path, file: BinaryIO) -> Sound:
     if not 1 <= channels <= 64 or not 1000 <= rate <= 1_000_000 or block != channels * bits // 8:
         raise DataError(f"has an impossible header: {channels} channels, {rate} Hz, {block} bytes in a sample")
     offset = file.tell()  # recorders that are interrupted leave a wrong size
-    there = min(size, path.stat().st_size - offset)
-    return Sound(path, rate, channels, bits, kind == 3, offset, there // block)
+    count = min(size, path.stat().st_size - offset) // block
+    if not count:
+        raise DataError(_NO_SAMPLES)
+    return Sound(path, rate, channels, bits, kind == 3, offset, count)
 
 
 def resample(signal: np.ndarray, rate: int, to: int) -> np.ndarray:

@@ -389,3 +389,10 @@ def test_a_function_of_ones_own_gives_data(module):
 def test_a_function_that_does_not_work_is_explained(module, where, word):
     with pytest.raises(DataError, match=word):
         load(f"python:{where}", SPEC)
+
+
+@pytest.mark.parametrize("targets", [np.zeros(3), np.zeros(7), np.zeros((5, 1))])
+def test_one_number_to_predict_is_expected_for_each_input(tmp_path, targets):
+    np.savez(tmp_path / "t.npz", inputs=np.zeros((5, 8, 8), np.uint8), labels=targets)
+    with pytest.raises(DataError, match=r"targets of shape .* for 5 inputs; expected one for each"):
+        load(f"npz:{tmp_path / 't.npz'}", labelled=False)

@@ -93,6 +93,7 @@ def test_rows_with_missing_values_are_refused_or_cut_out(tmp_path):
         ("t,x,y\nnoon,1,2\n", {"time": "t"}, "column 't': 1 cells are no number or date, first 'noon' in line 2"),
         ("t,x,y\n,1,2\n", {"time": "t", "gaps": "cut"}, "column 't': 1 values are missing .*; correct them"),
         ("l,x,y\n", {"label": "l"}, "has no rows of data"),
+        ("l,x,y\n" + "a" * 257 + ",1,2\n", {"label": "l"}, "column 'l': 1 cells are longer than 256 characters"),
         ("", {"label": "l"}, "no column 'l'"),
         ("l\na\n", {"label": "l"}, "no column of values is left"),
         ("l,x,y\na,1,2\n", {"label": "l", "target": "x"}, "expected one of them"),
@@ -183,6 +184,16 @@ def test_rows_may_be_windows_or_images(tmp_path):
     found = load(source(path, label="label", row="image"), spec)
     np.testing.assert_allclose(found.inputs[:, 0], pixels / 255, rtol=1e-6)
     assert found.class_names == ("5",)
+
+
+def test_columns_have_one_order_in_all_files(tmp_path):
+    write(tmp_path / "d" / "a" / "1.csv", ("x", "y"), [(1, 2)] * 4)
+    other = write(tmp_path / "d" / "b" / "1.csv", ("y", "x"), [(2, 1)] * 4)
+    found = load(f"csv:{tmp_path / 'd'}", SPEC)
+    assert found.inputs[:, :, 0].tolist() == [[1, 2], [1, 2]]
+    write(other, ("z", "x"), [(2, 1)] * 4)
+    with pytest.raises(DataError, match=r"columns of values z, x, '.*a/1.csv' has x, y; name those to use"):
+        load(f"csv:{tmp_path / 'd'}", SPEC)
 
 
 def test_numbers_to_predict_are_means_over_the_windows(tmp_path):

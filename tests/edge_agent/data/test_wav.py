@@ -114,6 +114,8 @@ def test_samples_of_every_width_are_read(tmp_path):
         (b"", "no WAV file"),
         (b"ID3\x03 not a wave file at all", "no WAV file"),
         (riff(b"")[:30], "without samples"),
+        (riff(b""), "without samples"),
+        (riff(pcm16(tone(100)), size=0), "without samples"),
         (riff(b"x" * 64, kind=0x55, bits=16), r"compressed or of a rare form \(85, 16 bits\)"),
         (riff(b"x" * 64, bits=12), "rare form"),
         (riff(b"x" * 64, channels=0), "impossible header"),
