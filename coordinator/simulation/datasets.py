@@ -43,18 +43,26 @@ class Pools(partition.Pools):
         return Arrays(train.inputs, train.labels), Arrays(test.inputs, test.labels)
 
     def content(self) -> list[bytes | memoryview]:
-        """Inputs, labels and weights as bytes in pieces; `from_memory` takes them joined."""
+        """Inputs, labels, recordings and weights as bytes in pieces; `from_memory` takes them joined."""
         parts = {"train": self.train, **({} if self.test is None else {"test": self.test})}
         inputs = {f"{name}.inputs": samples.inputs for name, samples in parts.items()}
         labels = {f"{name}.labels": samples.labels for name, samples in parts.items()}
-        return [*pieces({**inputs, **labels, **{_WEIGHTS + name: array for name, array in self.weights.items()}})]
+        groups = {f"{name}.groups": samples.groups for name, samples in parts.items() if samples.groups is not None}
+        weights = {_WEIGHTS + name: array for name, array in self.weights.items()}
+        return [*pieces({**inputs, **labels, **groups, **weights})]
 
     @classmethod
     def from_memory(cls, memory: memoryview, task: Task) -> Pools:
         """The pools that lie in ``memory``, which is not copied."""
         arrays = decode(memory)
         train, test = (
-            Samples(arrays[f"{name}.inputs"], arrays[f"{name}.labels"], task.class_names, task.input)
+            Samples(
+                arrays[f"{name}.inputs"],
+                arrays[f"{name}.labels"],
+                task.class_names,
+                task.input,
+                arrays.get(f"{name}.groups"),
+            )
             if f"{name}.inputs" in arrays
             else None
             for name in ("train", "test")

@@ -185,6 +185,17 @@ def test_pools_of_images_are_bytes_until_a_client_has_its_turn(images, tmp_path)
             np.testing.assert_array_equal(mine.inputs, theirs.inputs)
 
 
+def test_workers_know_which_windows_are_of_one_recording(tmp_path):
+    """So that acc.local of a client is the same on any engine: its folds keep recordings together."""
+    plan = Plan(data=(recordings(tmp_path / "watch.npz"),), partition="subjects")
+    datasets, division, task = prepared_pools(plan)
+    shared = type(datasets).from_memory(memoryview(b"".join(datasets.content())), task)
+    for share in division.clients.values():
+        for mine, theirs in zip(datasets.rows_of(share), shared.rows_of(share), strict=True):
+            assert len(np.unique(mine.groups)) == 2
+            np.testing.assert_array_equal(mine.groups, theirs.groups)
+
+
 def test_sources_of_bytes_and_of_floats_make_one_pool(tmp_path):
     rng = np.random.default_rng(0)
     names = np.array(["a", "b"])
