@@ -74,7 +74,8 @@ class Parity(Frozen):
     )
     batches: tuple[int, ...] = Field(description="batch sizes compared")
     int8_cosine: float | None = Field(
-        None, description="mean cosine of int8 and fp32 features; None where no int8 was made"
+        None,
+        description="mean cosine of int8 and fp32 features; None where no int8 was made, or only clients have inputs",
     )
 
 

@@ -248,24 +248,28 @@ class _Int8:
             ranges = {name: quantizer.ranges(array) for name, array in observed.items()}
             graph = quantizer.int8(common([*ranges.values()]))
             gate, cosine = _int8_gate(graph, model, task, inputs)
+            stated: float | None = cosine
             if clients := ranges_of_clients(quantizer, encoder, inputs, client_ranges):
                 # Random inputs lie elsewhere than clients' samples: they try the quantizer out, and set no range.
                 ranges = {**clients, **{name: own for name, own in ranges.items() if name}}
                 graph = quantizer.int8(common([*ranges.values()]))
+                stated = None
+                if domains:
+                    gate, stated = _int8_gate(graph, model, task, inputs)
                 own = f"{origin} and " if domains else ""
                 origin = f"{own}activation ranges of {len(clients)} client(s)"
         except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
             return cls(None, (), None, {}, f"left out: the quantizer failed: {error}")
         if not gate.passed:
-            return cls(None, (gate,), min(cosine, 1.0), {}, f"left out: {gate.detail}", origin)
+            return cls(None, (gate,), stated, {}, f"left out: {gate.detail}", origin)
         answers = compared(quantizer, model, domains, ranges)
         if not answers:
-            return cls(graph, (gate,), min(cosine, 1.0), {}, "", origin)
+            return cls(graph, (gate,), stated, {}, "", origin)
         loses = objection(answers)
         total = sum(one.support for one in answers.values())
         accuracy = Gate("int8 accuracy", not loses, loses or f"no loss beyond noise on {total} held-out answers")
         note = f"left out: {loses}" if loses else ""
-        return cls(None if loses else graph, (gate, accuracy), min(cosine, 1.0), answers, note, origin)
+        return cls(None if loses else graph, (gate, accuracy), stated, answers, note, origin)
 
     @property
     def not_measured(self) -> str:
@@ -284,7 +288,7 @@ def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -
         failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")
     cosine = mean_cosine(run(quantized, inputs), run(model, inputs)) if not failed else 0.0
     detail = "; ".join(failed) or f"mean cosine to fp32 {cosine:.4f}, at least {MIN_COSINE} is required"
-    return Gate("int8", not failed and cosine >= MIN_COSINE, detail), cosine
+    return Gate("int8", not failed and cosine >= MIN_COSINE, detail), min(cosine, 1.0)
 
 
 def _latencies(

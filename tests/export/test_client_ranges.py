@@ -9,6 +9,7 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.bundle import open_bundle
+from edge_agent.data import Samples
 from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.training.ranges import activation_ranges
@@ -128,7 +129,25 @@ def test_a_bundle_without_data_takes_the_ranges_of_clients(small, tmp_path):
         origin = "activation ranges of 3 client(s)" if given else "128 inputs without labels"
         assert opened.manifest.quantization.ranges == origin
         assert "not measured" in opened.manifest.quantization.note
+        assert (opened.manifest.parity.int8_cosine is None) == bool(given)  # random inputs say nothing of clients'
     (exact, with_clients), (_, without) = features
     errors = [np.linalg.norm(one - exact) / np.linalg.norm(exact) for one in (with_clients, without)]
     assert errors[0] < 0.05
     assert errors[1] > 0.5
+
+
+def test_what_is_stated_of_int8_is_of_the_variant_in_the_bundle(small, tmp_path):
+    """With one client and one domain nobody is outvoted: the domain's inputs show that the client's ranges ruin it."""
+    task, model = small
+    inputs = synthetic_inputs(task, 40, seed=3)
+    labels = np.arange(40) % 2
+    liar = np.tile(
+        np.array([-1e9, 1e9], np.float32), (len(activation_ranges(model.encoder, torch.zeros(1, 3, 32, 32))), 1)
+    )
+    domains = {"hall": Samples(inputs, labels, task.class_names, task.input)}
+    report = bundle(
+        model, methods.create("fedavg"), task, domains, tmp_path / "x.hwb",
+        name="x", exporter="legacy", client_ranges={"liar": liar},
+    )  # fmt: skip
+    assert "int8" not in report.manifest.variants
+    assert report.int8_note.startswith("left out: mean cosine")
