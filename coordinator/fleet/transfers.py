@@ -136,7 +136,7 @@ class Collection:
 
     def __str__(self) -> str:
         about = f"round {self.round}"
-        return about if self.purpose == "train" else f"batch norm statistics after {about}"
+        return about if self.purpose == "train" else f"{self.purpose.replace('_', ' ')} after {about}"
 
 
 @dataclass
