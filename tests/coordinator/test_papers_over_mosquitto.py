@@ -54,16 +54,23 @@ PARAMS = {
 HEADS = {"dualfed": "dualfed", "fedpac": "fedpac", "fedpick": "fedpick", "repper": "mlp", "fedrir": "fedrir_global"}
 TRAIN, HEAD = ("a0", "a1", "a2", "a3"), ("h0", "h1")
 KEPT = {
-    "dualfed": {"personal.projector.0.weight", "personal.projector.2.running_mean", "personal.personal_head.weight"},
+    "dualfed": {
+        "personal.projector.0.weight",
+        "personal.projector.2.running_mean",
+        "personal.personal_head.weight",
+        "shared.weight",
+    },
     "fedpac": {"personal.head.weight"},
-    "fedpick": {"personal.mask.0.weight", "personal.relevant_head.weight", "personal.irrelevant_head.weight"},
+    "fedpick": {
+        "personal.mask.0.weight",
+        "personal.relevant_head.weight",
+        "personal.irrelevant_head.weight",
+        "shared.weight",
+    },
     "repper": {"memory.personal.head.weight"},
     "fedrir": {"personal.generator.layers.0.weight", "personal.specific.layers.0.weight", "personal.head.weight"},
 }
 """Some of what devices of a method keep: if these are not searched for, nothing is."""
-
-SHARED = {"dualfed": ("shared.weight", "shared.bias"), "fedpick": ("shared.weight", "shared.bias")}
-"""Arrays of a saved head that came with the bundle."""
 
 ALSO_SENT = {"fedpac": ("personal.head.weight", "personal.head.bias")}
 """FedPAC's classifier is personal, and lent to the others: ``extra.head.weight``."""
@@ -323,7 +330,7 @@ def test_nothing_that_a_device_keeps_is_heard_but_what_the_method_says(overheard
     assert searched >= KEPT[method] | {f"personal.{name}" for name in after} | {"features"}
     leaked = run.leaked()
     assert {(device[0], name) for device, name, _ in leaked} == (
-        {("a", f"personal.{name}") for name in after} | {("h", name) for name in SHARED.get(method, ())}
+        {("a", f"personal.{name}") for name in after}
         | {("a", name) for name in ALSO_SENT.get(method, ())}
     )  # fmt: skip
     early = run.during_rounds()
