@@ -17,9 +17,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
-from pydantic import ValidationError
 
-from ..config import mistakes_of
+from ..config import parse
 from ..errors import ConfigError, DataError, UnknownName, UsageError
 from ..registry import Registry, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
@@ -379,10 +378,7 @@ def _path(where: str, folder: Path | None) -> Path:
 
 
 def _options(model: type[Options], given: Mapping[str, str], source: str) -> Options:
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(f"data source '{source}'", mistakes_of(error, model)) from error
+    return parse(model, given, where=f"data source '{source}'")
 
 
 def _natural(raw: Raw) -> InputSpec:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
 from ..registry import Registry
 
 if TYPE_CHECKING:
@@ -63,16 +62,12 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
         ConfigError: unknown or impossible parameters, all of them listed.
         UsageError: as `get`.
     """
-    from pydantic import ValidationError
-
-    from ..config import mistakes_of
+    from ..config import parse
     from .values import paper_values
 
     kind = get(name)
-    try:
-        return kind(kind.Params.model_validate({**(paper_values(kind.Params) if paper else {}), **(params or {})}))
-    except ValidationError as error:
-        raise ConfigError(f"parameters of method '{name}'", mistakes_of(error, kind.Params)) from error
+    given = {**(paper_values(kind.Params) if paper else {}), **(params or {})}
+    return kind(parse(kind.Params, given, where=f"parameters of method '{name}'"))
 
 
 def __getattr__(name: str) -> Any:

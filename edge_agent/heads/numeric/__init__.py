@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from ...config import mistakes_of
-from ...errors import ConfigError
+from ...config import parse
 from ...registry import Registry
 from .base import NumericData, NumericHead
 
@@ -44,7 +41,4 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> NumericHead:
         UsageError: as `get`.
     """
     kind = get(name)
-    try:
-        return kind(kind.Params.model_validate(dict(params or {})))
-    except ValidationError as error:
-        raise ConfigError(f"parameters of head '{name}'", mistakes_of(error, kind.Params)) from error
+    return kind(parse(kind.Params, params or {}, where=f"parameters of head '{name}'"))
