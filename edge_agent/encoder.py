@@ -51,9 +51,9 @@ Progress = Callable[[int, int], None]
 class Encoder:
     """A session that is ready to run.
 
-    ``fingerprint`` is that of the bundle's variant, or of its own batch norm ``norm``: features and heads are bound to
-    it. ``providers`` are those in effect, which may be fewer than those requested. ``why_norm``: why its batch norm is
-    the device's own, or the shipped one, where there was a choice.
+    ``fingerprint`` is that of the bundle's variant, or of the device's batch norm ``norm``: features and heads are
+    bound to it. ``providers`` are those in effect, which may be fewer than those requested. ``why_norm``: why its
+    batch norm is the device's own, or the shipped one, where there was a choice.
     """
 
     session: Any

@@ -54,7 +54,8 @@ class FitOptions:
     come divided), of folds and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
     ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
-    model is used where it is better than the head beyond noise. ``progress``: name of a step -> what is told of it.
+    model is used where it is better than the head beyond noise. ``progress``: name of a step -> how its
+    progress is reported.
     """
 
     head: str = "lr"
@@ -276,9 +277,9 @@ class Personalizer:
     ) -> Personalizer:
         """This object, with a head fitted on these samples and on those of all calls before, of `fit` too.
 
-        Their features are kept, and the head learns from all of them anew: nothing is forgotten. y: names of classes as
-        text, or integers as for `fit`. As in scikit-learn ``classes`` names the classes of this and later calls; unlike
-        there it may be left out, also in the first call, and new names in ``classes`` or y extend ``classes_``: behind
+        Their features are kept, and the head is fitted again on all of them: nothing is forgotten. y: names of
+        classes as text, or integers as for `fit`. As in scikit-learn ``classes`` names the classes of this and later
+        calls; unlike there it may be left out, also in the first call, and new names in ``classes`` or y extend ``classes_``: behind
         the others, whose columns keep their places. Without ``classes`` the first call begins as `fit` does with
         ``own_classes``. ``head`` and ``params``: by default as before.
 

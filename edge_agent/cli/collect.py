@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent add``."""
     _add_where(parser)
-    parser.add_argument("--label", metavar="NAME", help="class of the samples; with --data: instead of its own labels")
+    parser.add_argument("--label", metavar="NAME", help="class of the samples, in place of the labels of --data")
     parser.add_argument("--data", metavar="SOURCE", help="data source, as for 'edge-agent fit'")
     parser.add_argument("files", nargs="*", metavar="FILE", help="images, or recordings (*.npy, *.csv)")
 

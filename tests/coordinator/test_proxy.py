@@ -169,7 +169,7 @@ class Watched(Federation):
         folder = self.state.run(self.run).folder
         return sorted(int(place.stem.partition("-")[2]) for place in folder.glob("proxy-*"))
 
-    def told(self):
+    def proxy_results(self):
         return {entry.round: entry.body["acc"] for entry in self.entries("proxy_evaluated")}
 
 
@@ -186,7 +186,7 @@ def test_each_round_is_evaluated_and_everybody_can_read_it(tmp_path, own):
     with Watched(tmp_path, ProxyConfig(data=own, device="cpu")) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.finish()
-        told, folder = fed.told(), fed.state.run(fed.run)
+        told, folder = fed.proxy_results(), fed.state.run(fed.run)
         summary, metrics = folder.summary(), [one for one in folder.metrics() if one["kind"] == "proxy"]
         page = write_report(folder).read_text()
         assert list(folder.folder.glob("proxy-*")) == [], "states are kept only until they are evaluated"
@@ -201,7 +201,7 @@ def test_every_other_round_and_the_last_one(tmp_path, own):
     with Watched(tmp_path, ProxyConfig(data=own, every=2, device="cpu")) as fed:
         fed.request("fedper", rounds=3, params=SMALL)
         fed.finish()
-        assert sorted(fed.told()) == [2, 3]
+        assert sorted(fed.proxy_results()) == [2, 3]
 
 
 def test_no_round_waits_for_it_and_the_end_does(tmp_path, own):
@@ -209,12 +209,12 @@ def test_no_round_waits_for_it_and_the_end_does(tmp_path, own):
     with Watched(tmp_path / "quick", ProxyConfig(data=own, device="cpu")) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.finish()
-        expected = fed.told()
+        expected = fed.proxy_results()
     slow = Slow()
     with Watched(tmp_path / "slow", ProxyConfig(data=own, device="cpu"), slow) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.until(lambda: len(fed.entries("round_closed")) == 3)
-        assert (fed.told(), len(slow.waiting)) == ({}, 1)
+        assert (fed.proxy_results(), len(slow.waiting)) == ({}, 1)
         fed.wait(5)
         assert not fed.record.is_over
         waits = fed.coordinator.status()["waiting"]
@@ -223,7 +223,7 @@ def test_no_round_waits_for_it_and_the_end_does(tmp_path, own):
         while slow.waiting:
             slow.work()
         fed.finish()
-        assert fed.told() == {1: expected[1], 3: expected[3]}
+        assert fed.proxy_results() == {1: expected[1], 3: expected[3]}
 
 
 def test_where_rounds_are_faster_the_newest_waits_and_nothing_piles_up(tmp_path, own):
@@ -239,7 +239,7 @@ def test_where_rounds_are_faster_the_newest_waits_and_nothing_piles_up(tmp_path,
         while slow.waiting:
             slow.work()
         fed.finish()
-        assert sorted(fed.told()) == [1, 5, 6]
+        assert sorted(fed.proxy_results()) == [1, 5, 6]
 
 
 def test_a_run_that_was_stalled_keeps_the_states_that_are_being_evaluated(tmp_path, own):
@@ -254,7 +254,7 @@ def test_a_run_that_was_stalled_keeps_the_states_that_are_being_evaluated(tmp_pa
         while slow.waiting:
             slow.work()
         fed.finish()
-        assert sorted(fed.told()) == [1, 3]
+        assert sorted(fed.proxy_results()) == [1, 3]
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
@@ -277,7 +277,7 @@ def test_what_is_asked_for_a_run_that_ends_is_dropped_and_hinders_no_other(tmp_p
         fed.coordinator.hooks._worker = InlineWorker()
         fed.request("fedavg", rounds=2, params=SMALL)
         fed.finish()
-        assert sorted(fed.told()) == [1, 2]
+        assert sorted(fed.proxy_results()) == [1, 2]
 
 
 def test_a_run_that_waits_long_enough_ends_without_the_figure_and_says_so(tmp_path, own):
@@ -320,7 +320,7 @@ def test_a_failure_is_a_warning(tmp_path, own, caplog):
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.finish()
         assert fed.record.status == "finished"
-        assert sorted(fed.told()) == [1, 3]
+        assert sorted(fed.proxy_results()) == [1, 3]
     assert "proxy_failed run=run-0001 round=2 reason=RunFailed: no memory" in caplog.text
 
 
@@ -361,13 +361,13 @@ def test_a_figure_that_a_kill_has_taken_is_made_again(tmp_path, own):
         fed.worker = InlineWorker()
         fed.start_coordinator()
         fed.finish()
-        assert sorted(fed.told()) == [1, 2]
+        assert sorted(fed.proxy_results()) == [1, 2]
 
 
 def test_a_run_that_shares_no_encoder_has_no_such_figure(tmp_path, own):
     with Watched(tmp_path, ProxyConfig(data=own, device="cpu")) as fed:
         fed.request("local", rounds=2, params=SMALL)
         fed.finish()
-        assert fed.told() == {}
+        assert fed.proxy_results() == {}
         assert fed.state.run(fed.run).summary()["proxy"] == []
         assert fed.task is TASK
