@@ -280,8 +280,8 @@ class Personalizer:
         Their features are kept, and the head is fitted again on all of them: nothing is forgotten. y: names of
         classes as text, or integers as for `fit`. As in scikit-learn ``classes`` names the classes of this and later
         calls; unlike there it may be left out, also in the first call, and new names in ``classes`` or y extend
-        ``classes_``: behind the others, whose columns keep their places. Without ``classes`` the first call begins as `fit` does with
-        ``own_classes``. ``head`` and ``params``: by default as before.
+        ``classes_``: behind the others, whose columns keep their places. Without ``classes`` the first call
+        begins as `fit` does with ``own_classes``. ``head`` and ``params``: by default as before.
 
         Raises:
             UsageError: the head was loaded, so the samples that it was fitted on are not here.

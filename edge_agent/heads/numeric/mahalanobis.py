@@ -3,8 +3,8 @@
 It learns from samples of class ``normal`` alone, or from all where they have no labels. The covariance of the features
 is shrunk towards a multiple of the identity by the formula of Ledoit and Wolf, so that fewer samples than features do.
 An input above the threshold is an anomaly; so is about the share ``false_alarms`` of new normal inputs: the threshold
-is a rank among the distances of the samples to fits without them (cross-conformal prediction). Below 1 / false_alarms - 1
-samples there is none.
+is a rank among the distances of the samples to fits without them (cross-conformal prediction). Below
+1 / false_alarms - 1 samples there is none.
 """
 
 from __future__ import annotations
