@@ -38,7 +38,9 @@ from .storage import read_json, read_tensors, sha256_file, sha256_of, sync, sync
 from .task import Frozen, InputSpec, Task, Tensors, parse_json
 from .wire.tensors import first_non_finite
 
-SCHEMA: Literal[2] = 2
+SCHEMA: Literal[3] = 3
+OLDEST_SCHEMA = 2
+"""Schemas from this one up to `SCHEMA` are read."""
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.sha256"
 """Member after the manifest: its SHA-256, so that a flipped bit in a free-text field is noticed as well."""
@@ -166,7 +168,7 @@ class HeadCard(Frozen):
 class Manifest(Frozen):
     """What a bundle is and promises."""
 
-    schema_version: Literal[2] = SCHEMA
+    schema_version: Literal[2, 3] = SCHEMA
     name: str = Field(description="run or release that it came from")
     created: str = Field(description="ISO 8601 UTC, for people")
     headwater_version: str
@@ -235,14 +237,15 @@ def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-_ADDED = ("free_norm", "quantization")
-"""Fields of `Manifest` that bundles of schema 2 did not have at first: None is not written, so that those are read."""
+_SINCE_3 = ("free_norm", "quantization")
+"""Fields of `Manifest` that schema 2 does not have: None, their default, is not written there."""
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON; equal manifests give equal bytes."""
     content = manifest.model_dump(mode="json")
-    content = {name: value for name, value in content.items() if value is not None or name not in _ADDED}
+    if manifest.schema_version < 3:
+        content = {name: value for name, value in content.items() if value is not None or name not in _SINCE_3}
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
@@ -262,9 +265,9 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     if not isinstance(content, dict):
         raise BundleDamaged(f"{where}: manifest is {type(content).__name__}, expected a JSON object")
     version = content.get("schema_version")
-    if isinstance(version, int) and version != SCHEMA:
+    if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA:
         advice = "upgrade headwater on this device" if version > SCHEMA else "export the model again"
-        raise BundleError(f"{where} has bundle schema {version}, this side reads {SCHEMA}; {advice}")
+        raise BundleError(f"{where} has bundle schema {version}, this side reads {OLDEST_SCHEMA}..{SCHEMA}; {advice}")
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:

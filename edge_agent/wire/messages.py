@@ -62,9 +62,9 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in log.items()}
 
 
-PROTOCOL = 2
-OLDEST_PROTOCOL = 2
-"""Versions from this one up to `PROTOCOL` are understood."""
+PROTOCOL = 3
+OLDEST_PROTOCOL = 3
+"""Versions from this one up to `PROTOCOL` are understood. Not 2: it refuses what a `Report` says of the local model."""
 
 MAX_MESSAGE_BYTES = 48 * 1024
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
@@ -233,10 +233,9 @@ FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
 Purpose = Literal["train", "contribute", "personalize", "batch_norm_stats", "activation_ranges"]
+"""What an agent is asked to do, see `Job`."""
 OUTSIDE_ROUNDS: tuple[Purpose, ...] = ("batch_norm_stats", "activation_ranges")
 """Purposes of updates that are collected once, beside those of a round."""
-
-"""What an agent is asked to do, see `Job`."""
 
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]

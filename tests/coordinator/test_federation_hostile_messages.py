@@ -22,7 +22,7 @@ def fed(tmp_path):
 
 def garbage():
     dice = np.random.default_rng(7)
-    deep = b'{"v":2,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    deep = b'{"v":3,"type":"hello","facts":' + b"[" * 5000 + b"]" * 5000 + b"}"
     yield from (
         b"",
         b"\x00",
@@ -33,21 +33,21 @@ def garbage():
         b"1",
         b"\xff\xfe",
         deep,
-        b'{"v":2}',
+        b'{"v":3}',
         b'{"v":"1","type":"bye"}',
     )
-    yield b'{"v":2,"v":2,"type":"bye"}'
-    yield b'{"v":2,"type":["bye"]}'
-    yield b'{"v":2,"type":"bye","more":1}'
+    yield b'{"v":3,"v":3,"type":"bye"}'
+    yield b'{"v":3,"type":["bye"]}'
+    yield b'{"v":3,"type":"bye","more":1}'
     yield b'{"v":true,"type":"bye"}'
-    yield b'{"v":2.0,"type":"bye"}'
+    yield b'{"v":3.0,"type":"bye"}'
     yield b'{"v":' + b"9" * 3000 + b',"type":"bye"}'
     yield b'{"v":-' + b"9" * 3000 + b',"type":"bye"}'
     yield b'{"v":' + b"9" * 5000 + b',"type":"bye"}'
-    yield b'{"v":2,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[0,99999999999999]]}'
-    yield b'{"v":2,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[5,1]]}'
-    yield b'{"v":2,"type":"progress","digest":"' + b"0" * 64 + b'","seen":' + b"9" * 3000 + b"}"
-    yield b'{"v":2,"type":"hello","software":"x","tier":"train","samples":NaN}'
+    yield b'{"v":3,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[0,99999999999999]]}'
+    yield b'{"v":3,"type":"want","digest":"' + b"0" * 64 + b'","ranges":[[5,1]]}'
+    yield b'{"v":3,"type":"progress","digest":"' + b"0" * 64 + b'","seen":' + b"9" * 3000 + b"}"
+    yield b'{"v":3,"type":"hello","software":"x","tier":"train","samples":NaN}'
     yield b"x" * 60_000
     for size in (1, 39, 40, 41, 500, 5000):
         yield dice.bytes(size)
@@ -134,7 +134,7 @@ def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed,
     fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
     fed.mallory.raw(b'{"v":3}', fed.topics.announce)
     fed.settle()
-    assert "speaks protocol 2..2: peer speaks protocol" in caplog.text
+    assert "speaks protocol 3..3: peer speaks protocol" in caplog.text
     assert upgrade in caplog.text
     fed.wait(4)
     for agent in fed.agents.values():
@@ -248,7 +248,7 @@ def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits
     """A newer coordinator may ask for something this agent has no words for; the round need not wait for it."""
     with Federation(tmp_path, agents=1, cohort={"min_agents": 1}, capture=True) as fed:
         fed.settle()
-        raw = b'{"v":2,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
+        raw = b'{"v":3,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
         Stranger(fed, "x").raw(sealed(raw), fed.topics.down("a0"))
         fed.settle()
         (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)

@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from form_digest import fields_digest
 
 from edge_agent import bundle as bundles
 from edge_agent.errors import BundleDamaged, BundleError, HeadwaterError, StateError
@@ -176,12 +177,35 @@ def test_the_attacks_are_refused_for_what_they_change(make_bundle):
     assert bundles.open_bundle(renamed).manifest.name == "other"
 
 
-@pytest.mark.parametrize("version, advice", [(3, "upgrade"), (1, "export the model again")])
+@pytest.mark.parametrize("version, advice", [(4, "upgrade headwater on this device"), (1, "export the model again")])
 def test_another_schema_version_says_which_side_to_move(make_bundle, version, advice):
     made = make_bundle()
     target = rewritten(made.path, lambda ms: with_manifest(ms, edit_json(schema_version=version, new_field=1)))
     with pytest.raises(BundleError, match=advice):
         bundles.open_bundle(target)
+
+
+def test_a_bundle_of_schema_2_is_read_with_the_id_that_it_had(make_bundle, tmp_path):
+    """Its manifest, as that version wrote it: without the fields that were added since."""
+    made, raw = make_bundle(), []
+
+    def older(members):
+        content = {**json.loads(members[0][1]), "schema_version": 2}
+        del content["free_norm"], content["quantization"]
+        raw.append(json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
+        return with_manifest(members, lambda _: raw[0])
+
+    opened = bundles.open_bundle(rewritten(made.path, older))
+    assert (opened.manifest.free_norm, opened.manifest.quantization) == (None, None)
+    unnamed = json.dumps({**json.loads(raw[0]), "name": "", "created": ""}, indent=1, sort_keys=True).encode() + b"\n"
+    assert opened.manifest.bundle_id == hashlib.sha256(unnamed).hexdigest()
+    assert bundles.install(opened.path, tmp_path / "root").id == opened.manifest.bundle_id
+
+
+def test_a_new_field_of_the_manifest_raises_the_schema_number():
+    """A device of the version before then says that it needs an upgrade, not that the bundle is damaged."""
+    known = (3, "2c026a6cb4f2fee5")
+    assert (bundles.SCHEMA, fields_digest(bundles.Manifest)) == known, "raise bundle.SCHEMA for changed fields"
 
 
 def test_packing_lists_what_is_wrong_with_a_manifest_and_leaves_no_file(tmp_path):

@@ -295,7 +295,7 @@ def test_words_of_a_peer_cannot_steer_a_terminal_or_forge_a_line(fed, caplog):
     fed.add("a0")
     fed.settle()
     agent = fed.agents["a0"]
-    fault = wire.Fault.model_construct(v=2, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
+    fault = wire.Fault.model_construct(v=wire.PROTOCOL, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
     agent.transport.publish(fed.topics.up("a0"), wire.encode(fault))
     fed.settle()
     said = member(fed)["fault"]["message"]

@@ -13,7 +13,7 @@ from edge_agent.agent.health import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mis
 from edge_agent.errors import ProtocolMismatch
 from edge_agent.wire import messages as wire
 
-SEVEN_BYTES = b'{"v":3}'
+SEVEN_BYTES = b'{"v":4}'
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def hellos(fed, name="a0"):
 
 
 def newer_coordinator(fed, *, as_refusal):
-    """In place of ours: answers every hello, in words of version 3 or with what version 3 says to version 2."""
+    """In place of ours: answers every hello, in words of version 4 or with what version 4 says to version 3."""
     fed.kill_coordinator()
     ears = Stranger(fed, "newer")
     ears.transport.subscribe(fed.topics.up("+"))
     step = fed.step
     rejection = wire.encode(
-        wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 3..3: upgrade")
+        wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade")
     )
 
     def both():
@@ -96,7 +96,7 @@ def test_an_upgraded_coordinator_is_asked_with_growing_pauses_and_then_given_up(
     assert "speaks another protocol" in waits
     assert "ends when that goes on for 5 minutes" in waits
     fed.wait(40 + LONGEST_PAUSE_S)
-    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 2\.\.2: .*for more than 5 minutes") as end:
+    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 3\.\.3: .*for more than 5 minutes") as end:
         agent.raise_if_rejected()
     assert end.value.exit_code == 3
 

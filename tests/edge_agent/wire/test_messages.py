@@ -7,6 +7,7 @@ import time
 from typing import get_args
 
 import pytest
+from form_digest import fields_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,13 +140,13 @@ def test_every_message_makes_the_round_trip(kind, parse, data):
     payload = wire.encode(message)
     assert parse(payload) == message
     assert len(payload) <= wire.MAX_MESSAGE_BYTES
-    assert (content_of(message)["v"], content_of(message)["type"]) == (2, message.type)
+    assert (content_of(message)["v"], content_of(message)["type"]) == (3, message.type)
 
 
 def test_fields_at_their_default_do_not_travel():
-    assert content_of(wire.Heartbeat()) == {"v": 2, "type": "heartbeat"}
+    assert content_of(wire.Heartbeat()) == {"v": 3, "type": "heartbeat"}
     assert content_of(wire.Ack(run="r-1", digest=DIGEST, received=3)) == {
-        "v": 2,
+        "v": 3,
         "type": "ack",
         "run": "r-1",
         "digest": DIGEST,
@@ -218,7 +219,7 @@ def test_a_message_of_another_hand_that_is_damaged_is_accepted_or_refused_with_o
 
 def update_with(metrics: str) -> bytes:
     blob = f'{{"digest":"{DIGEST}","size_bytes":100,"chunk_bytes":64}}'
-    return f'{{"v":2,"type":"update","run":"r","round":1,"blob":{blob},"samples":5,"metrics":{metrics}}}'.encode()
+    return f'{{"v":3,"type":"update","run":"r","round":1,"blob":{blob},"samples":5,"metrics":{metrics}}}'.encode()
 
 
 def test_finite_and_absent_metrics_are_read():
@@ -231,7 +232,7 @@ def test_metrics_that_are_not_finite_are_refused_because_no_journal_could_hold_t
         wire.parse_from_agent(update_with(f'{{"loss":{value}}}'))
     with pytest.raises(MessageError):
         wire.parse_from_agent(
-            f'{{"v":2,"type":"hello","software":"x","tier":"head","samples":1,"facts":{{"a":{value}}}}}'.encode()
+            f'{{"v":3,"type":"hello","software":"x","tier":"head","samples":1,"facts":{{"a":{value}}}}}'.encode()
         )
 
 
@@ -255,38 +256,38 @@ def test_a_message_that_json_cannot_hold_is_refused_where_it_is_made():
 
 HOSTILE = {
     "nothing": b"",
-    "not UTF-8": b'{"v":2,"type":"bye","boot":"\xff"}',
-    "UTF-16": '{"v":2,"type":"bye"}'.encode("utf-16"),
-    "byte order mark": b"\xef\xbb\xbf" + b'{"v":2,"type":"bye"}',
-    "a list": b'[{"v":2,"type":"bye"}]',
+    "not UTF-8": b'{"v":3,"type":"bye","boot":"\xff"}',
+    "UTF-16": '{"v":3,"type":"bye"}'.encode("utf-16"),
+    "byte order mark": b"\xef\xbb\xbf" + b'{"v":3,"type":"bye"}',
+    "a list": b'[{"v":3,"type":"bye"}]',
     "a number": b"1",
-    "two objects": b'{"v":2,"type":"bye"}{"v":2,"type":"bye"}',
-    "a version twice": b'{"v":99,"type":"bye","v":2}',
-    "a type twice": b'{"v":2,"type":"bye","type":"heartbeat"}',
+    "two objects": b'{"v":3,"type":"bye"}{"v":3,"type":"bye"}',
+    "a version twice": b'{"v":99,"type":"bye","v":3}',
+    "a type twice": b'{"v":3,"type":"bye","type":"heartbeat"}',
     "a nested key twice": update_with('{"a":1,"a":2}'),
-    "a key twice by way of an escape": b'{"v":2,"type":"bye","boot":"x","bo\\u006ft":"y"}',
-    "half a surrogate pair": b'{"v":2,"type":"bye","boot":"\\ud800"}',
+    "a key twice by way of an escape": b'{"v":3,"type":"bye","boot":"x","bo\\u006ft":"y"}',
+    "half a surrogate pair": b'{"v":3,"type":"bye","boot":"\\ud800"}',
     "no version": b'{"type":"bye"}',
-    "no type": b'{"v":2}',
-    "a list as type": b'{"v":2,"type":["bye"]}',
-    "an unknown key": b'{"v":2,"type":"bye","sudo":true}',
+    "no type": b'{"v":3}',
+    "a list as type": b'{"v":3,"type":["bye"]}',
+    "an unknown key": b'{"v":3,"type":"bye","sudo":true}',
     "a version that is true": b'{"v":true,"type":"bye"}',
-    "a version with a point": b'{"v":2.0,"type":"bye"}',
+    "a version with a point": b'{"v":3.0,"type":"bye"}',
     "a version as text": b'{"v":"2","type":"bye"}',
-    "deep lists": b'{"v":2,"type":"bye","boot":' + b"[" * 40_000,
-    "deep closed lists": b'{"v":2,"type":"bye","boot":' + b"[" * 500 + b"]" * 500 + b"}",
+    "deep lists": b'{"v":3,"type":"bye","boot":' + b"[" * 40_000,
+    "deep closed lists": b'{"v":3,"type":"bye","boot":' + b"[" * 500 + b"]" * 500 + b"}",
     "deep objects": b'{"v":' * 9000,
-    "5000 digits": b'{"v":2,"type":"bye","seq":' + b"9" * 5000 + b"}",
-    "a negative count": b'{"v":2,"type":"bye","seq":-1}',
-    "a digest with a line break": b'{"v":2,"type":"have","digest":"' + b"a" * 64 + b'\\n"}',
-    "a run that climbs": b'{"v":2,"type":"report","run":"../x","samples":1}',
-    "65 ranges": json.dumps({"v": 2, "type": "want", "digest": DIGEST, "ranges": [[0, 1]] * 65}).encode(),
-    "a range of three": json.dumps({"v": 2, "type": "want", "digest": DIGEST, "ranges": [[0, 1, 2]]}).encode(),
+    "5000 digits": b'{"v":3,"type":"bye","seq":' + b"9" * 5000 + b"}",
+    "a negative count": b'{"v":3,"type":"bye","seq":-1}',
+    "a digest with a line break": b'{"v":3,"type":"have","digest":"' + b"a" * 64 + b'\\n"}',
+    "a run that climbs": b'{"v":3,"type":"report","run":"../x","samples":1}',
+    "65 ranges": json.dumps({"v": 3, "type": "want", "digest": DIGEST, "ranges": [[0, 1]] * 65}).encode(),
+    "a range of three": json.dumps({"v": 3, "type": "want", "digest": DIGEST, "ranges": [[0, 1, 2]]}).encode(),
     "65 metrics": update_with(json.dumps({f"m{n}": 1.0 for n in range(65)})),
-    "too large by one byte": b'{"v":2,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES + 1),
+    "too large by one byte": b'{"v":3,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES + 1),
     "a blob of 16 GiB": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":17179869184'),
     "an empty blob": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":0'),
-    "an accuracy above one": b'{"v":2,"type":"report","run":"r","samples":1,"acc_personal":1.5}',
+    "an accuracy above one": b'{"v":3,"type":"report","run":"r","samples":1,"acc_personal":1.5}',
 }
 
 
@@ -316,7 +317,7 @@ PLACES = {
 @pytest.mark.parametrize("stray", STRAYS.values(), ids=STRAYS)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_names_with_stray_characters_are_refused_and_not_repeated_as_they_are(place, stray):
-    payload = json.dumps({"v": 2, **place(stray)}).encode()
+    payload = json.dumps({"v": 3, **place(stray)}).encode()
     with pytest.raises(MessageError) as caught:
         wire.parse_from_agent(payload)
     assert str(caught.value).isprintable()
@@ -337,16 +338,16 @@ FREE = {
 def test_words_of_a_peer_are_bounded_and_made_printable(field):
     fields, limit = FREE[field]
     evil = "a\nb\x1b[31m\u202e\u2028c"
-    message = wire.parse_from_agent(json.dumps({"v": 2, **fields, field: evil}).encode())
+    message = wire.parse_from_agent(json.dumps({"v": 3, **fields, field: evil}).encode())
     assert getattr(message, field) == "a b [31m  c"
     with pytest.raises(MessageError):
-        wire.parse_from_agent(json.dumps({"v": 2, **fields, field: "a" * (limit + 1)}).encode())
+        wire.parse_from_agent(json.dumps({"v": 3, **fields, field: "a" * (limit + 1)}).encode())
 
 
 @pytest.mark.parametrize("facts", [{"k" * 65: 1}, {"rss": "v" * 257}], ids=["name", "value"])
 def test_facts_are_bounded(facts):
     with pytest.raises(MessageError):
-        wire.parse_from_agent(json.dumps({"v": 2, "type": "hello", **PLAIN, "facts": facts}).encode())
+        wire.parse_from_agent(json.dumps({"v": 3, "type": "hello", **PLAIN, "facts": facts}).encode())
 
 
 @pytest.mark.parametrize("place", ["class_names", "encoder"])
@@ -356,19 +357,19 @@ def test_a_task_whose_names_could_steer_a_terminal_is_refused(place, evil):
     assert Task.model_validate(task).class_names[1] == "ice\u00a0cream"
     task[place] = ["a", evil] if place == "class_names" else evil
     with pytest.raises(MessageError) as caught:
-        wire.parse_from_coordinator(json.dumps({"v": 2, "type": "task", "task": task}).encode())
+        wire.parse_from_coordinator(json.dumps({"v": 3, "type": "task", "task": task}).encode())
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("run", ["../x", "a\nb", "run 1"])
 def test_a_job_of_no_possible_run_is_not_named(run):
-    assert wire.named_job(messages.sealed(json.dumps({"v": 2, "type": "job", "run": run, "round": 1}).encode())) is None
+    assert wire.named_job(messages.sealed(json.dumps({"v": 3, "type": "job", "run": run, "round": 1}).encode())) is None
 
 
 def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on_the_way():
     """Whoever names a damaged job as one that failed is left out of the round, which may wait for it for ever."""
-    sent = messages.sealed(b'{"v":2,"type":"job","run":"run-0001","round":1,"new":true}')
+    sent = messages.sealed(b'{"v":3,"type":"job","run":"run-0001","round":1,"new":true}')
     assert wire.named_job(sent) == ("run-0001", 1, None)
     for place, bit in itertools.product(range(len(sent)), range(8)):
         damaged = sent[:place] + bytes([sent[place] ^ 1 << bit]) + sent[place + 1 :]
@@ -385,20 +386,27 @@ def test_hostile_messages_are_refused_shortly(payload):
 
 
 def test_the_largest_message_is_read():
-    padded = b'{"v":2,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES)
+    padded = b'{"v":3,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES)
     assert wire.parse_from_agent(padded) == wire.Bye()
 
 
 def test_a_newer_peer_is_refused_with_both_versions_and_what_to_upgrade():
-    with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 2; upgrade this side"):
+    with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 3; upgrade this side"):
         wire.parse_from_agent(b'{"v":99,"type":"something-new","whatever":[]}')
 
 
 def test_an_older_peer_is_refused_with_both_versions_and_what_to_upgrade():
-    with pytest.raises(ProtocolMismatch, match=r"protocol 0, this side from 2; upgrade the peer"):
-        wire.parse_from_coordinator(b'{"v":0,"type":"announce"}')
+    with pytest.raises(ProtocolMismatch, match=r"protocol 2, this side from 3; upgrade the peer"):
+        wire.parse_from_coordinator(b'{"v":2,"type":"announce"}')
 
 
 def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
     with pytest.raises(MessageError, match=r"Bye: boott: unknown key; did you mean 'boot'\?"):
-        wire.parse_from_agent(b'{"v":2,"type":"bye","boott":"x"}')
+        wire.parse_from_agent(b'{"v":3,"type":"bye","boott":"x"}')
+
+
+def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
+    """A peer of the version before then says what to upgrade, not that a key is unknown."""
+    kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
+    known = (3, "dc1d1c75b1b66aef")
+    assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
