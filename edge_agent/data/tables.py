@@ -39,6 +39,7 @@ SUFFIXES = (".csv", ".csv.gz")
 _MAX_ROWS = 1 << 24
 _MAX_LINE = 1 << 20
 _LONGEST_NAME = 256
+_LARGEST = float(np.finfo(np.float32).max)
 """Characters of a label or the name of a recording, of which arrays take the longest for each row."""
 
 _LONGEST_STEP = 3.0
@@ -258,13 +259,20 @@ class _Table:
                 if len(cell) > _LONGEST_NAME:
                     self._note(name, f"longer than {_LONGEST_NAME} characters", line, cell)
             for name, position, append in numbers:
+                cell = cells[position]
                 try:
-                    append(float(cells[position]))
+                    value = float(cell)
                 except ValueError:
-                    append(self._unusual(name, cells[position].strip(), line))
+                    value = math.nan
+                append(value if abs(value) <= _LARGEST and "_" not in cell else self._unusual(name, cell.strip(), line))
 
     def _unusual(self, name: str, cell: str, line: int) -> float:
-        """The value of a cell that is no number: a date of the column of times, a missing value, or a mistake."""
+        """The value of a cell that is no plain number: a date of the column of times, a missing value, or a mistake."""
+        if _is_number(cell):
+            if math.isfinite(float(cell)):  # Python reads 1_000, which no other program writes
+                what = "no number (it has an underscore)" if "_" in cell else "beyond ±3.4e38, the range of 32 bits"
+                self._note(name, what, line, cell)
+            return math.nan
         if name == self.options.time and cell:
             try:
                 moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))

@@ -85,6 +85,8 @@ def test_rows_with_missing_values_are_refused_or_cut_out(tmp_path):
         ("l,x,y\na,1,2\n", {"label": "lable", "columns": "x,z"}, r"no column 'z'; no column 'lable'"),
         ("l,x,y\na,1,zwei\na,2,drei\n", {"label": "l"}, "column 'y': 2 cells are no number, first 'zwei' in line 2"),
         ('l;x;y\na;"1,5";2\n', {"label": "l"}, r"first '1,5' in line 2; write decimals with a point"),
+        ("l,x,y\na,1_000,2\n", {"label": "l"}, r"'x': 1 cells are no number \(it has an underscore\), first '1_000'"),
+        ("l,x,y\na,1,2\na,1e300,-1e39\n", {"label": "l"}, r"'x': 1 cells are beyond .*'1e300' in line 3; .*'-1e39'"),
         ("l,x,y\na,1,2\na,1\na,1,2,3\n", {"label": "l"}, "rows have 2 cells instead of 3, first line 3"),
         ("l,x,x\na,1,2\n", {"label": "l"}, "2 columns are named 'x'"),
         ("1,2,3\n4,5,6\n", {}, r"first line has numbers \(1, 2, 3\), expected names of columns"),
