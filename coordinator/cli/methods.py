@@ -76,6 +76,7 @@ def describe(name: str) -> dict[str, Any]:
         "paper": method.source,
         "shared": list(method.shared),
         "norm": method.norm,
+        "own_norm": method.own_norm,
         "weighting": method.weighting,
         "heads": list(method.heads),
         "exactness": {head: list(method.card(head)) for head in method.heads},
@@ -116,6 +117,8 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     for key in HEADINGS:
         yield f"{key}: {one[key]}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
+    own = "may take those of its own inputs" if one["own_norm"] else "keeps those of the bundle"
+    yield f"batch norm statistics of the exported encoder: a device {own}"
     for head in one["heads"]:
         yield f"head {head}: {', '.join(one['exactness'][head])}"
     yield ""
