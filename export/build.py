@@ -32,7 +32,7 @@ from .batch_norm import PROBE_FILE, Adaptable, adaptable
 from .domains import chosen, compared, objection, range_inputs
 from .encoder import Exporter, to_onnx
 from .parity import Gate, graph_gates, mean_cosine, parity_gate, run, session
-from .quantize import MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight, ranges_of_clients
+from .quantize import LEAST_CLIENTS, MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight, ranges_of_clients
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def bundle(
     are those that devices get. Where the method allows it and ``own_norm`` asks for it, the bundle has what a device
     needs to estimate them on its own inputs: then batch norm is not folded and exporter ``auto`` is ``legacy``.
     ``client_ranges``: client -> (steps, 2), what `training.ranges` gives for this encoder on samples that are not here:
-    they count as domains do, and more than inputs without labels. ``created``: ISO 8601 UTC; default: now.
+    they count as domains do, and more than inputs without labels; those of fewer than three clients are left out, and
+    ``quantization.ranges`` says so. ``created``: ISO 8601 UTC; default: now.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
@@ -249,7 +250,10 @@ class _Int8:
             graph = quantizer.int8(common([*ranges.values()]))
             gate, cosine = _int8_gate(graph, model, task, inputs)
             stated: float | None = cosine
-            if clients := ranges_of_clients(quantizer, encoder, inputs, client_ranges):
+            clients = ranges_of_clients(quantizer, encoder, inputs, client_ranges)
+            if 0 < len(clients) < LEAST_CLIENTS:
+                origin += f"; ranges of {len(clients)} client(s) left out: one in {LEAST_CLIENTS} can be outvoted"
+            elif clients:
                 # Random inputs lie elsewhere than clients' samples: they try the quantizer out, and set no range.
                 ranges = {**clients, **{name: own for name, own in ranges.items() if name}}
                 graph = quantizer.int8(common([*ranges.values()]))

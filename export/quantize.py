@@ -134,6 +134,10 @@ def _inputs(node: Any, producers: Mapping[str, Any]) -> int:
     return sum(name in producers for name in node.input)
 
 
+LEAST_CLIENTS = 3
+"""Clients without which a wrong one cannot be outvoted by `common`: the ranges of fewer are not used."""
+
+
 def ranges_of_clients(
     quantizer: Quantizer, encoder: nn.Module, inputs: np.ndarray, each: Mapping[str, np.ndarray]
 ) -> dict[str, Ranges]:

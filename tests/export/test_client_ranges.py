@@ -137,7 +137,7 @@ def test_a_bundle_without_data_takes_the_ranges_of_clients(small, tmp_path):
 
 
 def test_what_is_stated_of_int8_is_of_the_variant_in_the_bundle(small, tmp_path):
-    """With one client and one domain nobody is outvoted: the domain's inputs show that the client's ranges ruin it."""
+    """All clients are wrong and outvote the domain, whose inputs show that their ranges ruin the features."""
     task, model = small
     inputs = synthetic_inputs(task, 40, seed=3)
     labels = np.arange(40) % 2
@@ -147,7 +147,32 @@ def test_what_is_stated_of_int8_is_of_the_variant_in_the_bundle(small, tmp_path)
     domains = {"hall": Samples(inputs, labels, task.class_names, task.input)}
     report = bundle(
         model, methods.create("fedavg"), task, domains, tmp_path / "x.hwb",
-        name="x", exporter="legacy", client_ranges={"liar": liar},
+        name="x", exporter="legacy", client_ranges=dict.fromkeys("abc", liar),
     )  # fmt: skip
     assert "int8" not in report.manifest.variants
     assert report.int8_note.startswith("left out: mean cosine")
+
+
+@pytest.mark.parametrize("count, with_domain", [(1, True), (2, True), (2, False)])
+def test_ranges_of_fewer_than_three_clients_are_left_out(small, tmp_path, count, with_domain):
+    """One of them may claim anything: the bundle is then the one that is made without clients, and says why."""
+    task, model = small
+    inputs = synthetic_inputs(task, 40, seed=3)
+    liar = np.tile(
+        np.array([-1e9, 1e9], np.float32), (len(activation_ranges(model.encoder, torch.zeros(1, 3, 32, 32))), 1)
+    )
+    given = {"liar": liar} | (
+        {"other": activation_ranges(model.encoder, torch.from_numpy(inputs))} if count > 1 else {}
+    )
+    calibration = {"hall": Samples(inputs, np.arange(40) % 2, task.class_names, task.input)} if with_domain else inputs
+    made = [
+        bundle(
+            model, methods.create("fedavg"), task, calibration, tmp_path / f"{len(ranges)}.hwb",
+            name="x", exporter="legacy", client_ranges=ranges,
+        ).manifest
+        for ranges in (given, {})
+    ]  # fmt: skip
+    assert made[0].variants["int8"] == made[1].variants["int8"]
+    assert made[0].parity == made[1].parity
+    reason = f"; ranges of {count} client(s) left out: one in 3 can be outvoted"
+    assert made[0].quantization.ranges == made[1].quantization.ranges + reason
