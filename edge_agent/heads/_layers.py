@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import TrainingFailed
 from ..task import Tensors
+from ._time import check_time
 
 EPSILON = 1e-5
 MOMENTUM = 0.1
@@ -234,13 +235,15 @@ def train(
     with their values, where training diverges.
 
     Raises:
-        TrainingFailed: loss or weights are not finite.
+        TrainingFailed: loss or weights are not finite, or there is no time left.
     """
     with np.errstate(all="ignore"):  # numbers that are not finite show in the sum
         for epoch in range(1, params.epochs + 1):
-            split = batches(samples, params.batch_size, rng, smallest)
-            loss = sum(len(rows) * (step(rows) or 0.0) for rows in split) / samples
-            if not np.isfinite(total := loss + squares(tensors.values())):
+            loss = 0.0
+            for rows in batches(samples, params.batch_size, rng, smallest):
+                check_time()
+                loss += len(rows) * (step(rows) or 0.0)
+            if not np.isfinite(total := loss / samples + squares(tensors.values())):
                 values = " and ".join(f"{name} {value:g}" for name, value in suspects.items())
                 raise TrainingFailed(
                     f"head '{head}': loss or weights became {total} in epoch {epoch} of {params.epochs} at {values}; "
@@ -284,6 +287,7 @@ def minimise(
     value, gradient = objective(point)
     pairs: deque[tuple[np.ndarray, np.ndarray, float]] = deque(maxlen=memory)
     for _ in range(max_iterations):
+        check_time()
         if np.abs(gradient).max() <= tolerance:
             break
         direction = _direction(gradient, pairs)

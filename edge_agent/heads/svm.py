@@ -25,6 +25,7 @@ from ..storage import read_tensors, write_tensors
 from ..task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
 from ._layers import minimise
+from ._time import at_most
 
 _ROWS = 1024
 """Rows for which the kernel is held at once: 1024 x 2000 support vectors are 16 MB."""
@@ -59,7 +60,7 @@ class SVMHead(NormedHead):
         if importlib.util.find_spec("sklearn") is None:
             raise MissingCapability.package("sklearn", "heads", "fitting head 'svm' with kernel rbf")
         options = {"c": params.c, "gamma": params.gamma or 1.0 / (inputs.shape[1] * (float(inputs.var()) or 1.0))}
-        return _fit_in_child({"inputs": inputs, "labels": labels.astype(np.int64)}, options, params.timeout_s)
+        return _fit_in_child({"inputs": inputs, "labels": labels.astype(np.int64)}, options, at_most(params.timeout_s))
 
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         if self.params.kernel == "linear":

@@ -12,10 +12,18 @@ import numpy as np
 
 from ..errors import HeadwaterError
 from ..heads import Head
+from ..heads._time import time_limit
 from .validation import Fold, interval, is_better
 
 BUDGET_S = 5.0
 """Seconds in which the comparison and a fit of the head that it finds are to end."""
+
+LONGEST_FIT_S = 30.0
+"""A single fit of the comparison that takes longer is given up: the bundle suggests its parameters.
+
+It is above the budget, so that a slow device tries all heads once: `dualfed` on 800 samples of 512 features takes 1 s
+on one thread of an x86 server, and several times as long on small boards.
+"""
 
 FOLDS = 5
 MOST_ROWS = 1000
@@ -117,15 +125,24 @@ def choose(
 
     ``names`` from the simplest head to the most costly one. All are tried on the first fold; afterwards those that are
     worse than the best one beyond noise are dropped. Those for which there is no time, because a fit on all samples has
-    to be possible after the fold, are compared with the others on the folds that they were tried on.
+    to be possible after the fold, are compared with the others on the folds that they were tried on. A single fit that
+    takes more than `LONGEST_FIT_S` is given up, whatever parameters the bundle suggests.
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
     trials = [Trial(name) for name in names]
     if not divisions:
-        return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "too few samples to compare heads")
+        return HeadChoice(
+            _first_that_fits(trials, fit, len(labels), clock),
+            tuple(trials),
+            "too few samples to compare heads",
+        )
     running, slow = _race(trials, fit, features, labels, divisions, budget_s, clock)
     if not running and not slow:
-        return HeadChoice(_first_that_fits(trials, fit, len(labels)), tuple(trials), "no head could be cross-validated")
+        return HeadChoice(
+            _first_that_fits(trials, fit, len(labels), clock),
+            tuple(trials),
+            "no head could be cross-validated",
+        )
     taken, *costlier = [trial for trial in trials if trial in running or trial in slow]
     for trial in costlier:
         both = min(len(trial.all_right), len(taken.all_right))
@@ -185,7 +202,8 @@ def _tried(
 ) -> bool:
     begin = clock()
     try:
-        answers = fit(trial.name, fold.train).predict_proba(features[fold.test])
+        with time_limit(LONGEST_FIT_S, clock):
+            answers = fit(trial.name, fold.train).predict_proba(features[fold.test])
     except HeadwaterError as error:
         trial.dropped = str(error)
         return False
@@ -194,10 +212,11 @@ def _tried(
     return True
 
 
-def _first_that_fits(trials: Sequence[Trial], fit: Fit, count: int) -> str:
+def _first_that_fits(trials: Sequence[Trial], fit: Fit, count: int, clock: Callable[[], float]) -> str:
     for trial in trials:
         try:
-            fit(trial.name, np.arange(count))
+            with time_limit(LONGEST_FIT_S, clock):
+                fit(trial.name, np.arange(count))
         except HeadwaterError as error:
             trial.dropped = str(error)
             continue

@@ -7,8 +7,9 @@ import pytest
 
 from edge_agent import heads
 from edge_agent.data import Samples
-from edge_agent.errors import HeadwaterError
+from edge_agent.errors import HeadwaterError, TrainingFailed
 from edge_agent.heads import FitData
+from edge_agent.heads._time import time_limit
 from edge_agent.local.choice import MOST_ROWS, candidates, choose, thinned
 from edge_agent.local.validation import folds
 from edge_agent.task import ImageInput
@@ -77,7 +78,7 @@ def test_what_there_is_no_time_for_is_dropped_and_one_head_is_always_left():
     features, labels = problem(spread=0.0)
     seconds = itertools.count(0, 2)
     choice = choose(
-        ["prototype", "ridge", "lr"],
+        ["prototype", "knn"],
         fitting(features, labels),
         features,
         labels,
@@ -122,6 +123,58 @@ class Answers:
         rows = rows[:, 0].astype(int)
         told = np.where(np.isin(rows, self._right), self._labels[rows], (self._labels[rows] + 1) % 3)
         return np.eye(3)[told]
+
+
+def suggested(features, labels, params):
+    """Fits as a bundle suggests it that offers heads with these parameters."""
+
+    def fit(name, rows):
+        head = heads.create(name, params.get(name))
+        head.fit(FitData(features[rows], labels[rows], 3), np.random.default_rng(0))
+        return head
+
+    return fit
+
+
+@pytest.mark.parametrize(
+    "name, params",
+    [
+        ("mlp", {"epochs": 10_000, "hidden": 64}),
+        ("dualfed", {"epochs": 10_000}),
+        ("fedrir_global", {"epochs": 10_000, "batch_size": 1}),
+        ("svm", {"max_iterations": 100_000, "tolerance": 1e-300, "c": 1e6}),
+    ],
+)
+def test_parameters_of_a_bundle_that_take_hours_cost_a_device_seconds(name, params):
+    """The clock of this device advances by 0.5 s with every look at it, so with every step of a fit."""
+    features, labels = problem()
+    now = itertools.count()
+    choice = choose(
+        [name, "knn"],
+        suggested(features, labels, {name: params}),
+        features,
+        labels,
+        divided(labels),
+        clock=lambda: 0.5 * next(now),
+    )
+    (slow,) = [trial for trial in choice.trials if trial.name == name]
+    assert slow.dropped == "not fitted within 30 s; lower its epochs, iterations or sizes"
+    assert choice.name == "knn"
+    assert next(now) < 150, "60 steps of the slow head, and what the folds of the other take"
+
+
+def test_without_folds_a_head_that_takes_hours_is_given_up_as_well():
+    features, labels = problem(3)
+    fit, now = suggested(features, labels, {"mlp": {"epochs": 10_000}}), itertools.count()
+    choice = choose(["mlp", "prototype"], fit, features, labels, [], clock=lambda: 0.5 * next(now))
+    assert choice.name == "prototype"
+    assert "not fitted within 30 s" in choice.trials[0].dropped
+
+
+def test_a_fit_in_a_child_process_gets_the_time_that_is_left():
+    features, labels = problem()
+    with time_limit(0.0, lambda: 0.0), pytest.raises(TrainingFailed, match="not fitted within 0 s"):
+        suggested(features, labels, {"svm": {"kernel": "rbf", "timeout_s": 1e9}})("svm", np.arange(len(labels)))
 
 
 def scripted(right_of, cost=None, count=150):
