@@ -96,6 +96,7 @@ def fit(arguments: argparse.Namespace) -> int:
     from .. import heads
     from ..bundle import variant_figures
     from ..heads import numeric
+    from ..local.details import not_held_out
     from ..personalize import personalize
 
     params = _parameters(arguments.param)
@@ -115,6 +116,7 @@ def fit(arguments: argparse.Namespace) -> int:
     made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
     intervals = _intervals(result.scores, result.n_test)
     content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
+    content["not_held_out"] = not_held_out(*parts)
     head = f"{result.head.name} ({result.exactness}), {result.precision} features"
     rows = [
         ("head", head if result.local is None else f"{result.title}, without the encoder"),
@@ -129,7 +131,7 @@ def fit(arguments: argparse.Namespace) -> int:
         ("saved in", arguments.out),
         *output.variants(figures),
     ]
-    notes = [*output.skipped(skipped), *_notes(result.scores, one_class=result.one_class)]
+    notes = [*output.skipped(skipped), *_notes(result.scores, parts)]
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     details = _details(result)
     if result.choice is not None:
@@ -216,9 +218,19 @@ def _details(result: Result) -> list[str]:
     return lines
 
 
-def _notes(scores: Scores, *, one_class: bool) -> list[str]:
+def _notes(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
     """What has to be known about the accuracies."""
-    return [output.ONE_CLASS] * one_class + [output.BETTER_ALONE] * scores.better_alone
+    from ..local.details import not_held_out
+    from ..personalize import of_one_class
+
+    notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
+    if missing := not_held_out(*parts):
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        notes.append(
+            f"note: no held-out samples of {', '.join(missing[:10])}{more}: the accuracies say nothing about them; "
+            "record them again, or name a test set (--test)"
+        )
+    return notes
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
@@ -321,6 +333,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
+    from ..local.details import not_held_out
     from ..personalize import extract, load_head, of_one_class, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
@@ -340,8 +353,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         "one_class": one_class,
         "no_global": no_global,
         "skipped": len(skipped),
+        "not_held_out": not_held_out(*parts),
     }
-    notes = [*output.skipped(skipped), *_notes(scores, one_class=one_class)]
+    notes = [*output.skipped(skipped), *_notes(scores, parts)]
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
     error, alarms, drift = None, None, None
     if count >= LEAST_FOR_CALIBRATION:
@@ -359,6 +373,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
+    from ..local.details import not_held_out
     from ..personalize import curve, evaluate_heads, extract
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
@@ -386,11 +401,11 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
             lines += [*output.table((f"samples ({result.head.name})", "accuracy", "spread"), rows), points.advice]
         else:
             lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
-        lines += _notes(result.scores, one_class=result.one_class)
+        lines += _notes(result.scores, parts)
         lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     skipped = _skipped(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
-    content |= {"skipped": len(skipped), "steps": dict(features.steps)}
+    content |= {"skipped": len(skipped), "not_held_out": not_held_out(*parts), "steps": dict(features.steps)}
     return output.result(arguments, content, lambda: lines)
 
 

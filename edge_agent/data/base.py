@@ -204,8 +204,9 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     Without groups: that share of each class, at least one sample of a class on either side where it has two. With
     groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
     of a class with fewer than four are cut: the last share of each tests, the first part trains, and the windows
-    between them that would overlap both are left out; too short a recording trains only. Where groups are whole, none
-    is cut.
+    between them that would overlap both are left out; a recording that is too short, or whose classes would not all be
+    left to train, is not cut so. Of a class that has nothing held out then, the end of its part of one recording is,
+    where that leaves some to train. Where groups are whole, none is cut.
     """
     if samples.groups is None:
         rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
@@ -220,11 +221,45 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     for rows in recordings:
         if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
             begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
-            is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
+            if np.isin(samples.labels[rows], samples.labels[rows[: begin - gap]]).all():
+                is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
+    missing = [] if samples.are_whole else np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
+    for label in sorted(missing, key=samples.labels.tolist().count):  # the rarest first
+        _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
     if not is_test.any():
         count = len(np.unique(samples.groups))
         _log.warning("no_test_samples recordings=%d: none can be held out, whole or in part; record more", count)
     return samples.take(np.flatnonzero(is_train)), samples.take(np.flatnonzero(is_test))
+
+
+def _hold_out_end(
+    labels: np.ndarray,
+    label: int,
+    recordings: Sequence[np.ndarray],
+    is_train: np.ndarray,
+    is_test: np.ndarray,
+    gap: int,
+    fraction: float,
+) -> None:
+    """Hold out the last windows of a class in the recording with most of them, of which some are left to train.
+
+    ``recordings``: the rows of each, in time order. ``gap``: windows on either side that are left out.
+    """
+    own = [rows[is_train[rows] & (labels[rows] == label)] for rows in recordings]
+    most = int(np.argmax([len(rows) for rows in own]))
+    rows, count = recordings[most], len(own[most])
+    positions = np.flatnonzero(is_train[rows] & (labels[rows] == label))
+    wanted = _test_count(count, fraction)
+    while wanted:
+        for end in (count, count - gap):  # behind the end the only windows of another class may begin
+            held, trains = positions[max(0, end - wanted) : max(0, end)], is_train.copy()
+            for position in held:
+                trains[rows[max(0, position - gap) : position + gap + 1]] = False
+            keeps = rows[trains[rows]]
+            if len(held) and (labels[keeps] == label).any() and np.isin(labels[is_train], labels[trains]).all():
+                is_train[:], is_test[rows[held]] = trains, True
+                return
+        wanted //= 2
 
 
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:

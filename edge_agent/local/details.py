@@ -42,6 +42,12 @@ def class_counts(train: Samples, test: Samples, answers: np.ndarray) -> list[Cla
     return [ClassCount(*row) for row in rows if row[1] or row[2]]
 
 
+def not_held_out(train: Samples, test: Samples) -> list[str]:
+    """Classes of which there are samples to learn from and none held out; none where nothing is held out at all."""
+    tested = {*test.labels.tolist()}
+    return [train.class_names[label] for label in sorted({*train.labels.tolist()} - tested)] if tested else []
+
+
 def worst_samples(test: Samples, probabilities: np.ndarray, most: int = 5) -> list[WorstSample]:
     """The ``most`` samples whose class got the least probability, worst first, of those where it got less than half."""
     names: Sequence[str] = test.names or [f"held-out sample {number}" for number in range(len(test))]

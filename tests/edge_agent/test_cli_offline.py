@@ -380,6 +380,16 @@ def test_one_sample_is_learned_from_and_nothing_is_claimed(place, photos, capsys
     assert not (place / "n" / "head.json").exists()
 
 
+def test_classes_without_held_out_samples_are_named(place, photos, capsys):
+    of = ("--bundle", "b.hwb", "--data", "images:photos")
+    for words in (("fit", *of, "--out", "h"), ("evaluate", *of, "--head", "h"), ("evaluate", *of, "--heads", "lr")):
+        assert answer(capsys, *words)["not_held_out"] == []
+        only_0 = (*words, "--test", "digits:rendered?n=9&seed=7&classes=0")
+        assert answer(capsys, *only_0)["not_held_out"] == ["1"]
+        assert main([*only_0]) == 0
+        assert "note: no held-out samples of 1: the accuracies say nothing about them" in capsys.readouterr().out
+
+
 def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
     fit = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
     found = answer(capsys, *fit, "--test", "digits:rendered?n=20&seed=7&classes=0,1")

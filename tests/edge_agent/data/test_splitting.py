@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +85,77 @@ def test_a_recording_of_ten_windows_by_hand():
     train, test = split(samples, 0.25, 0)
     assert train.inputs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert test.inputs[:, 0, 0].tolist() == [8, 9]
+
+
+def session(counts, groups=None):
+    """Windows of one recording, or of those in ``groups``: so many of each class, one class after the other."""
+    labels = np.repeat(np.arange(len(counts)), counts)
+    spec = WindowInput(channels=1, length=100, stride=50)
+    inputs = np.arange(len(labels), dtype=np.float32)[:, None, None] * np.ones((1, 1, 100), np.float32)
+    return Samples(inputs, labels, ("a", "b", "c"), spec, np.zeros(len(labels), np.int64) if groups is None else groups)
+
+
+def test_each_class_of_a_single_recording_is_held_out_by_hand():
+    """The end of the recording is of class 1 alone: 9, 10, 11, so class 0 gives its own end, 4 and 5, and 3, 6 and 8
+    lie between what trains and what tests."""
+    train, test = split(session([6, 6]), 0.25, 0)
+    assert train.inputs[:, 0, 0].tolist() == [0, 1, 2, 7]
+    assert test.inputs[:, 0, 0].tolist() == [4, 5, 9, 10, 11]
+
+
+def test_a_recording_with_numbers_to_predict_is_cut_in_time():
+    samples = replace(session([10]), labels=np.full(10, -1))
+    assert [len(part) for part in split(samples, 0.25, 0)] == [7, 2]
+
+
+def test_a_class_at_the_end_of_a_recording_has_something_to_learn_from():
+    """Of 12 windows the last 3 were held out, all of class 1. Now the rarer class gives 11, and 10 lies between; the
+    other one gives 6 and 7, because 7 and 8 would leave out 9, too, the only one of class 1 to learn from."""
+    train, test = split(session([9, 3]), 0.25, 0)
+    assert train.inputs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 9]
+    assert test.inputs[:, 0, 0].tolist() == [6, 7, 11]
+
+
+def test_a_class_in_one_session_beside_a_class_of_many_is_held_out_too():
+    """Class 0 is in five sessions, of which one is held out whole; class 1 is only in session 4."""
+    samples = session([20, 8], np.repeat([0, 1, 2, 3, 4], [4, 4, 4, 4, 12]))
+    train, test = split(samples, 0.25, 0)
+    assert 4 not in test.groups[test.labels == 0]
+    assert test.inputs[test.labels == 1, 0, 0].tolist() == [26, 27]
+    assert train.inputs[train.labels == 1, 0, 0].tolist() == [20, 21, 22, 23, 24]
+    whole = split(replace(samples, are_whole=True), 0.25, 0)
+    assert 1 not in whole[1].labels
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=6),
+    st.integers(4, 30),
+    st.integers(1, 30),
+    st.floats(0.05, 0.9),
+)
+def test_of_recordings_of_several_classes_every_class_is_held_out_where_that_is_possible(
+    found, length, stride, fraction
+):
+    """Every window is followed to the raw samples that it covers; a twin tries whether one more could be held out."""
+    spec = WindowInput(channels=1, length=length, stride=stride)
+    groups, labels = np.repeat(np.arange(len(found)), [len(one) for one in found]), np.concatenate(found)
+    starts = np.concatenate([np.arange(len(one)) * stride for one in found])
+    samples = Samples(np.zeros((len(labels), 1, length), np.float32), labels, ("a", "b", "c"), spec, groups)
+    samples.inputs[:, 0, 0] = np.arange(len(labels))
+    train, test = (part.inputs[:, 0, 0].astype(int) for part in split(samples, fraction, 0))
+    assert not {*train} & {*test}
+
+    def overlap(one, other):
+        return groups[one] == groups[other] and abs(starts[one] - starts[other]) < length
+
+    assert not any(overlap(one, other) for one in train for other in test)
+    assert set(labels[train]) == set(labels), "each class has something to learn from"
+    for label in {*labels} - {*labels[test]}:
+        counts = np.bincount(groups[train][labels[train] == label], minlength=len(found))
+        last = train[(labels[train] == label) & (groups[train] == counts.argmax())][-1]
+        left = [row for row in train if not overlap(row, last)]
+        here = [row for row in left if groups[row] == groups[last] and labels[row] == label]
+        assert not here or set(labels[left]) != set(labels), "its last window could have been held out"
 
 
 def test_recordings_too_short_to_hold_back_train_only(caplog):
