@@ -70,6 +70,7 @@ def variants(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
     for name, one in dict([*domains[:1], *domains[-1:]]).items():
         of_each = f"fp32 {percent(one['fp32'])}, int8 {percent(one['int8'])} of {one['support']} samples"
         rows.append((f"on {name}", f"{of_each} (of {len(domains)} domains)"))
+    rows += [("int8 ranges", figures["ranges"])] if "int8" in figures["variants"] and figures["ranges"] else []
     return [*rows, ("int8 note", figures["note"])] if figures["note"] else rows
 
 

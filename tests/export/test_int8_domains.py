@@ -250,6 +250,7 @@ def test_import_status_and_fit_show_both_variants(made, tmp_path, capsys):
     cli.main(["status", "--config", str(config)])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("int8 ") and "on held-out domains, cosine" in line for line in lines)
+    assert any(line.split() == ["int8", "ranges", *figures["ranges"].split()] for line in lines)
     assert any(line.startswith("on dim") and "of 60 samples" in line for line in lines)
     command = ["fit", "--bundle", str(state), "--data", "digits:optdigits?n=60", "--out", str(tmp_path / "head")]
     assert cli.main([*command, "--cache", str(tmp_path / "cache")]) == 0
