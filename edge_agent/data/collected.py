@@ -147,7 +147,9 @@ class Collection:
         self._relabel(dict.fromkeys(labels), known)
 
     def fitted(self, version: int) -> None:
-        """Note that the head in use was fitted on this version."""
+        """Note that the head in use was fitted on this version; 0, that of an empty folder, is not written."""
+        if not version:
+            return
         with waited_lock(self.folder):
             index = self.index()
             write_json(self.folder / INDEX, index.model_copy(update={"fitted": version}).model_dump(mode="json"))
@@ -157,8 +159,9 @@ class Collection:
     ) -> tuple[Samples, Samples]:
         """Training and held-out samples: ``own``, those of the device's other source, and those of the collection.
 
-        The order of the classes: those of the head ``before``, then those of ``own``, then new ones. Where there is
-        neither, those of the ``bundle``, if the collection holds any of them.
+        The order of the classes: those of the head ``before`` that the bundle, ``own`` or the collection still know,
+        then those of ``own``, then new ones. Where there is neither, those of the ``bundle``, if the collection holds
+        any of them. Exactly the bundle's classes have its order, so that its shared classifier is of use.
 
         Raises:
             StateError: the collection holds inputs of another form than ``spec``, or is damaged.
@@ -171,10 +174,11 @@ class Collection:
         known = list(own[0].class_names) if own is not None else []
         if own is None and {*index.classes} & {*bundle}:
             known = list(bundle)
-        names = dict.fromkeys(
-            name for label in [*before, *known, *index.classes] if (name := index.name_of(label)) is not None
-        )
-        order = tuple(names)
+        still = {index.name_of(label) for label in [*bundle, *known, *index.classes]}
+        names = (index.name_of(label) for label in [*before, *known, *index.classes])
+        order = tuple(dict.fromkeys(name for name in names if name is not None and name in still))
+        if {*order} == {*bundle}:
+            order = tuple(bundle)
         joined = [_joined(index, order, *pair) for pair in zip(own or (None, None), parts, strict=True)]
         if not len(joined[0]):
             raise DataError(f"{self.folder}: no samples to learn from; add some with 'edge-agent add'")

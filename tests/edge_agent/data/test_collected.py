@@ -104,6 +104,26 @@ def test_classes_of_the_bundle_come_first_where_there_are_no_other_samples(colle
     assert collection.combined(None, SPEC, DIGITS, before=("scarf",))[0].class_names[0] == "scarf"
 
 
+def test_classes_that_nobody_knows_any_more_go(collection):
+    """A bundle for other classes replaces that of the digits; the head before knew these and 'scarf'."""
+    collection.add(labelled(images(4), "scarf"))
+    before = (*DIGITS, "scarf")
+    assert collection.combined(None, SPEC, ("cat", "dog"), before)[0].class_names == ("scarf",)
+    own = (Samples(np.zeros((2, 1, 4, 4), np.float32), np.arange(2), ("cat", "dog"), SPEC),) * 2
+    train, _ = collection.combined(own, SPEC, ("cat", "dog"), before)
+    assert train.class_names == ("scarf", "cat", "dog")
+    assert [train.class_names[label] for label in train.labels] == ["cat", "dog", "scarf", "scarf", "scarf"]
+    collection.rename("dog", "puppy", ("cat", "dog"))
+    now = collection.combined(own, SPEC, ("cat", "dog"), ("scarf", "dog", "cat"))[0].class_names
+    assert now == ("scarf", "puppy", "cat")
+
+
+def test_classes_that_are_the_bundles_have_its_order(collection):
+    own = (Samples(np.zeros((2, 1, 4, 4), np.float32), np.arange(2), ("cat", "dog"), SPEC),) * 2
+    collection.add(labelled(images(4), "dog"))
+    assert collection.combined(own, SPEC, ("cat", "dog"), ("dog", "cat"))[0].class_names == ("cat", "dog")
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
