@@ -59,9 +59,10 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    old, task = _old_pair(config), bundles.open_bundle(path).manifest.task
+    old, task, collection = _old_pair(config), bundles.open_bundle(path).manifest.task, collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
-        _take_in(collection_of(config), config.data.watch, task, config.data.budget)
+        _take_in(collection, config.data.watch, task, config.data.budget)
+    version = collection.index().version
     samples = _samples(config, task)
     trial = _Trial(config, message.bundle_id, old, samples)
     runs, why = message.bundle_id, ""
@@ -89,6 +90,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
         if result.choice is not None:
             metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
         if not why:
+            collection.fitted(version)
             log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
     about, one_class = message.bundle_id, of_one_class(*samples)
     return Report(
@@ -111,8 +113,7 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     version = collection.index().version
     result = _refit(config, bundle, _samples(config, bundle.manifest.task))
     result.save(config.state / "head")
-    if version:
-        collection.fitted(version)
+    collection.fitted(version)
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     log_if_better_alone(result.scores)
     return bundle.id, result.n_train

@@ -196,3 +196,16 @@ def test_the_watch_folder_gives_the_samples_for_the_first_bundle(tmp_path, make_
     ref = Outgoing.of(made.path.read_bytes()).ref
     report = tasks.install(Install(run="run-0001", bundle_id=made.manifest.bundle_id, blob=ref), made.path)
     assert (report.bundle_id, report.samples, report.support) == (made.manifest.bundle_id, 2, 1)
+    card = (tmp_path / "state" / "head" / "head.json").read_bytes()
+    assert tasks.collect() is False, "the install has fitted the head on these samples"
+    assert (tmp_path / "state" / "head" / "head.json").read_bytes() == card
+
+
+def test_a_release_that_is_rolled_back_leaves_new_samples_to_the_next_fit(config, tmp_path, make_bundle):
+    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    tasks = TaskRunner(config, "head")
+    for number, (made, kept) in enumerate([(good, good), (poor, good)]):
+        picture(tmp_path / "watch" / "scarf" / f"{number}.png", 0, number)
+        order = Install(run="r-1", bundle_id=made.manifest.bundle_id, blob=Outgoing.of(made.path.read_bytes()).ref)
+        assert tasks.install(order, made.path).bundle_id == kept.manifest.bundle_id
+    assert tasks.collect() is True
