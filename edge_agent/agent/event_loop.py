@@ -102,7 +102,7 @@ class Agent:
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
-        self.jobs.refit(self._hello)
+        self.jobs.refit(self._hello, self._new_samples.tried)
 
     def serve(self, stop: threading.Event) -> None:
         """`step` until ``stop`` is set.
@@ -168,7 +168,7 @@ class Agent:
         self.disk.safely(self.uploads.tick)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
-            self.jobs.collect(self._hello)
+            self.jobs.collect(self._hello, self._new_samples.tried)
         if self._mismatch.is_due():
             self._hello()
         if (other := self.membership.to_follow()) is not None:
@@ -377,6 +377,7 @@ class Agent:
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundle_id,
             "rolled_back": self.tasks.rolled_back or None,
+            "refit": self._new_samples.failure(),
             "condition": self.condition.name,
             "fault": None if problem is None else problem.as_json(),
         }

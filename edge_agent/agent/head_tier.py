@@ -7,7 +7,9 @@ has shown on the same held-out samples that it is not worse than the configurati
 from __future__ import annotations
 
 import logging
+import time
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from ..personalize import (
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
+from .local_state import file_mark, is_settled
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,10 @@ _AT_ONCE = 256
 """Files of the watch folder that are in memory at once."""
 
 
-def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
+def install_bundle(config: AgentConfig, message: Install, path: Path, now: Callable[[], float] = time.time) -> Report:
     """Install the bundle at ``path`` and refit; returns the figures of the new encoder, and which one is in use now.
+
+    ``now``: as for `collect`.
 
     Raises:
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
@@ -61,7 +66,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path) -> Report:
     """
     old, task, collection = _old_pair(config), bundles.open_bundle(path).manifest.task, collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
-        _take_in(collection, config.data.watch, task, config.data.budget)
+        _take_in(collection, config.data.watch, task, config.data.budget, now)
     version = collection.index().version
     samples = _samples(config, task)
     trial = _Trial(config, message.bundle_id, old, samples)
@@ -156,10 +161,13 @@ def collection_of(config: AgentConfig) -> Collection:
     return Collection(Path(location(config.data.source, config.data.folder)[1]))
 
 
-def collect(config: AgentConfig) -> tuple[str, int] | None:
+def collect(
+    config: AgentConfig, now: Callable[[], float] = time.time, *, lacks_head: bool = False
+) -> tuple[str, int] | None:
     """Take in what lies in the watch folder; then refit where samples or classes have changed since the last fit.
 
-    Returns as `refit_current`; None where nothing has changed.
+    Returns as `refit_current`; None where nothing has changed and a head is there (not ``lacks_head``). ``now``: as
+    `time.time`; files that changed within `SETTLED_S` wait for the next time.
 
     Raises:
         HeadwaterError: as `refit_current`; the head in use stays.
@@ -169,21 +177,28 @@ def collect(config: AgentConfig) -> tuple[str, int] | None:
         return None
     collection = collection_of(config)
     if config.data.watch is not None:
-        _take_in(collection, config.data.watch, manifest.task, config.data.budget)
+        _take_in(collection, config.data.watch, manifest.task, config.data.budget, now)
     index = collection.index()
-    return None if index.version == index.fitted else refit_current(config)
+    first = lacks_head and (index.samples or not is_collected(config.data))
+    return refit_current(config) if first or index.version != index.fitted else None
 
 
-def _take_in(collection: Collection, folder: Path, task: Task, budget: int) -> None:
+def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now: Callable[[], float]) -> None:
     """Add the files in the folders of ``folder``, which are called as the classes, and remove them there.
 
-    Files that cannot be used stay, and are logged.
+    Files that cannot be used stay, and are logged. Those that change now stay as well: they are not whole yet.
     """
     for path in visible(folder) if folder.is_dir() else ():
-        files = [str(file) for file in visible(path) if file.is_file()] if path.is_dir() else []
+        paths = [file for file in visible(path) if file.is_file()] if path.is_dir() else []
+        marks = {str(file): mark for file in paths if (mark := file_mark(file)) is not None and is_settled(mark, now())}
+        files = [*marks]
         for begin in range(0, len(files), _AT_ONCE):
             try:
                 samples = from_files(files[begin : begin + _AT_ONCE], task.input, strict=False, compact=True)
+                unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
+                samples = samples.take(np.flatnonzero(unchanged))
+                if not len(samples):
+                    continue
                 added = collection.add(labelled(samples, path.name), budget)
             except DataError as error:
                 log.warning("not_taken_in folder=%s reason=%s", path, error)

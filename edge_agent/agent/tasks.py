@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -116,8 +117,16 @@ class Resources:
 class TaskRunner:
     """Runs the tasks of an agent under its configuration."""
 
-    def __init__(self, config: AgentConfig, tier: str, *, resources: Resources | None = None) -> None:
-        self.config, self.tier = config, tier
+    def __init__(
+        self,
+        config: AgentConfig,
+        tier: str,
+        *,
+        resources: Resources | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """``now``: as `time.time`, which the times of files in the watch folder are compared with."""
+        self.config, self.tier, self._now = config, tier, now
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -211,7 +220,7 @@ class TaskRunner:
         """
         from .head_tier import install_bundle
 
-        report = install_bundle(self.config, message, path)
+        report = install_bundle(self.config, message, path, self._now)
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
@@ -263,14 +272,14 @@ class TaskRunner:
         self.bundle_id, self.samples = refit_current(self.config)
 
     def collect(self) -> bool:
-        """Take in new samples, and refit where there are any; whether the head was refitted.
+        """Take in new samples, and refit where there are any, or no head; whether the head was refitted.
 
         Raises:
             HeadwaterError: as `refit`; the head in use stays.
         """
         from .head_tier import collect
 
-        result = collect(self.config)
+        result = collect(self.config, self._now, lacks_head=self.lacks_head)
         if result is not None:
             self.bundle_id, self.samples = result
         return result is not None
@@ -441,6 +450,10 @@ REMEMBERED = 32
 """Jobs of which a repeated message is recognised; more than one round ever sends to one agent."""
 
 
+Tried = Callable[[BaseException | None], None]
+"""Called with the end of a fit: None, or why it failed."""
+
+
 class TaskQueue:
     """The work of an agent. Every change of it continues by itself as far as it can."""
 
@@ -532,12 +545,13 @@ class TaskQueue:
             work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
             self._begin("install", install.blob.digest, work, partial(self._after_install, install))
 
-    def refit(self, done: Callable[[], None]) -> None:
+    def refit(self, done: Callable[[], None], tried: Tried) -> None:
         """Fit a head for the bundle in use, where one was put there by hand; then call ``done``."""
         if not self._tasks.lacks_head:
             return
 
         def after(_: object, error: BaseException | None) -> None:
+            tried(error)
             if error is None:
                 self.condition.clear("bundle")
                 done()
@@ -546,11 +560,12 @@ class TaskQueue:
 
         self._begin("refit", "refit", self._tasks.refit, after)
 
-    def collect(self, first: Callable[[], None]) -> None:
+    def collect(self, first: Callable[[], None], tried: Tried) -> None:
         """Learn from samples that were added on this device, in the worker; call ``first`` after the first head."""
         had_head = bool(self._tasks.bundle_id)
 
         def after(refitted: bool | None, error: BaseException | None) -> None:
+            tried(error)
             if error is not None:
                 self._report(error, kind="data")
             elif refitted:

@@ -25,12 +25,20 @@ _REPORTED = (
     "working",
     "bundle_id",
     "rolled_back",
+    "refit",
     "condition",
     "fault",
 )
 
 
-_AT_REST = {"welcomed": False, "other_coordinator": None, "waits_for": None, "job": None, "working": False}
+_AT_REST = {
+    "welcomed": False,
+    "other_coordinator": None,
+    "waits_for": None,
+    "job": None,
+    "working": False,
+    "refit": None,
+}
 """Of what an agent wrote that no longer runs, this is over."""
 
 
@@ -136,6 +144,8 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
+        elif name == "refit" and isinstance(value, dict):
+            yield name, f"failed {value['tries']} times, next try {value['next_try']}: {value['reason']}"
         elif name == "figures":
             yield from output.variants(value) if value else ()
         elif name == "metrics" and isinstance(value, dict):

@@ -131,6 +131,19 @@ def test_status_tells_what_a_running_agent_wrote(config, capsys):
     assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)
 
 
+def test_status_says_why_a_fit_failed_and_when_it_is_tried_again(config, capsys):
+    state = config.parent / "state"
+    refit = {"tries": 3, "reason": "DataError: npz:day.npz: no such file", "next_try": "2026-01-01T12:00:00+00:00"}
+    write_json(state / "status.json", {"tier": "head", "refit": refit})
+    with folder_lock(state, "edge-agent porch"):
+        main(["status", "--config", str(config)])
+        said = capsys.readouterr().out
+        assert status_of(config, capsys)["refit"] == refit
+    expected = "failed 3 times, next try 2026-01-01T12:00:00+00:00: DataError: npz:day.npz: no such file"
+    assert re.search(rf"^refit +{re.escape(expected)}$", said, re.MULTILINE)
+    assert status_of(config, capsys)["refit"] is None, "no agent runs that would try"
+
+
 def status_of(config: Path, capsys) -> dict:
     capsys.readouterr()
     main(["status", "--config", str(config), "--json"])
