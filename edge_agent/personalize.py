@@ -537,7 +537,7 @@ class Result:
     calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
     ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
     the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
-    ``n_collected``: how many of the samples were added one by one.
+    ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
     """
 
     head: Head
@@ -556,6 +556,7 @@ class Result:
     confidence: Confidence = field(default_factory=Confidence)
     false_alarms: float | None = None
     n_collected: int = 0
+    skipped: tuple[str, ...] = ()
     local: LocalModel | None = None
     steps: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[ClassCount, ...] = ()
@@ -588,6 +589,8 @@ class Result:
             "n_train": self.n_train,
             "n_test": self.n_test,
             "n_collected": self.n_collected,
+            "n_skipped": len(self.skipped),
+            "skipped_first": self.skipped[0][:300] if self.skipped else None,
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
             "no_global": self.no_global,
@@ -740,6 +743,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         scores=features.scores(answers),
         n_train=len(features.train),
         n_test=len(features.test),
+        skipped=tuple(dict.fromkeys((*train.skipped, *features.test.skipped))),
         exactness=grade(exactness, encoder.norm),
         norm=encoder.norm,
         norm_metrics=norm_metrics(features.bundle, encoder),

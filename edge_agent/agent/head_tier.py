@@ -20,7 +20,7 @@ from .. import bundle as bundles
 from .. import heads
 from ..bundle import Bundle
 from ..config import AgentConfig
-from ..data import Samples, from_files, location
+from ..data import Samples, from_files
 from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
@@ -42,7 +42,7 @@ from ..personalize import (
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
-from .local_state import file_mark, is_settled
+from .local_state import file_mark, is_settled, samples_folder
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +156,7 @@ class _Trial:
 
 def collection_of(config: AgentConfig) -> Collection:
     """The samples that were labelled on this device."""
-    if not is_collected(config.data):
-        return Collection(config.state / "samples")
-    return Collection(Path(location(config.data.source, config.data.folder)[1]))
+    return Collection(samples_folder(config))
 
 
 def collect(

@@ -216,6 +216,12 @@ REFIT_AGAIN_S, REFIT_SELDOM_S = 60.0, 3600.0
 """Pauses between tries of a fit that fails: they double from the first to the longest."""
 
 
+def samples_folder(config: AgentConfig) -> Path:
+    """Where samples are that were labelled on this device: the data source ``collected:DIR``, or beside another one."""
+    kind, _, path = config.data.source.partition(":")
+    return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
+
+
 def file_mark(path: Path) -> tuple[int, int] | None:
     """Time of the last change, nanoseconds, and size of a file; None where it is gone."""
     try:
@@ -237,9 +243,8 @@ class NewSamples:
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
-        kind, _, path = config.data.source.partition(":")
-        folder = config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
-        self._index, self._watch, self._clock, self._now = folder / "index.json", config.data.watch, clock, now
+        self._index, self._watch = samples_folder(config) / "index.json", config.data.watch
+        self._clock, self._now = clock, now
         self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
         self._looked_at = float("-inf")
         self._failures, self._reason, self._again_at = 0, "", float("inf")

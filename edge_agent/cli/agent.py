@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,8 @@ def status(arguments: argparse.Namespace) -> int:
 
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
-    agent runs.
+    agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
+    wait in the watch folder, and how many images or recordings of the data source cannot be used.
 
     Example:
       edge-agent status --config agent.toml --json
@@ -103,12 +104,18 @@ def status(arguments: argparse.Namespace) -> int:
         "figures": None,
         "head": None,
         "metrics": None,
+        "collected": None,
+        "waiting": None,
     }
     result["tier"] = result["tier"] or config.tier
     try:
         result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("bundle", error).as_json())
+    try:
+        result.update(_added(config))
+    except HeadwaterError as error:
+        result.update(condition="fault", fault=problem_of("data", error).as_json())
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
@@ -139,17 +146,49 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     return {**result, "head": head.get("head"), "metrics": head.get("metrics")}
 
 
+def _added(config: AgentConfig) -> dict[str, Any]:
+    """Samples that were added on this device, and the files in its watch folder, those that cannot be used included.
+
+    Raises:
+        StateError: the collection is damaged.
+    """
+    from ..agent.local_state import samples_folder
+
+    result: dict[str, Any] = {}
+    if (folder := samples_folder(config)).is_dir():
+        from ..data.collected import Collection
+
+        index = Collection(folder).index()
+        learned = index.version == index.fitted
+        result["collected"] = {"samples": len(index.samples), "classes": list(index.classes), "learned": learned}
+    if config.data.watch is not None:
+        result["waiting"] = sum(path.is_file() for path in config.data.watch.glob("[!.]*/[!.]*"))
+    return result
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
+    "collected": lambda it: (
+        f"{it['samples']} samples of {len(it['classes'])} classes, {'' if it['learned'] else 'not '}in the head"
+    ),
+    "waiting": lambda count: f"{count} files in the watch folder",
+}
+"""How parts of the status are shown, where they are not None."""
+
+
 def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in status.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
-        elif name == "refit" and isinstance(value, dict):
-            yield name, f"failed {value['tries']} times, next try {value['next_try']}: {value['reason']}"
+        elif value is not None and name in _TEXTS:
+            yield name, _TEXTS[name](value)
         elif name == "figures":
             yield from output.variants(value) if value else ()
         elif name == "metrics" and isinstance(value, dict):
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
+            if value.get("n_skipped"):
+                yield "skipped", f"{value['n_skipped']} cannot be used, first {value.get('skipped_first')}"
             if value.get("better_alone"):
                 yield "note", output.BETTER_ALONE.removeprefix("note: ")
         elif isinstance(value, dict):

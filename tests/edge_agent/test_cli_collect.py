@@ -108,6 +108,36 @@ def test_a_data_source_is_added_with_its_own_labels_beside_those_of_the_agent(pl
     assert (alone["refitted"], "give --config" in alone["not_refitted"]) == (False, True)
 
 
+def test_status_shows_added_samples_and_files_that_cannot_be_used(place, capsys):
+    for name in ("cat", "dog"):
+        (place / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            (place / f"{name}{number}.png").rename(place / "photos" / name / f"{number}.png")
+    (place / "photos" / "cat" / "broken.png").write_bytes(b"no image")
+    (place / "inbox" / "tree").mkdir(parents=True)
+    (place / "inbox" / "tree" / "half.png").write_bytes(b"half")
+    (place / "agent.toml").write_text(
+        'id = "dev"\nstate = "state"\n[data]\nsource = "images:photos"\nwatch = "inbox"\n[head]\nown_classes = true\n'
+    )
+    found = answer(capsys, "status", "--config", "agent.toml")
+    assert (found["collected"], found["waiting"], found["metrics"]) == (None, 1, None)
+    files = [f"tree{number}.png" for number in range(4)]
+    answer(capsys, "add", "--config", "agent.toml", "--label", "tree", *files)
+    found = answer(capsys, "status", "--config", "agent.toml")
+    assert found["collected"] == {"samples": 4, "classes": ["tree"], "learned": True}
+    assert (found["metrics"]["n_skipped"], found["metrics"]["n_collected"]) == (1, 4)
+    with folder_lock(place / "state", "edge-agent run"):
+        answer(capsys, "add", "--config", "agent.toml", "--label", "tree", "tree4.png")
+    assert main(["status", "--config", "agent.toml"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "collected 5 samples of 1 classes, not in the head" in lines
+    assert "waiting 1 files in the watch folder" in lines
+    assert any(line.startswith("skipped 1 cannot be used, first cat/broken.png: cannot be read") for line in lines)
+    (place / "state" / "samples" / "index.json").write_text("{")
+    found = answer(capsys, "status", "--config", "agent.toml", code=1)
+    assert (found["condition"], found["fault"]["kind"]) == ("fault", "data")
+
+
 def test_a_running_agent_fits_the_head_itself(place, capsys):
     with folder_lock(place / "state", "edge-agent run"):
         found = add(capsys, "cat")
