@@ -593,8 +593,17 @@ def current_manifest(root: Path) -> Manifest | None:
     Raises:
         BundleError: its manifest cannot be read.
     """
-    names = _history(root)
-    return parse_manifest(_read(root / names[0] / MANIFEST, MAX_MANIFEST_BYTES + 1), str(root)) if names else None
+    name = next(iter(_history(root)), None)
+    return None if name is None else _manifest_in(root / name)
+
+
+def manifests(root: Path) -> list[Manifest]:
+    """What the bundles under ``root`` say of themselves, the one in use first; their files are not looked at.
+
+    Raises:
+        BundleError: a manifest cannot be read.
+    """
+    return [_manifest_in(root / name) for name in _history(root)]
 
 
 def current_id(root: Path) -> str:
@@ -631,6 +640,10 @@ def _history(root: Path) -> list[str]:
             f"{root / _POINTER}: expected a list of folder names under 'bundles'; remove it and install again"
         )
     return [name for name in names if (root / name).is_dir()]
+
+
+def _manifest_in(folder: Path) -> Manifest:
+    return parse_manifest(_read(folder / MANIFEST, MAX_MANIFEST_BYTES + 1), str(folder))
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -43,6 +43,9 @@ _OWN, _OWN_KEPT = "own-", 2
 _FEATURE_FILES = 15
 """Files of features that stay for one encoder beside the newest one."""
 
+_ALL_FEATURE_FILES = 64
+"""Files of features that stay in one folder, whatever encoders they are of."""
+
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
 
@@ -197,9 +200,22 @@ def features_of(
     write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
         others = _oldest_first(cache.glob(f"{family}-*.safetensors"))
-    for old in others[:-_FEATURE_FILES]:
+    every = _oldest_first(cache.glob("features-*.safetensors"))
+    for old in (*others[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
         old.unlink(missing_ok=True)
     return result
+
+
+def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
+    """Remove the cached features of all encoders but those with these fingerprints of variants; returns their number.
+
+    Features with batch norm of the device's own belong to the variant that they were estimated for.
+    """
+    kept = tuple(f"features-{fingerprint[:32]}-" for fingerprint in fingerprints)
+    removed = [path for path in cache.glob("features-*.safetensors") if not path.name.startswith(kept)]
+    for path in removed:
+        path.unlink(missing_ok=True)
+    return len(removed)
 
 
 def _oldest_first(paths: Iterable[Path]) -> list[Path]:

@@ -24,7 +24,7 @@ from ..data import Samples, from_files
 from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
-from ..encoder import Encoder
+from ..encoder import Encoder, remove_features
 from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError, cause
 from ..heads import FitData, saved
 from ..heads.base import softmax
@@ -79,6 +79,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
         runs = old[0].id
         why = f"keeps bundle {runs[:12]} because {trial.rejection}"[:1000]
         log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], runs[:12], trial.rejection)
+    _remove_features(config)
     figures: dict[str, Any] = {"samples": sum(map(len, samples))}
     metrics = {"rolled_back": float(bool(why))}
     if (result := trial.result) is not None:
@@ -119,6 +120,7 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     result = _refit(config, bundle, _samples(config, bundle.manifest.task))
     result.save(config.state / "head")
     collection.fitted(version)
+    _remove_features(config)
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     log_if_better_alone(result.scores)
     return bundle.id, result.n_train
@@ -254,6 +256,18 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
     )
     collected = len(collection_of(config).index().samples)
     return replace(personalize(bundle, samples, encoder, options), n_collected=collected)
+
+
+def _remove_features(config: AgentConfig) -> None:
+    """Remove cached features of encoders that are not installed here any more, or were not taken."""
+    try:
+        installed = bundles.manifests(config.state / "bundles")
+    except HeadwaterError as error:  # of a predecessor that is damaged: nothing is known of what is to stay
+        log.warning("features_not_removed reason=%s", error)
+        return
+    fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
+    if removed := remove_features(config.state / "features", fingerprints):
+        log.info("features_removed files=%d: of encoders that are not installed", removed)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from edge_agent import bundle as bundles
-from edge_agent.encoder import Encoder
+from edge_agent.data import Samples
+from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, DataError, MissingCapability, StateError
 from edge_agent.task import ImageInput
 
@@ -192,3 +194,18 @@ def test_what_a_run_needs_goes_back_to_the_system_when_it_is_over(make_bundle, t
     command = [sys.executable, "-c", HELD, str(made.path), str(tmp_path / "bundles")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) < 7_000_000
+
+
+def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr("edge_agent.encoder._ALL_FEATURE_FILES", 3)
+    cache, names = tmp_path / "features", []
+    for seed in range(5):
+        made = make_bundle(f"{seed}.hwb", seed=seed)
+        encoder = Encoder.open(bundles.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
+        task = made.manifest.task
+        inputs = np.zeros((2, *task.input_shape), np.float32)
+        features_of(Samples(inputs, np.zeros(2, np.int64), task.class_names, task.input), encoder, cache)
+        (new,) = {path.name for path in cache.iterdir()} - {*names}
+        os.utime(cache / new, ns=(seed, seed))
+        names.append(new)
+    assert {path.name for path in cache.iterdir()} == {*names[2:]}

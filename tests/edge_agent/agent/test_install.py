@@ -123,6 +123,22 @@ def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle
     assert score_by_hand(config) == pytest.approx(first.acc_personal)
 
 
+def test_cached_features_go_with_their_bundle(config, make_bundle):
+    """Two bundles stay installed; features of the third oldest, and of one that was rolled back, are of no use."""
+    made = [make_bundle(f"{dim}.hwb", dim=dim, seed=dim) for dim in (2, 8, 48)]
+    for one in made:
+        install_bundle(config, order(one), one.path)
+    poor = make_bundle("poor.hwb", dim=1)
+    assert install_bundle(config, order(poor), poor.path).rolled_back
+    cached = [path.name for path in (config.state / "features").iterdir()]
+    own = {one.manifest.variants["fp32"].fingerprint[:32] for one in made[1:]}
+    assert {name.split("-")[1] for name in cached} == own
+    bundles.rollback(config.state / "bundles")
+    TaskRunner(config, "head").refit()
+    only = {made[1].manifest.variants["fp32"].fingerprint[:32]}
+    assert {path.name.split("-")[1] for path in (config.state / "features").iterdir()} == only
+
+
 def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
     good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
     lenient = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": -1.0})})
