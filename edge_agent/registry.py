@@ -6,6 +6,7 @@ their names. Packages of others join through an entry-point group.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -43,7 +44,7 @@ class Registry:
 
     def names(self) -> tuple[str, ...]:
         """All member names, sorted; nothing is imported."""
-        return tuple(sorted({*self._files(), *self.families, *self._extra, *self._plugins()}))
+        return tuple(sorted({*self._files, *self.families, *self._extra, *self._plugins}))
 
     def load(self, name: str) -> Any:
         """The member's module, or the object of a family, registered or plugged in under ``name``.
@@ -55,9 +56,9 @@ class Registry:
             return self._extra[name]
         if file := self.families.get(name):
             return getattr(importlib.import_module(f"{self.packages[0]}.{file}"), name)
-        if package := self._files().get(name):
+        if package := self._files.get(name):
             return importlib.import_module(f"{package}.{name}")
-        plugins = self._plugins()
+        plugins = self._plugins
         if name in plugins:
             return plugins[name].load()
         raise UnknownName(self.kind, name, self.names())
@@ -93,8 +94,12 @@ class Registry:
 
     def ships(self, name: str) -> bool:
         """Whether a file of ours, or of an installed package, has this name."""
-        return name in self._files() or name in self.families or name in self._plugins()
+        return name in self._files or name in self.families or name in self._plugins
 
+    # Both are read once in a process: to look up what is installed takes milliseconds, on a small device tens of them,
+    # and fitting a head by cross-validation asks for its class a hundred times.
+
+    @functools.cached_property
     def _files(self) -> dict[str, str]:
         return {
             result.name: package
@@ -103,6 +108,7 @@ class Registry:
             if not result.name.startswith("_") and result.name not in self.besides
         }
 
+    @functools.cached_property
     def _plugins(self) -> dict[str, metadata.EntryPoint]:
         if self.entry_points is None:
             return {}

@@ -85,6 +85,15 @@ def test_packages_of_others_join_through_their_entry_points(package, monkeypatch
     assert "theirs" not in Registry("method", package).names()
 
 
+def test_what_is_installed_is_read_once(package, monkeypatch):
+    asked = []
+    monkeypatch.setattr(metadata, "entry_points", lambda group: asked.append(group) or [])
+    registry = Registry("method", package, entry_points="headwater.test")
+    assert registry.names() == registry.names()
+    registry.load("small")
+    assert asked == ["headwater.test"]
+
+
 def test_members_of_others_that_lack_something_are_told_by_what_they_lack(monkeypatch):
     monkeypatch.setitem(heads.registry._extra, "lacking", type("Mine", (heads.Head,), {}))
     expected = r"'lacking' \(.*\.Mine\) has no _fit, _predict; edge_agent\.heads\.base\.Head says"
