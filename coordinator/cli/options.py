@@ -77,6 +77,7 @@ def from_model(
         def called(**arguments: Any) -> None:
             typed = {name: arguments.pop(name) for name in chosen}
             given = {name: value for name, value in typed.items() if not (value is None or value is False)}
+            given |= {name: False for name in given if chosen[name].default is True}
             command({name: _value(chosen[name], value) for name, value in given.items() if value != []}, **arguments)
 
         parameters = [*generated, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own[1:])]
@@ -89,7 +90,7 @@ def from_model(
 
 def flag(field: str) -> str:
     """The flag that a field is usually given by, such as ``--keep-every``."""
-    return FLAGS.get(field, (f"--{field.replace('_', '-')}",))[0]
+    return _flags(field)[0]
 
 
 def state_path(config: Path | None, state: Path | None) -> Path:
@@ -117,11 +118,15 @@ def _option(name: str, field: FieldInfo, text: str | None, *, bounds: bool) -> i
         limits |= {"min": limit.ge} if hasattr(limit, "ge") else {}
         limits |= {"max": limit.le} if hasattr(limit, "le") else {}
         limits |= {"max": limit.lt - 1} if hasattr(limit, "lt") else {}
-    flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+    flags = _flags(f"no_{name}" if field.default is True else name)
     typed: Any = bool if kind is bool else (list[str] if kind in {dict, list, tuple} else kind) | None
     annotation = Annotated[typed, typer.Option(*flags, help=text or _help(field), **limits)]  # a form for typer alone
     default = False if kind is bool else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flags(name: str) -> tuple[str, ...]:
+    return FLAGS.get(name, (f"--{name.replace('_', '-')}",))
 
 
 def _type_of(annotation: Any) -> Any:
@@ -137,6 +142,8 @@ def _type_of(annotation: Any) -> Any:
 def _help(field: FieldInfo) -> str:
     """The field's description as a sentence, with its default where that is not said."""
     kind, text = _type_of(field.annotation), field.description or ""
+    if field.default is True:
+        text = f"Do not {text}"
     if kind is dict:
         text = f"name=value, repeatable: {text}"
     elif kind in {list, tuple}:

@@ -115,6 +115,9 @@ class Plan(Frozen):
     standardise: bool = Field(False, description="mean and std of the inputs are those of the training samples")
     evaluate_every: int = Field(1, ge=0, le=1_000_000, description="evaluate each so many rounds; 0 = only at the end")
     evaluate_after: bool = Field(False, description="also evaluate after local training, whatever the method says")
+    local: bool = Field(
+        default=True, description="find what each client reaches alone (acc.local), a second or two for each"
+    )
     keep_every: int = Field(
         0, ge=0, le=1_000_000, description="keep the states of every so many rounds, for 'headwater analyze'; 0 = last"
     )

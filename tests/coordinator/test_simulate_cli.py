@@ -54,6 +54,18 @@ def test_zero_is_not_taken_for_silence(call, images, tmp_path):
     assert (plan["evaluate_every"], plan["threads"]) == (0, 0)
 
 
+def test_what_clients_reach_alone_is_left_out_on_request(call, images, tmp_path):
+    """By option and by configuration, and the shared model has the same bits."""
+    (tmp_path / "plan.toml").write_text("local = false")
+    results = []
+    for number, words in enumerate(((), ("--no-local",), ("--config", "plan.toml"))):
+        code, out, err = call(*images, *SHORT, *words, "--out", f"sim{number}", "--json")
+        assert code == 0, err
+        results.append(json.loads(out))
+    assert ["local" in result["last"]["acc"] for result in results] == [True, False, False]
+    assert len({result["encoder_sha256"] for result in results}) == 1
+
+
 def test_a_table_and_where_the_rest_is(call, images, tmp_path):
     code, out, err = call(*images, *SHORT, "--method", "fedper")
     assert code == 0, err
