@@ -1,8 +1,9 @@
 """A frozen encoder on a device: inputs in, features (n, d) float32 out. The only importer of onnxruntime here.
 
-The device makes its own .ort file from the bundle's .onnx once, and maps it into memory: ResNet18 then loads in
-5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it ends, and bound to
-the ONNX file, the runtime's version and the processor with its extensions.
+Of a large encoder the device makes its own .ort file from the bundle's .onnx once, and maps it into memory: ResNet18
+then loads in 5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it
+ends, and bound to the ONNX file, the runtime's version and the processor with its extensions. A small encoder is loaded
+from its .onnx within milliseconds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _log = logging.getLogger(__name__)
 _WANTED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
 _LARGE_INPUT = 3 * 64 * 64
 """Inputs above this many values go one by one: at 224 x 224 a batch of 4 takes 21 MB more and is no faster."""
+
+_LEAST_TO_MAP = 4_000_000
+"""Encoders with smaller files, bytes, are not mapped: a start holds them three times; the child process takes 60 MB."""
 
 _OWN, _OWN_KEPT = "own-", 2
 """Files of encoders with their own batch norm begin so, and so many of the newest are kept beside a bundle."""
@@ -101,7 +105,8 @@ class Encoder:
             content = functools.partial(changed, bundle, norm.variant, norm.statistics)
             model = _Model(bundle.folder / f"{_OWN}{norm.fingerprint[:16]}.onnx", norm.fingerprint, content)
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
-        mapped = _mapped(model, runtime) if cache and len(wanted) == 1 else None
+        is_large = (bundle.folder / variant.file).stat().st_size >= _LEAST_TO_MAP
+        mapped = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
         session = _ort_session(runtime, mapped, threads, precision) if mapped is not None else None
         kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
         if session is None:

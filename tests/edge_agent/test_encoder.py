@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from edge_agent import bundle as bundles
+from edge_agent import encoder as encoders
 from edge_agent.data import Samples
 from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, DataError, MissingCapability, StateError
 from edge_agent.task import ImageInput
+
+
+@pytest.fixture(autouse=True)
+def all_are_large(monkeypatch):
+    """The encoders of these tests are small, and mapped nevertheless."""
+    monkeypatch.setattr(encoders, "_LEAST_TO_MAP", 0)
 
 
 @pytest.fixture
@@ -45,6 +52,15 @@ def test_the_second_start_maps_the_file_that_the_first_one_made(installed):
     assert (first.format, second.format) == ("ort", "ort")
     assert made.stat().st_mtime_ns == stamp
     assert (first.features(some_inputs(5)) == second.features(some_inputs(5))).all()
+
+
+def test_a_small_encoder_is_not_mapped_and_has_the_same_features(installed, monkeypatch):
+    _, bundle = installed
+    large = Encoder.open(bundle, "fp32")
+    monkeypatch.undo()
+    small = Encoder.open(bundle, "fp32")
+    assert (large.format, small.format) == ("ort", "onnx")
+    assert (large.features(some_inputs(40)) == small.features(some_inputs(40))).all()
 
 
 def test_a_file_optimized_on_another_processor_is_not_used(installed, monkeypatch):
@@ -172,6 +188,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from edge_agent import bundle as bundles
+from edge_agent import encoder as encoders
 from edge_agent.encoder import Encoder
 
 def own_bytes():
