@@ -53,6 +53,7 @@ def broker():
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 def test_trial_of_the_readme_with_a_broker_of_ones_own(broker, tmp_path):
     """The README's commands: serve, agents in any order and one of them late, run, status, report, export."""

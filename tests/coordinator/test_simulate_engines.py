@@ -180,6 +180,7 @@ def timed_as(monkeypatch, *, float32_s, bfloat16_s):
     return asked
 
 
+@pytest.mark.slow
 def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, tmp_path, monkeypatch):
     asked = timed_as(monkeypatch, float32_s=0.002, bfloat16_s=0.001)
     results = [

@@ -29,6 +29,7 @@ def example(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not ARCHIVE.is_file(), reason="no recordings of a watch here; HEADWATER_WATCH_DATA names the archive"
 )
