@@ -53,50 +53,47 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
     """At most ``count`` divisions that test every sample once; fewer where no class has so many parts, none below two.
 
     Without recordings the samples of each class are dealt to the folds. With recordings (``samples.groups``) whole
-    recordings are dealt, so that no two windows of one recording stand on both sides; where no class has two
-    recordings, each recording is cut into blocks of time, and windows that overlap the tested block are left out.
+    recordings are dealt, so that no two windows of one recording stand on both sides. The only recording of a class is
+    cut into blocks of time instead, for each of its classes, and windows that overlap the tested blocks are left out:
+    otherwise some fold would have nothing of that class to learn from.
     """
-    if samples.groups is None:
-        units = np.arange(len(samples))
-    else:
-        units = np.unique(samples.groups, return_inverse=True)[1]
-        if _most_units(samples.labels, units) < 2:
-            return _folds_in_time(samples, samples.groups, count)
-    count = min(count, _most_units(samples.labels, units))
-    if count < 2:
+    labels = samples.labels
+    units = np.arange(len(labels)) if samples.groups is None else np.unique(samples.groups, return_inverse=True)[1]
+    units_of = {int(label): np.unique(units[labels == label]) for label in np.unique(labels)}
+    most = max(map(len, units_of.values()), default=0)
+    if most >= 2:
+        count = min(count, most)
+    elif samples.groups is None:
         return []
-    part = np.empty(int(units.max()) + 1, np.int64)
-    label_of = np.zeros(len(part), np.int64)
-    label_of[units] = samples.labels
-    begin = 0
-    for label in np.unique(label_of):
-        members = rng.permutation(np.flatnonzero(label_of == label))
-        part[members] = (begin + np.arange(len(members))) % count
-        begin += len(members)  # rare classes do not all land in the first fold
-    where = part[units]
-    return [Fold(np.flatnonzero(where != number), np.flatnonzero(where == number)) for number in range(count)]
-
-
-def _most_units(labels: np.ndarray, units: np.ndarray) -> int:
-    return max((len(np.unique(units[labels == label])) for label in np.unique(labels)), default=0)
-
-
-def _folds_in_time(samples: Samples, groups: np.ndarray, count: int) -> list[Fold]:
-    gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
-    tests: list[list[np.ndarray]] = [[] for _ in range(count)]
-    near: list[list[np.ndarray]] = [[] for _ in range(count)]
-    for group in np.unique(groups):
-        rows = np.flatnonzero(groups == group)
-        for number, block in enumerate(np.array_split(np.arange(len(rows)), count)):
-            if len(block):
-                tests[number].append(rows[block])
-                near[number].append(rows[max(0, block[0] - gap) : block[-1] + gap + 1])
+    cut = {int(own[0]) for own in units_of.values() if len(own) == 1} if samples.groups is not None else set()
+    part_of_unit, begin = np.full(int(units.max(initial=-1)) + 1, -1), 0
+    for own in units_of.values():
+        whole = rng.permutation(own[~np.isin(own, list(cut))])
+        part_of_unit[whole] = (begin + np.arange(len(whole))) % count
+        begin += len(whole)  # rare classes do not all land in the first fold
+    part = part_of_unit[units]
+    for unit in cut:
+        for label in np.unique(labels[units == unit]):
+            rows = np.flatnonzero((units == unit) & (labels == label))
+            for number, block in enumerate(np.array_split(rows, count)):
+                part[block] = number
     result = []
-    for test, left_out in zip(tests, near, strict=True):
-        if test:
-            train = np.setdiff1d(np.arange(len(samples)), np.concatenate(left_out))
-            result.append(Fold(train, np.sort(np.concatenate(test))))
-    return [fold for fold in result if len(fold.train)]
+    for number in range(count):
+        tested = part == number
+        learns = ~tested & ~_near(tested, units, cut, samples)
+        result.append(Fold(np.flatnonzero(learns), np.flatnonzero(tested)))
+    return [fold for fold in result if len(fold.train) and len(fold.test)]
+
+
+def _near(tested: np.ndarray, units: np.ndarray, cut: set[int], samples: Samples) -> np.ndarray:
+    """Which rows (n,) bool overlap tested ones of a recording that is cut."""
+    gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
+    result = np.zeros(len(units), bool)
+    for unit in cut if gap else ():
+        rows = np.flatnonzero(units == unit)
+        for position in np.flatnonzero(tested[rows]):
+            result[rows[max(0, position - gap) : position + gap + 1]] = True
+    return result
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,25 @@ def test_one_recording_for_each_class_is_cut_into_blocks_without_overlap():
             assert np.abs(same - row).min() * spec.stride >= spec.length
 
 
+def test_the_only_recording_of_a_class_is_cut_and_those_of_others_stay_whole():
+    """Recordings 0 to 3 are of class 0; recording 4 holds class 1 and then class 2, which have no other."""
+    groups = np.concatenate([np.repeat([0, 1, 2, 3], 5), np.full(24, 4)])
+    labels = np.concatenate([np.zeros(20, int), np.repeat([1, 2], 12)])
+    spec = WindowInput(channels=1, length=4, stride=2)  # neighbours overlap
+    divisions = folds(samples_of(labels, groups, spec), 4, np.random.default_rng(0))
+    assert sorted(np.concatenate([fold.test for fold in divisions]).tolist()) == list(range(44))
+    for number, fold in enumerate(divisions):
+        assert set(labels[fold.test]) == set(labels[fold.train]) == {0, 1, 2}
+        assert len(set(groups[fold.test]) - {4}) == 1, "one whole recording"
+        assert not set(groups[fold.test]) & set(groups[fold.train]) - {4}
+        # Of the twelve windows of a class the fold has three: 0 to 2, 3 to 5 ... Beside them one more is left out.
+        first = [20 + 3 * number, 32 + 3 * number]
+        assert fold.test[fold.test >= 20].tolist() == [begin + step for begin in first for step in range(3)]
+        left_out = {begin + step for begin in first for step in (-1, 3)} & set(range(20, 44))
+        assert not left_out & set(fold.train.tolist())
+        assert len(fold.train) == 44 - len(fold.test) - len(left_out - set(fold.test.tolist()))
+
+
 def test_one_sample_of_each_class_cannot_be_divided():
     assert folds(samples_of([0, 1, 2]), 5, np.random.default_rng(0)) == []
 
