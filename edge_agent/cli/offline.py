@@ -84,8 +84,8 @@ def fit(arguments: argparse.Namespace) -> int:
     The head also learns which inputs are unlike all training samples (unknown), and its probabilities are calibrated by
     cross-validation; both need a number of samples, and where there are fewer that is said.
 
-    Head 'auto' compares heads by cross-validation on the samples to fit, within 5 seconds, and takes the best one; of
-    equally good ones the simplest.
+    Head 'auto' compares heads by cross-validation on the samples to fit, within 5 seconds. Of those that are not worse
+    than the most accurate one beyond noise it takes the one with the smallest log loss.
 
     Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local the best
     of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
@@ -154,13 +154,14 @@ def _trials(choice: HeadChoice) -> list[str]:
             trial.name,
             output.percent(trial.accuracy),
             "–" if trial.spread is None else f"±{100 * trial.spread:.1f} %",
+            f"{trial.loss(len(trial.right)):.3f}" if trial.right else "–",
             len(trial.right),
             f"{trial.seconds:.2f} s",
             trial.dropped or ("taken" if trial.name == choice.name else ""),
         )
         for trial in choice.trials
     ]
-    return output.table(("candidate", "accuracy", "spread", "folds", "time", ""), rows)
+    return output.table(("candidate", "accuracy", "spread", "log loss", "folds", "time", ""), rows)
 
 
 def _confidence_rows(

@@ -113,8 +113,8 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
     for fold in np.unique(folds):
         mine = folds == fold
         others = ~mine if (~mine).any() else mine
-        after[mine] = tempered(probabilities[mine], _temperature(probabilities[others], labels[others]))
-    temperature = _temperature(probabilities, labels)
+        after[mine] = tempered(probabilities[mine], best_temperature(probabilities[others], labels[others]))
+    temperature = best_temperature(probabilities, labels)
     return Calibration(temperature, calibration_error(probabilities, labels), calibration_error(after, labels))
 
 
@@ -133,17 +133,19 @@ def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
     return np.where(probabilities > 0, result, 0.0)
 
 
-def _temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
+def log_losses(probabilities: np.ndarray, labels: np.ndarray, temperature: float) -> np.ndarray:
+    """Log loss (n,) >= 0 of ``probabilities`` (n, K) over the temperature; none of them counts as less than 1e-12."""
+    shares = softmax(np.log(np.maximum(probabilities, 1e-12)) / temperature)[np.arange(len(labels)), labels]
+    return np.asarray(-np.log(np.maximum(shares, 1e-12)))
+
+
+def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """Temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm."""
-    logs, rows = np.log(np.maximum(probabilities, 1e-12)), np.arange(len(labels))
-
-    def loss(exponent: float) -> float:
-        return float(-np.log(np.maximum(softmax(logs / 10.0**exponent)[rows, labels], 1e-12)).mean())
-
     low, high, ratio = -1.0, 1.0, (math.sqrt(5) - 1) / 2
     for _ in range(30):
         first, second = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, second) if loss(first) <= loss(second) else (first, high)
+        losses = [float(log_losses(probabilities, labels, 10.0**exponent).mean()) for exponent in (first, second)]
+        low, high = (low, second) if losses[0] <= losses[1] else (first, high)
     return float(10.0 ** ((low + high) / 2))
 
 
