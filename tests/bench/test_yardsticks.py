@@ -10,6 +10,7 @@ import torch
 import yardstick_loop as loop
 import yardstick_memory as memory
 import yardstick_new_clients as new_clients
+import yardstick_new_devices as new_devices
 import yardstick_own_classes as own_classes
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
@@ -55,6 +56,46 @@ def test_new_clients_are_scored_by_every_way_on_the_same_samples(method):
     assert set(found) == {"own", "own as before", "lr", "auto", "auto_s", "full"}
     assert all(0 <= value <= 1 for name, value in found.items() if name != "auto_s")
     assert found["auto"] > 0.3
+
+
+def test_new_devices_are_tested_on_samples_that_nobody_learns_from(tmp_path):
+    """Small parts of the domains; by every way on the same samples, in percent by hand."""
+    clients = {
+        name: (
+            new_devices.Part(train.inputs[:30], train.labels[:30]),
+            new_devices.Part(test.inputs[:20], test.labels[:20]),
+        )
+        for name, (train, test) in new_devices.domains(0).items()
+        if name in {"a0-inverted", "a0-photo", "new-inverted"}
+    }
+    found = new_devices.measure(clients, tmp_path / "domains-0", 0, rounds=1)
+    assert list(found) == ["new-inverted"]
+    assert {name for name in new_devices.ROWS.values() if not name.startswith("int8")} <= set(found["new-inverted"])
+    assert found["new-inverted"]["n_test"] == 20
+    again = new_devices.measure(clients, tmp_path / "domains-0", 0, rounds=1)
+    assert again == found, "what is there is not trained again"
+
+
+def test_digits_of_test_samples_are_drawn_from_originals_that_nobody_learns_from():
+    """Plain images are the originals; those of other styles come from the same two halves."""
+    clients = new_devices.domains(1)
+    sides = [
+        {image.tobytes() for name, parts in clients.items() if name.endswith("-plain") for image in parts[side].inputs}
+        for side in (0, 1)
+    ]
+    assert not sides[0] & sides[1]
+    assert len(clients) == 20
+
+
+def test_the_table_of_new_devices_by_hand(tmp_path):
+    names = list(new_devices.ROWS.values())
+    for seed, values in enumerate(((0.5, 0.7), (0.8, 0.8))):
+        run = {f"new-{number}": dict.fromkeys(names, value) for number, value in enumerate(values)}
+        (tmp_path / f"fonts-{seed}.json").write_text(json.dumps(run))
+    lines = new_devices.table(tmp_path)
+    assert lines[:2] == ["| | fonts |", "|---|---|"]
+    assert lines[2] == "| best local model | 70.0 ± 10.0 |", "60 and 80"
+    assert len(lines) == 2 + len(names)
 
 
 def test_plain_tcp_moves_every_byte_both_ways(tmp_path):

@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from edge_agent.data import Samples
 from edge_agent.data.idx import read_idx
 from edge_agent.local.confidence import calibration_error
 from edge_agent.personalize import FitOptions, personalize
+from edge_agent.precision import open_encoder
 from edge_agent.task import ImageInput
 
 EACH = (5, 10, 20, 50)
 KNOWN, OWN = 6, 4
 FONTS = Path("/usr/share/fonts/truetype/dejavu")
-HEADS = ("lr", "prototype")
+HEADS = ("lr", "prototype", "auto")
+ROUNDS = 20
 
 
 def fashion(split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +53,7 @@ PARAMS = {
 
 
 def trained(folder: Path, seed: int, method: str) -> tuple[Path, np.ndarray]:
-    """Bundle of an encoder trained on six classes, eight rounds, five clients of 600 samples; and those classes."""
+    """Bundle of an encoder trained on six classes, `ROUNDS` rounds, five clients of 600 samples; and those classes."""
     classes = np.sort(np.random.default_rng(seed).permutation(10)[:KNOWN])
     path = folder / f"{method}-{seed}.hwb"
     if not path.exists():
@@ -59,7 +62,7 @@ def trained(folder: Path, seed: int, method: str) -> tuple[Path, np.ndarray]:
         clients = {f"c{number}": rows[:, number].reshape(-1) for number in range(5)}
         data = {name: (images[mine], np.char.add("k", labels[mine].astype(str))) for name, mine in clients.items()}
         options = {"params": PARAMS[method], "encoder": "small_cnn", "engine": "serial"}
-        run = simulate(method, data=data, rounds=8, seed=seed, **options)
+        run = simulate(method, data=data, rounds=ROUNDS, seed=seed, **options)
         shutil.copy(run.export(folder / "part.hwb"), path)
     return path, classes
 
@@ -76,10 +79,10 @@ def by_samples(folder: Path, seeds: int, method: str) -> list[dict[str, Any]]:
         for each in EACH:
             train = some(pool[1], own, each, rng)
             parts = [samples(device, *part, own) for part in ((pool, train), (test_pool, test))]
-            local = None
+            encoder, local = open_encoder(device.bundle, "fp32", parts[0]), None
             for head in HEADS:
                 options = FitOptions(head, local=local is None)
-                scores = personalize(device.bundle, (parts[0], parts[1]), device.encoder, options).scores
+                scores = personalize(device.bundle, (parts[0], parts[1]), encoder, options).scores
                 local = scores.local if local is None else local
                 rows.append({"seed": seed, "each": each, "head": head, "local": local, "own": scores.personal})
     return rows
@@ -168,11 +171,11 @@ def on_fonts(folder: Path, seed: int) -> dict[str, float | int]:
     return confidence(device, train, test, near=rest[~later], far=clothes)
 
 
-def printed(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Digits (n, 32, 32, 3) uint8 and labels (n,), drawn in all fonts of the folder, turned, shifted and coloured."""
+def printed(count: int, seed: int, paths: Sequence[Path] | None = None, salt: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Digits (n, 32, 32, 3) uint8 and labels (n,), drawn in these fonts (default: DejaVu), turned and coloured."""
     from PIL import Image, ImageDraw, ImageFont
 
-    rng, paths = np.random.default_rng([seed, 5]), sorted(FONTS.glob("*.ttf"))
+    rng, paths = np.random.default_rng([seed, salt]), paths or sorted(FONTS.glob("*.ttf"))
     labels, images = rng.integers(0, 10, count), []
     for label in labels:
         paper, ink = rng.integers(0, 256, (2, 3))
