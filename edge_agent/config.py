@@ -211,7 +211,8 @@ class HeadConfig(Frozen):
         default=True, description="find what this device reaches alone (acc.local), which takes it some seconds"
     )
     allow_local: bool = Field(
-        default=False, description="use that model, without the encoder, where it is better beyond noise"
+        default=False,
+        description="use that model, without the encoder, where it is better beyond noise or surer in cross-validation",
     )
 
     @model_validator(mode="after")

@@ -29,11 +29,11 @@ from .heads import AUTO, FitData, Head, numeric, saved
 from .heads.base import softmax
 from .heads.numeric import NumericHead
 from .heads.saved import SavedHead, SavedNumeric
-from .local.choice import FOLDS, HeadChoice, candidates, choose, thinned
+from .local.choice import FOLDS, HeadChoice, candidates, choose, cross_validated, thinned
 from .local.confidence import Confidence, estimated
 from .local.details import ClassCount, WorstSample, class_counts, worst_samples
-from .local.models import LocalModel, fit_local
-from .local.validation import LearningCurve, folds, is_better, learning_curve
+from .local.models import MAJORITY, LocalModel, fit_local, refitting
+from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
@@ -54,8 +54,8 @@ class FitOptions:
     come divided), of folds and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
     ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
-    model is used where it is better than the head beyond noise. ``progress``: name of a step -> how its
-    progress is reported.
+    model is used where it is better than the head beyond noise, or surer than the head in cross-validation.
+    ``progress``: name of a step -> how its progress is reported.
     """
 
     head: str = "lr"
@@ -671,11 +671,27 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     unknown = confidence.is_unknown(features.test_features)
     false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
     steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
-    if options.allow_local and result.scores.better_alone and features.local is not None:
+    if options.allow_local and features.local is not None and _is_used_alone(features, features.local, result):
         result = replace(result, local=features.local.model)
     return replace(
         result, confidence=confidence, false_alarms=false_alarms, steps=steps, seconds=options.clock() - begin
     )
+
+
+def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
+    """Whether the local model takes the head's place: better beyond noise, or surer in the head's cross-validation."""
+    if result.scores.better_alone or local.model.name == MAJORITY:
+        return result.scores.better_alone
+    train, options, names = features.train.ready(), features.options, features.train.class_names
+    divisions = _divisions(train, options)
+
+    def fit_rows(name: str, rows: np.ndarray) -> Head:
+        alike = replace(options, head=name, params=result.head.params.model_dump())
+        return fit(features.bundle, features.train_features[rows], train.labels[rows], alike, names)
+
+    head = cross_validated(result.head.name, fit_rows, features.train_features, train.labels, divisions)
+    rows, refit = refitting(local.model, train.inputs, train.labels, len(names), options.seed)
+    return cross_validated(local.model.name, refit, rows, train.labels, divisions).is_surer_than(head)
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
@@ -799,16 +815,20 @@ def best_head(
     """
     if options.head != AUTO:
         return options, None
-    rng = np.random.default_rng(options.seed)
-    divisions = thinned(samples.labels, folds(samples, FOLDS, rng), rng)
 
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
     names = candidates(bundle.manifest.heads)
-    choice = choose(names, fit_rows, features, samples.labels, divisions)
+    choice = choose(names, fit_rows, features, samples.labels, _divisions(samples, options))
     _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
     return replace(options, head=choice.name), choice
+
+
+def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:
+    """The folds on which heads are compared."""
+    rng = np.random.default_rng(options.seed)
+    return thinned(samples.labels, folds(samples, FOLDS, rng), rng)
 
 
 def fit(

@@ -74,7 +74,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
     _add_no_local(parser).add_argument(
-        "--allow-local", action="store_true", help="save the model of acc.local where it is better beyond noise"
+        "--allow-local", action="store_true", help="save the model of acc.local where it is better or surer"
     )
 
 

@@ -73,6 +73,13 @@ class Trial:
         """Mean log loss, >= 0, of its answers in the first ``folds`` folds, at the temperature that suits them best."""
         return float(np.concatenate(self.losses[:folds]).mean(axis=0).min())
 
+    def is_surer_than(self, other: Trial) -> bool:
+        """Whether its log loss on all folds is smaller, and it is not less accurate beyond noise."""
+        if self.dropped or other.dropped or not self.right or not other.right:
+            return False
+        folds = len(self.right)
+        return self.loss(folds) < other.loss(folds) and not is_better(other.all_right, self.all_right)
+
     def as_json(self) -> dict[str, Any]:
         """Accuracy, its interval and spread (0..1 or None), log loss, folds, seconds and why it was dropped."""
         low, high = interval(int(self.all_right.sum()), len(self.all_right)) if self.right else (None, None)
@@ -165,6 +172,23 @@ def choose(
     low, high = interval(int(taken.all_right.sum()), len(taken.all_right))
     why = f"{taken.accuracy:.3f} on {len(taken.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
     return HeadChoice(taken.name, (taken, *others), why)
+
+
+def cross_validated(
+    name: str,
+    fit: Fit,
+    features: np.ndarray,
+    labels: np.ndarray,
+    divisions: Sequence[Fold],
+    *,
+    clock: Callable[[], float] = time.process_time,
+) -> Trial:
+    """How one head fares on all folds; ``dropped`` says why where a fit fails."""
+    trial = Trial(name)
+    for fold in divisions:
+        if not _tried(trial, fit, features, labels, fold, clock):
+            break
+    return trial
 
 
 def _race(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,6 +33,10 @@ _AT_ONCE = 128
 
 MAJORITY = "most frequent class"
 """Name of the model that always answers with the most frequent class."""
+
+
+Refits: TypeAlias = tuple[np.ndarray, Callable[[str, np.ndarray], Head]]
+"""Features (n, d), and a function: any name, and the rows to learn from -> the fitted head."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,20 @@ class LocalModel:
     def predict_proba(self, inputs: np.ndarray) -> np.ndarray:
         """Probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
         return self.head.predict_proba(self.features(inputs))
+
+
+def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
+    """Features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on some of their rows.
+
+    Raises:
+        DataError: inputs with NaN or infinity.
+    """
+    features, kind = model.features(inputs), candidates(model.input)[model.name]
+
+    def fit(_name: str, rows: np.ndarray) -> Head:
+        return fitted(kind, features[rows], labels[rows], num_classes, np.random.default_rng(seed))
+
+    return features, fit
 
 
 def fit_local(

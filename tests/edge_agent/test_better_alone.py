@@ -49,6 +49,18 @@ def test_the_local_model_is_used_only_where_it_is_allowed(weak, tmp_path):
     assert np.mean(answers.argmax(axis=1) == test.labels) == result.scores.local
 
 
+def test_cross_validation_decides_where_few_samples_are_held_out(weak):
+    """Four held-out samples show nothing beyond noise; the training samples do."""
+    _, bundle, (train, test) = weak
+    encoder, few = Encoder.open(bundle, "fp32"), test.take(np.arange(4))
+    result = personalize(bundle, (train, few), encoder, FitOptions(allow_local=True))
+    assert not result.scores.better_alone
+    assert result.title == result.scores.local_model
+    same = train.take(np.flatnonzero(train.labels == 3))
+    alone = personalize(bundle, (same, few), encoder, FitOptions(allow_local=True))
+    assert alone.local is None, "one class: there is nothing to compare"
+
+
 def test_without_the_yardstick_nothing_is_said_of_it(weak):
     _, bundle, parts = weak
     scores = personalize(bundle, parts, Encoder.open(bundle, "fp32"), FitOptions(local=False)).scores

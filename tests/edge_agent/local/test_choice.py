@@ -10,7 +10,7 @@ from edge_agent.data import Samples
 from edge_agent.errors import HeadwaterError, TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads._time import time_limit
-from edge_agent.local.choice import MOST_ROWS, candidates, choose, thinned
+from edge_agent.local.choice import MOST_ROWS, Trial, candidates, choose, thinned
 from edge_agent.local.validation import folds
 from edge_agent.task import ImageInput
 
@@ -208,6 +208,19 @@ def test_of_equally_accurate_heads_the_one_that_knows_where_it_errs_is_taken():
         assert rows[name]["log_loss"] < loss + 1e-4
     # The best temperature of 'sure' gives its answers the share of right ones, 0.8: entropy and a coin for the rest.
     assert rows["sure"]["log_loss"] == pytest.approx(-(0.8 * np.log(0.8) + 0.2 * np.log(0.1)), abs=0.01)
+
+
+def test_a_surer_head_that_is_less_accurate_beyond_noise_is_not_surer():
+    """Where they differ 'first' is right on 8 and 'second' on none, p = 2 / 2^8; 'near' lacks one."""
+    right = {"first": np.arange(100) < 80, "second": np.arange(100) < 72, "near": np.arange(100) < 79}
+    trials = {
+        name: Trial(name, [rows], [np.full((100, 1), loss)])
+        for (name, rows), loss in zip(right.items(), (0.6, 0.5, 0.5), strict=True)
+    }
+    assert trials["near"].is_surer_than(trials["first"])
+    assert not trials["first"].is_surer_than(trials["near"])
+    assert not trials["second"].is_surer_than(trials["first"])
+    assert not Trial("none").is_surer_than(trials["first"])
 
 
 def test_of_the_same_answers_the_simplest_head_is_taken():
