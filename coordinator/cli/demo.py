@@ -35,7 +35,7 @@ TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
 HEAD_STYLES = ("photo", "rendered")
 STYLES = (*TRAIN_STYLES, *HEAD_STYLES)
 HELD_OUT = {"train": 0.5, "head": 0.8}
-"""Share of each agent's samples that is held out, by tier: the new devices have 60 and 80 labelled samples to learn from."""
+"""Share of each agent's samples that is held out, by tier: the new devices learn from 60 and 80 samples."""
 
 SAMPLES_OF_RENDERED = 400
 EVALUATE_EVERY = 5
@@ -120,8 +120,8 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
     if personal and local:
         yield (
-            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with their own "
-            f"head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
+            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with a head on "
+            f"the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
     yield from (f"warning: {line}" for line in lines(summary["warnings"]))
     if settings := SETTINGS.get(summary["method"]):

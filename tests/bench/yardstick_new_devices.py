@@ -43,7 +43,7 @@ ROWS = {
     "auto, own batch norm": "own/auto",
     "auto, int8": "int8/auto",
     "**auto, as a device chooses**": "auto norm/auto",
-    "and the local model where it is better": "used",
+    "the same with `--allow-local`": "used",
     "full training, classifier tuned": "full, head tuned",
     "full training, all tuned": "full, all tuned",
 }
