@@ -120,8 +120,8 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
     if personal and local:
         yield (
-            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with a head on "
-            f"the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
+            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with the "
+            f"best head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
     yield from (f"warning: {line}" for line in lines(summary["warnings"]))
     if settings := SETTINGS.get(summary["method"]):
@@ -130,9 +130,9 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     yield took
     if bundle := summary.get("bundle"):
         yield "Next, on this machine or any other, without torch and without a network:"
-        source = f"digits:{HEAD_STYLES[0]}"
-        yield f"  edge-agent fit --bundle {bundle['path']} --data {source} --out my-head"
-        yield f"  edge-agent evaluate --bundle {bundle['path']} --data {source} --head my-head"
+        source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
+        yield f"  edge-agent fit --bundle {bundle['path']} --data '{source}' --out my-head"
+        yield f"  edge-agent evaluate --bundle {bundle['path']} --data '{source}' --head my-head"
 
 
 def _coordinator_config(folder: Path) -> CoordinatorConfig:
