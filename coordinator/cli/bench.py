@@ -11,11 +11,11 @@ from rich.table import Table
 
 from edge_agent.config import parse
 
-from ..research.bench.measuring import RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
+from ..research.bench.measuring import FleetPlan, RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
 from .options import Given, Json, from_model
 from .output import present, table
 
-app = typer.Typer(help="Measure this machine: rounds, simulations, devices.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine: rounds, fleets, simulations, devices.", no_args_is_help=True)
 
 Folder = Annotated[
     Path | None, typer.Option("--dir", help="Work on the disk of this folder; default: the system's temporary folder.")
@@ -48,6 +48,23 @@ def round_(given: Given, folder: Folder = None, as_json: Json = False) -> None:
     titles = [f"{plan.agents} agents, {plan.workload}, {one.broker}, {plan.rounds} rounds" for one in measured]
     tables = [_table(title, one.rows()) for title, one in zip(titles, measured, strict=True)]
     present(result, [*tables, note], as_json=as_json)
+
+
+@app.command("fleet")
+@from_model(FleetPlan, bounds=True)
+def fleet(given: Given, folder: Folder = None, as_json: Json = False) -> None:
+    """CPU of the coordinator for each message, its memory, and bytes published, with many agents in one process.
+
+    Example: headwater bench fleet --agents 1000 --payload 0.5MB --json
+    """
+    from ..research.bench import fleet as bench
+
+    plan, here = parse(FleetPlan, given, where="the options"), machine()
+    with scratch(folder) as temporary:
+        figures = bench.measure(plan, temporary)
+    note = caveat(here, "Agents train nothing. In memory, idle time is skipped and both sides share one process.")
+    title = f"{plan.agents} agents, {plan.cohort_size} in a round, {plan.payload}, {plan.transport}"
+    _report(title, figures.rows(), {"machine": here, "caveat": note}, as_json=as_json)
 
 
 @app.command("device")

@@ -412,6 +412,12 @@ class Coordinator:
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
             "agents": [asdict(agent) for agent in self._agents(run)],
+            "traffic": {
+                "messages_received": self.transport.traffic.messages_down,
+                "bytes_received": self.transport.traffic.bytes_down,
+                "bytes_published": self.transport.traffic.bytes_up,
+                "dropped": self.transport.traffic.dropped,
+            },
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,
             "rejected_messages": self.rejected.total,

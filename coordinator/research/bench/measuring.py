@@ -71,6 +71,33 @@ class RoundPlan(Frozen):
         return size_bytes(self.payload)
 
 
+class FleetPlan(Frozen):
+    """What ``bench fleet`` measures."""
+
+    agents: int = Field(100, ge=1, le=100_000, description="number of agents, all of them in one process")
+    cohort: int = Field(0, ge=0, le=100_000, description="agents in a round; 0 = all")
+    payload: str = Field("0.5MB", description="size of the model: 0.5MB, 500000")
+    rounds: int = Field(2, ge=1, le=1000, description="number of rounds")
+    idle_s: int = Field(60, ge=0, le=3600, description="seconds of heartbeats alone, before the rounds")
+    transport: Literal["memory", "mosquitto", "amqtt"] = Field(
+        "memory", description="memory (CPU by kind of message), mosquitto or amqtt"
+    )
+
+    @property
+    def cohort_size(self) -> int:
+        """Agents in a round."""
+        return min(self.cohort or self.agents, self.agents)
+
+    @property
+    def payload_bytes(self) -> int:
+        """The payload in bytes.
+
+        Raises:
+            UsageError: not a size, or one that cannot be sent.
+        """
+        return size_bytes(self.payload)
+
+
 class SimulationSize(Frozen):
     """How much ``bench simulate`` measures; the defaults are those of workload W1."""
 

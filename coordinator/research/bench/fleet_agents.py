@@ -1,0 +1,295 @@
+"""Agents that speak the whole protocol and train nothing, thousands of them in one process.
+
+An agent here is its state in the protocol: no thread, no files, no model. Downloads are assembled once for all agents
+(everyone still receives and counts each of its chunks), and an update is what was received plus the agent's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+from edge_agent import __version__
+from edge_agent.errors import MeasuringFailed
+from edge_agent.wire import chunks
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import Chunks, Outgoing
+from edge_agent.wire.messages import Topics
+from edge_agent.wire.tensors import decode, encode
+
+from .workloads import add, number_of
+
+HEARTBEAT_S = 15.0
+AGAIN_S = 5.0
+"""Hellos, requests and manifests without an answer are repeated after this time."""
+
+KEPT_UPDATES = 64
+"""Encoded updates in memory; others are computed again."""
+
+Publish = Callable[[str, bytes, str], None]
+"""Publishes a payload on a topic; the last argument is its kind, for the figures."""
+
+
+class Models:
+    """What the agents of one process share: the received blobs and the updates made of them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[bytearray, Chunks]] = {}
+        self._whole: OrderedDict[str, bytes] = OrderedDict()
+        self._updates: OrderedDict[tuple[str, int], Outgoing] = OrderedDict()
+
+    def add(self, ref: wire.BlobRef, frame: chunks.Frame) -> None:
+        """One chunk that some agent has received.
+
+        Raises:
+            MeasuringFailed: the blob is complete and has another hash.
+        """
+        if ref.digest in self._whole:
+            return
+        count = chunks.chunk_count(ref)
+        data, present = self._parts.setdefault(ref.digest, (bytearray(ref.size_bytes), Chunks(count)))
+        if not present.add(frame.index):
+            return
+        data[frame.offset : frame.offset + len(frame.data)] = frame.data
+        if present.complete:
+            if hashlib.sha256(data).hexdigest() != ref.digest:
+                raise MeasuringFailed(f"blob {ref.digest[:16]} arrived with another hash")
+            self._whole[ref.digest] = bytes(data)
+            del self._parts[ref.digest]
+            while len(self._whole) > 2:  # that of the last round, and of this one
+                self._whole.popitem(last=False)
+
+    def has(self, digest: str) -> bool:
+        """Whether the blob is complete."""
+        return digest in self._whole
+
+    def update(self, digest: str, number: int) -> Outgoing:
+        """The update of the agent with that number on this model."""
+        key = (digest, number)
+        if key not in self._updates:
+            self._updates[key] = Outgoing.of(encode(add(decode(self._whole[digest]), number)))
+            while len(self._updates) > KEPT_UPDATES:
+                self._updates.popitem(last=False)
+        self._updates.move_to_end(key)
+        return self._updates[key]
+
+
+class FleetAgent:
+    """One agent. Call `subscribed` after each connect, `received` for each message, and `tick` when `due_at` says."""
+
+    def __init__(
+        self,
+        name: str,
+        topics: Topics,
+        models: Models,
+        publish: Publish,
+        subscribe: Callable[[FleetAgent, str], None],
+        unsubscribe: Callable[[FleetAgent, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``subscribe(agent, topic)`` is followed by `subscribed`."""
+        self.id, self._topics, self._models, self._clock = name, topics, models, clock
+        self._publish, self._subscribe, self._unsubscribe = publish, subscribe, unsubscribe
+        self._boot = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self._number = number_of(name)
+        self._seq, self._federation, self.epoch = 0, "", 0
+        self._job: wire.Job | None = None
+        self._ref: wire.BlobRef | None = None
+        self._chunks: Chunks | None = None
+        self._manifest: wire.UpdateManifest | None = None
+        self._queue: deque[int] = deque()
+        self._seen = self._sent = self._window = 0
+        self._heard_at = clock()
+        self.due_at = float("-inf")
+        self.welcomed = False
+        self.receipts = self.rejected = self.received_bytes = 0
+
+    def subscribed(self, digest: str = "") -> None:
+        """The broker has confirmed the agent's own topics, or those of a blob."""
+        if not digest:
+            self._hello()
+        elif self._ref is not None and self._ref.digest.startswith(digest):
+            self._want()
+
+    def received(self, topic: str, payload: bytes) -> None:
+        """A message to this agent."""
+        self.received_bytes += len(payload)
+        if topic.endswith("/db") or "/b/" in topic:
+            self._on_chunk(chunks.decode_frame(payload))
+            return
+        message = wire.parse_from_coordinator(payload)
+        handler = _HANDLERS.get(type(message))
+        if handler is not None:
+            handler(self, message)
+
+    def tick(self) -> None:
+        """Repeat what has no answer, or send a heartbeat."""
+        now = self._clock()
+        if not self.welcomed:
+            self._hello()
+        elif self._manifest is not None and not self._queue and now - self._heard_at >= AGAIN_S:
+            self._send(self._manifest, "manifest again")
+        elif self._ref is not None and now - self._heard_at >= AGAIN_S:
+            self._want("want again")
+        else:
+            self.heartbeat()
+        self.due_at = now + (HEARTBEAT_S if self.welcomed and not self._is_busy else AGAIN_S)
+
+    def heartbeat(self) -> None:
+        """Send one."""
+        beat = wire.Heartbeat()
+        if self._job is not None:
+            beat = wire.Heartbeat(run=self._job.run, round=self._job.round, purpose=self._job.purpose)
+        self._send(beat, "heartbeat", self._topics.heartbeat(self.id))
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._ref is not None or self._manifest is not None
+
+    def _send(self, message: wire.Control, kind: str, topic: str = "") -> None:
+        self._seq += 1
+        stamp: dict[str, Any] = {"boot": self._boot, "seq": self._seq, "federation": self._federation}
+        payload = wire.encode(message.model_copy(update=stamp))
+        self._publish(topic or self._topics.up(self.id), payload, kind)
+
+    def _hello(self) -> None:
+        self._publish(self._topics.presence(self.id), f"online {self._boot} 1".encode(), "presence")
+        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, epoch=self.epoch)
+        self._send(hello, "hello")
+        self.due_at = self._clock() + AGAIN_S
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        self._federation, self.epoch, self.welcomed = message.federation, message.epoch, True
+        # Heartbeats of a fleet are spread evenly, as those of agents that started at different times are.
+        self.due_at = self._clock() + HEARTBEAT_S * (int(self._boot[:4], 16) + 1) / 65536
+
+    def _on_announce(self, _: wire.Announce) -> None:
+        if not self.welcomed:
+            self._hello()
+
+    def _on_who(self, message: wire.Who) -> None:
+        self.welcomed = False
+        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, answers=message.question)
+        self._send(hello, "hello")
+
+    def _on_job(self, job: wire.Job) -> None:
+        is_same = self._job is not None and wire.job_key(self._job) == wire.job_key(job)
+        if is_same and self._is_busy:
+            return
+        self._job, self._ref, self._manifest = job, job.blobs[0], None
+        self._heard_at = self._clock()
+        self.due_at = min(self.due_at, self._heard_at + AGAIN_S)
+        if self._models.has(self._ref.digest) and self._chunks is not None and self._chunks.complete:
+            self._finish()
+        else:
+            self._chunks = Chunks(chunks.chunk_count(self._ref))
+            self._subscribe(self, self._topics.broadcast(self._ref.digest))
+
+    def _want(self, kind: str = "want") -> None:
+        if self._ref is not None and self._chunks is not None:
+            self._seen, self._heard_at = 0, self._clock()
+            self._send(wire.Want(digest=self._ref.digest, ranges=self._chunks.missing()), kind)
+
+    def _on_chunk(self, frame: chunks.Frame) -> None:
+        ref, present = self._ref, self._chunks
+        if ref is None or present is None or present.complete or frame.transfer != chunks.transfer_id(ref.digest):
+            return
+        self._models.add(ref, frame)
+        present.add(frame.index)
+        self._seen += 1
+        self._heard_at = self._clock()
+        if present.present == present.count:
+            self._unsubscribe(self, self._topics.broadcast(ref.digest))
+            self._finish()
+        elif self._seen % chunks.DOWNLOAD_REPORT_EVERY == 0:
+            self._send(wire.Progress(digest=ref.digest, seen=self._seen), "progress")
+
+    def _finish(self) -> None:
+        """The model is here: answer, compute, and offer the update."""
+        job, ref = self._job, self._ref
+        if job is None or ref is None:
+            return
+        self._send(wire.Have(digest=ref.digest), "have")
+        self._ref = None
+        if job.purpose == "personalize":
+            self._send(wire.Report(run=job.run, samples=1), "report")
+            self._job = None
+            return
+        blob = self._models.update(ref.digest, self._number)
+        self._manifest = wire.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
+        self._send(self._manifest, "manifest")
+
+    def _on_grant(self, message: wire.Grant) -> None:
+        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+            count = chunks.chunk_count(self._manifest.blob)
+            self._queue = deque(chunks.expand(message.missing, count))
+            self._sent, self._window = 0, message.credits
+            self._upload(self._window)
+
+    def _on_ack(self, message: wire.Ack) -> None:
+        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+            self._upload(message.received + self._window)
+
+    def _upload(self, limit: int) -> None:
+        self._heard_at = self._clock()
+        if self._manifest is None or self._job is None:
+            return
+        blob = self._models.update(self._job.blobs[0].digest, self._number)
+        while self._queue and self._sent < limit:
+            frame = blob.frame(self._queue.popleft())
+            self._sent += 1
+            self._publish(self._topics.up_chunks(self.id), frame, "chunk" if self._queue else "last chunk")
+
+    def _on_receipt(self, message: wire.Receipt) -> None:
+        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+            self.receipts += message.accepted
+            self.rejected += not message.accepted
+            self._manifest = self._job = None
+            self._queue.clear()
+
+    def _on_cancel(self, message: wire.Cancel) -> None:
+        if self._job is not None and wire.job_key(self._job) == wire.job_key(message):
+            self._job = self._manifest = self._ref = None
+            self._queue.clear()
+
+
+_HANDLERS: dict[type[wire.Command], Callable[[FleetAgent, Any], None]] = {
+    wire.Welcome: FleetAgent._on_welcome,  # noqa: SLF001 - its own table
+    wire.Announce: FleetAgent._on_announce,  # noqa: SLF001 - its own table
+    wire.Who: FleetAgent._on_who,  # noqa: SLF001 - its own table
+    wire.Job: FleetAgent._on_job,  # noqa: SLF001 - its own table
+    wire.Grant: FleetAgent._on_grant,  # noqa: SLF001 - its own table
+    wire.Ack: FleetAgent._on_ack,  # noqa: SLF001 - its own table
+    wire.Receipt: FleetAgent._on_receipt,  # noqa: SLF001 - its own table
+    wire.Cancel: FleetAgent._on_cancel,  # noqa: SLF001 - its own table
+}
+
+
+class Timers:
+    """When agents are due. An entry may be early: the agent's own `FleetAgent.due_at` counts."""
+
+    def __init__(self, agents: list[FleetAgent]) -> None:
+        self._heap = [(agent.due_at, number) for number, agent in enumerate(agents)]
+        self._agents = agents
+        heapq.heapify(self._heap)
+
+    def run(self, now: float) -> int:
+        """`FleetAgent.tick` of all that are due; how many there were."""
+        count = 0
+        while self._heap and self._heap[0][0] <= now:
+            _, number = heapq.heappop(self._heap)
+            agent = self._agents[number]
+            if agent.due_at <= now:
+                agent.tick()
+                count += 1
+            heapq.heappush(self._heap, (min(agent.due_at, now + AGAIN_S), number))
+        return count
+
+    def due_in(self, now: float) -> float:
+        """Seconds until the next one may be due."""
+        return max(0.0, self._heap[0][0] - now) if self._heap else AGAIN_S

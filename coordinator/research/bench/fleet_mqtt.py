@@ -1,0 +1,246 @@
+"""Connections of thousands of agents to an MQTT broker, by one selector in one thread (a program of its own).
+
+It speaks the part of MQTT 3.1.1 that agents need: CONNECT, SUBSCRIBE, UNSUBSCRIBE, PUBLISH with QoS 1, PING.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+from edge_agent.errors import MeasuringFailed
+from edge_agent.wire.messages import Topics
+
+from .fleet_agents import FleetAgent, Models, Timers
+from .measuring import lines, send_line
+
+KEEPALIVE_S = 300
+"""Agents send heartbeats far more often, so nothing else has to keep the connection open."""
+
+CONNECTING_AT_ONCE = 100
+READ_BYTES = 1 << 18
+CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE = 1, 2, 3, 4, 8, 9, 10
+
+
+def packet(kind: int, body: bytes, flags: int = 0) -> bytes:
+    """One MQTT packet."""
+    length, left = bytearray(), len(body)
+    while True:
+        left, digit = divmod(left, 128)
+        length.append(digit | (0x80 if left else 0))
+        if not left:
+            return bytes([kind << 4 | flags]) + bytes(length) + body
+
+
+def text(value: str) -> bytes:
+    """A string of MQTT."""
+    data = value.encode()
+    return struct.pack(">H", len(data)) + data
+
+
+def packets(received: bytearray) -> Iterator[tuple[int, int, bytes]]:
+    """Kind, flags and body of each whole packet in ``received``, which are removed from it."""
+    start = 0
+    while len(received) - start >= 2:
+        length = shift = 0
+        position = start + 1
+        while position < len(received):
+            digit = received[position]
+            length |= (digit & 0x7F) << shift
+            position, shift = position + 1, shift + 7
+            if not digit & 0x80:
+                break
+        else:
+            break
+        if received[position - 1] & 0x80 or len(received) < position + length:
+            break
+        yield received[start] >> 4, received[start] & 0x0F, bytes(received[position : position + length])
+        start = position + length
+    del received[:start]
+
+
+class Connection:
+    """One agent's connection."""
+
+    def __init__(self, name: str, federation: str, address: tuple[str, int]) -> None:
+        self.name, self.topics = name, Topics(federation)
+        self.received, self.unsent = bytearray(), bytearray()
+        self.is_up = False
+        self._mid = 0
+        self._pending: dict[int, str] = {}
+        """Packet id -> the blob of the topic that was subscribed to; empty: the agent's own topics."""
+
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.connect_ex(address)
+        will = text(self.topics.presence(name)) + text("offline")
+        flags = 0x02 | 0x04 | 0x08  # clean session; a will, of QoS 1
+        head = text("MQTT") + bytes([4, flags]) + struct.pack(">H", KEEPALIVE_S)
+        self.unsent += packet(CONNECT, head + text(f"{name}-bench") + will)
+
+    def subscribe(self, filters: tuple[str, ...], blob: str = "") -> None:
+        """`handled` returns ``blob`` when the broker has confirmed it."""
+        mid = self._next()
+        self._pending[mid] = blob
+        self.unsent += packet(SUBSCRIBE, struct.pack(">H", mid) + b"".join(text(f) + b"\x01" for f in filters), 2)
+
+    def unsubscribe(self, topic: str) -> None:
+        """Receive no more of it."""
+        self.unsent += packet(UNSUBSCRIBE, struct.pack(">H", self._next()) + text(topic), 2)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """With QoS 1."""
+        self.unsent += packet(PUBLISH, text(topic) + struct.pack(">H", self._next()) + payload, 2)
+
+    def handled(self) -> Iterator[tuple[str, bytes] | str]:
+        """What has arrived: topic and payload of each message, and the blob of each confirmed subscription.
+
+        Raises:
+            MeasuringFailed: the broker refuses the connection.
+        """
+        for kind, flags, body in packets(self.received):
+            if kind == CONNACK:
+                if body[1]:
+                    raise MeasuringFailed(f"the broker refuses {self.name}: code {body[1]}")
+                self.is_up = True
+                self.subscribe(self.topics.for_agent(self.name))
+            elif kind == SUBACK:
+                yield self._pending.pop(struct.unpack_from(">H", body)[0])
+            elif kind == PUBLISH:
+                (length,) = struct.unpack_from(">H", body)
+                begin = 2 + length
+                if flags & 0x06:
+                    self.unsent += packet(PUBACK, body[begin : begin + 2])
+                    begin += 2
+                yield body[2 : 2 + length].decode(), body[begin:]
+
+    def _next(self) -> int:
+        self._mid = self._mid % 65535 + 1
+        return self._mid
+
+
+class MqttFleet:
+    """All agents of this process. Call `step` again and again."""
+
+    def __init__(self, count: int, federation: str, address: tuple[str, int]) -> None:
+        self._address, self._federation = address, federation
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[str, Connection] = {}
+        self._unsent: set[str] = set()
+        self._topics, models = Topics(federation), Models()
+        make = (self._topics, models, self._publish, self._subscribe, self._unsubscribe, time.monotonic)
+        names = [f"agent-{number}" for number in range(count)]
+        self.agents = {name: FleetAgent(name, *make) for name in names}
+        self._waiting = names[::-1]
+        self._timers: Timers | None = None
+        self.sent = 0
+
+    @property
+    def welcomed(self) -> int:
+        """How many agents the coordinator has on its roster."""
+        return sum(agent.welcomed for agent in self.agents.values())
+
+    def step(self) -> None:
+        """Connect some more, and handle what sockets and timers have."""
+        self._connect()
+        now = time.monotonic()
+        pause_s = 0.01 if self._waiting or self._timers is None else min(0.1, self._timers.due_in(now))
+        for key, events in self._selector.select(pause_s):
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+            self._unsent.add(key.data.name)
+        if self._timers is not None:
+            self._timers.run(time.monotonic())
+        unsent, self._unsent = self._unsent, set()
+        for name in unsent:
+            self._write(self._connections[name])
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _publish(self, topic: str, payload: bytes, _kind: str) -> None:
+        name, _ = self._topics.sender(topic)
+        self.sent += 1
+        self._connections[name].publish(topic, payload)
+        self._unsent.add(name)
+
+    def _subscribe(self, agent: FleetAgent, topic: str) -> None:
+        self._connections[agent.id].subscribe((topic,), topic.rsplit("/", 1)[-1])
+        self._unsent.add(agent.id)
+
+    def _unsubscribe(self, agent: FleetAgent, topic: str) -> None:
+        self._connections[agent.id].unsubscribe(topic)
+        self._unsent.add(agent.id)
+
+    def _connect(self) -> None:
+        if not self._waiting:
+            if self._timers is None and all(connection.is_up for connection in self._connections.values()):
+                self._timers = Timers(list(self.agents.values()))
+            return
+        connecting = sum(not connection.is_up for connection in self._connections.values())
+        for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - connecting)):
+            name = self._waiting.pop()
+            connection = self._connections[name] = Connection(name, self._federation, self._address)
+            self._selector.register(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = connection.socket.recv(READ_BYTES)
+            if not data:
+                raise MeasuringFailed(f"the broker has closed the connection of {connection.name}")
+            connection.received += data
+        agent = self.agents[connection.name]
+        for event in connection.handled():
+            if isinstance(event, str):
+                agent.subscribed(event)
+            else:
+                agent.received(*event)
+
+    def _write(self, connection: Connection) -> None:
+        if connection.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del connection.unsent[: connection.socket.send(connection.unsent)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+
+def main() -> None:
+    """``host port agents federation``: print the figures of the fleet as JSON for each line that comes in."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("host", str), ("port", int), ("agents", int), ("federation", str)):
+        parser.add_argument(name, type=kind)
+    given = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    fleet = MqttFleet(given.agents, given.federation, (given.host, given.port))
+    asked, stop = threading.Semaphore(0), threading.Event()
+
+    def listen() -> None:
+        for _ in lines():
+            asked.release()
+        stop.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    while not stop.is_set():
+        fleet.step()
+        if asked.acquire(blocking=False):
+            figures = {
+                "welcomed": fleet.welcomed,
+                "sent": fleet.sent,
+                "received_bytes": sum(agent.received_bytes for agent in fleet.agents.values()),
+                "receipts": sum(agent.receipts for agent in fleet.agents.values()),
+            }
+            send_line(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
