@@ -6,9 +6,11 @@ Only where the start that has the id and the one that claims it both answer are 
 
 from __future__ import annotations
 
+import heapq
 import logging
 import secrets
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from edge_agent import __version__
@@ -64,6 +66,12 @@ class Roster:
         self.lease_s = lease_s
         self._clock = clock
         self._members: dict[str, Member] = {}
+        self._ready: set[str] = set()
+        self._sorted: dict[str | None, list[str]] = {}
+        self._leases: list[tuple[float, str]] = []
+        """A heap of (time, agent): its lease ends then or later. One entry for each agent that is present."""
+
+        self._leased: set[str] = set()
         self._connected_at: float | None = clock()
         self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Rejections(clock)
@@ -80,6 +88,10 @@ class Roster:
                 member.stalled_at = before.stalled_at
         member.heard_at = self._clock()
         self._members[agent] = member
+        self._sorted.clear()
+        if agent not in self._leased:
+            self._leased.add(agent)
+            heapq.heappush(self._leases, (member.heard_at + self.lease_s, agent))
         self.is_as(agent, message.condition)
         return member
 
@@ -119,6 +131,7 @@ class Roster:
         member.condition = condition
         if condition == "ok":
             member.fault = None
+        self._note_ready(member)
         return condition == "ok" or member.fault is not None
 
     def heard(self, agent: str, boot: str | None = None) -> bool:
@@ -134,25 +147,43 @@ class Roster:
         member = self._members.get(agent)
         if member is not None and member.is_present:
             member.offline_at = self._clock()
+            self._note_ready(member)
 
     def expire(self) -> list[str]:
         """Agents whose lease has just expired; none expires while the coordinator itself cannot be reached."""
         now, since = self._clock(), self._connected_at
         if since is None:
             return []
-        silent = [m.id for m in self._members.values() if m.is_present and now - max(m.heard_at, since) > self.lease_s]
-        for agent in silent:
-            self._members[agent].offline_at = now
-        return silent
+        silent = []
+        while self._leases and self._leases[0][0] < now:
+            _, agent = heapq.heappop(self._leases)
+            member = self._members[agent]
+            until = max(member.heard_at, since) + self.lease_s
+            if member.is_present and until >= now:
+                heapq.heappush(self._leases, (until, agent))
+                continue
+            self._leased.discard(agent)
+            if member.is_present:
+                member.offline_at = now
+                self._note_ready(member)
+                silent.append(agent)
+        return sorted(silent)
 
     def get(self, agent: str) -> Member | None:
         """What is known of an agent."""
         return self._members.get(agent)
 
+    @property
+    def ready(self) -> AbstractSet[str]:
+        """Ids of the agents that are online and can write to their disks."""
+        return self._ready
+
     def present(self, tier: str | None = None) -> list[str]:
-        """Ids of the agents that are online and can write to their disks, sorted; of one tier where given."""
-        able = [m for m in self._members.values() if m.is_present and m.condition != "stalled"]
-        return sorted(m.id for m in able if tier in {None, m.tier})
+        """`ready`, sorted; of one tier where given."""
+        if tier not in self._sorted:
+            members = map(self._members.__getitem__, sorted(self._ready))
+            self._sorted[tier] = [member.id for member in members if tier in {None, member.tier}]
+        return list(self._sorted[tier])
 
     def members(self) -> list[Member]:
         """All agents heard of, sorted by id."""
@@ -190,6 +221,12 @@ class Roster:
         if offline_at is None or self._connected_at is None:
             return RETURN_S
         return offline_at + patience_s - self._clock()
+
+    def _note_ready(self, member: Member) -> None:
+        is_ready = member.is_present and member.condition != "stalled"
+        if is_ready != (member.id in self._ready):
+            (self._ready.add if is_ready else self._ready.discard)(member.id)
+            self._sorted.clear()
 
 
 ANSWER_S = 1.5

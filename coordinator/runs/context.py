@@ -80,7 +80,7 @@ class Reports:
         self.reports: dict[str, Report] = {}
         self.faults: dict[str, str] = {}
         self._ask: Callable[[str], None] | None = None
-        self._asked: tuple[str, ...] = ()
+        self._asked: frozenset[str] = frozenset()
         self._bundle_id = ""
 
     def add(self, agent: str, message: Report) -> None:
@@ -107,12 +107,12 @@ class Reports:
 
         ``ask`` is called by `ask_again`.
         """
-        self._asked, self._ask = agents, ask
+        self._asked, self._ask = frozenset(agents), ask
         until = self._context.roster.heard_s() + limit_s
         while (pending := tuple(filter(self._is_pending, agents))) and self._context.roster.heard_s() < until:
             limit = until + self._context.roster.deaf_s
             yield Waiting("agents evaluate the final model", pending, limit, about="reports")
-        self._asked, self._ask = (), None
+        self._asked, self._ask = frozenset(), None
 
     def pop(self, agents: Iterable[str]) -> dict[str, Report]:
         """Remove and return the reports of these agents, and remove their faults, before they are asked again."""
@@ -127,8 +127,9 @@ class Reports:
             self._ask(agent)
 
     def _is_pending(self, agent: str) -> bool:
-        patience = self._context.roster.patience(agent)
-        return agent not in self.reports and agent not in self.faults and (patience is None or patience > 0)
+        roster = self._context.roster
+        is_awaited = agent in roster.ready or (roster.patience(agent) or 0) > 0
+        return is_awaited and agent not in self.reports and agent not in self.faults
 
 
 @dataclass(frozen=True)

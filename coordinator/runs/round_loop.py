@@ -92,6 +92,8 @@ class RunLoop:
     _expected: dict[str, Spec] = field(default_factory=dict)
     _extras: dict[str, Spec] = field(default_factory=dict)
     _frozen: Outgoing | None = None
+    _cohort: frozenset[str] = frozenset()
+    """The members of the collection that was opened last."""
 
     def __post_init__(self) -> None:
         run = self.run
@@ -282,7 +284,7 @@ class RunLoop:
             failed_boots=dict(opened.failed_boots),
             left_out=left_out,
         )
-        self.run.context.collector.open(collection)
+        self._collect(collection)
         log.info(
             "round_opened run=%s round=%d attempt=%d cohort=%s", self.run.id, number, attempt, listed(opened.cohort)
         )
@@ -382,7 +384,7 @@ class RunLoop:
 
     def _collect_outside(self, collection: Collection, encoder: Tensors | None = None) -> Steps:
         """Ask the agents of ``collection`` after a round; ``encoder``: the tensors that they are asked about."""
-        self.run.context.collector.open(collection)
+        self._collect(collection)
         until = self._ask(collection.round, collection.cohort, collection.purpose, encoder=encoder)
         yield from self.selection.collect(collection, until)
         self._call_off(collection)
@@ -402,10 +404,15 @@ class RunLoop:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _collect(self, collection: Collection) -> None:
+        self._cohort = frozenset(collection.cohort)
+        self.run.context.collector.open(collection)
+
     def _concerns(self, agent: str) -> bool:
         """Whether the job on offer is for this agent, and not done by it."""
         if self.asked is None or self.asked.purpose != "personalize":
             collection = self.run.context.collector.open_round
-            return collection is not None and agent in collection.outstanding
+            is_done = collection is None or agent in collection.accepted or agent in collection.rejected
+            return agent in self._cohort and not is_done
         member = self.run.context.roster.get(agent)
         return member is not None and member.tier == "train" and agent not in self.run.reports.reports

@@ -170,6 +170,8 @@ class Selection:
     seed: int
     exclusions: Exclusions = field(default_factory=Exclusions)
     _idle: Counter[str] = field(default_factory=Counter)
+    _stuck: set[str] = field(default_factory=set)
+    """Agents with at least `IDLE_HEARTBEATS` of ``_idle``."""
 
     def left_out(self, number: int) -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` leaves out."""
@@ -202,7 +204,7 @@ class Selection:
         while returning := tuple(filter(can_return, sorted(self.exclusions.delivered))):
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
-            present = self.context.roster.present("train")
+            present = roster.present("train")
             for available in (without(present, self.left_out(number)), present):
                 if chosen := choose(available, config, seed=self.seed, round_number=number):
                     return chosen
@@ -214,16 +216,19 @@ class Selection:
         Members that are present and do not start the task are given up only where the others are enough. One that lost
         its connection and is back counts again, because it has continued; one that was restarted starts again.
         """
-        patience = {agent: self.context.roster.patience(agent) for agent in collection.outstanding}
-        able = tuple(agent for agent, left_s in patience.items() if left_s is None or left_s > 0)
-        working = tuple(agent for agent in able if self._idle[agent] < IDLE_HEARTBEATS)
+        roster, outstanding, given_up = self.context.roster, collection.outstanding, collection.given_up
+        ready, stuck = roster.ready, self._stuck
+        able = tuple(agent for agent in outstanding if agent in ready or (roster.patience(agent) or 0) > 0)
+        working = tuple(agent for agent in able if agent not in stuck) if stuck else able
         awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else able
-        for agent in working:
-            if self.boot(agent) and collection.given_up.get(agent) in {"", self.boot(agent)}:
-                del collection.given_up[agent]
-        for agent in without(collection.outstanding, awaited):
-            member = self.context.roster.get(agent)
-            collection.given_up.setdefault(agent, member.boot if member is not None else "")
+        if given_up:
+            for agent in given_up.keys() & set(working):
+                if self.boot(agent) and given_up[agent] in {"", self.boot(agent)}:
+                    del given_up[agent]
+        if len(awaited) < len(outstanding):
+            for agent in without(outstanding, set(awaited)):
+                member = roster.get(agent)
+                given_up.setdefault(agent, member.boot if member is not None else "")
         return awaited
 
     def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
@@ -233,18 +238,18 @@ class Selection:
         """
         waited = f"no update within {self.context.config.round.deadline_s:g} s"
         idle = f"did not take up the work of round {collection.round}"
-        present = set(self.context.roster.present())
-        late = without(collection.outstanding, collection.given_up) if is_late else ()
         return {
-            agent: idle if self._idle[agent] >= IDLE_HEARTBEATS else waited
+            agent: idle if agent in self._stuck else waited
             for agent in collection.outstanding
-            if agent in present and (agent in late or self._idle[agent] >= IDLE_HEARTBEATS)
+            if agent in self.context.roster.ready
+            and (agent in self._stuck or (is_late and agent not in collection.given_up))
         }
 
     def collect(self, collection: Collection, deadline: float) -> Steps:
         """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`)."""
         grace_s = self.context.config.round.grace_s
         self._idle.clear()
+        self._stuck.clear()
         quorum_at: float | None = None
         while awaited := self.awaited(collection):
             now = self.context.roster.heard_s()
@@ -255,7 +260,7 @@ class Selection:
             limit = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
             if now >= limit:
                 return
-            offline = without(collection.outstanding, awaited)
+            offline = without(collection.outstanding, set(awaited))
             got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
             beside = f", without {listed(offline)}" if offline else ""
             about = str(collection)
@@ -317,8 +322,8 @@ class Selection:
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
         """Agent -> reason, of those that are present and that round ``number`` leaves out."""
-        present = self.context.roster.present()
-        return {a: why for a, why in self.left_out(number).items() if a in present and a not in cohort}
+        ready, members = self.context.roster.ready, set(cohort)
+        return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
         """The agents that round ``number`` leaves out, when they are asked again, and why, as JSON."""
@@ -331,8 +336,11 @@ class Selection:
         """A heartbeat of a member of the open round; ``is_at_work``: on the task that it was asked to do."""
         if is_at_work or self.context.collector.is_uploading(agent):
             del self._idle[agent]
+            self._stuck.discard(agent)
         else:
             self._idle[agent] += 1
+            if self._idle[agent] >= IDLE_HEARTBEATS:
+                self._stuck.add(agent)
 
     def boot(self, agent: str) -> str:
         """The start of an agent that is present; empty for another one."""
@@ -347,9 +355,8 @@ class Selection:
         if self.context.excludes_failing:  # members that were restarted after they failed: they may be repaired
             boots = collection.failed_boots
             again = tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
-        present = roster.present()
-        awaited = [agent for agent in self.awaited(collection) if agent in present]
-        others = without(roster.present("train"), collection.cohort)
+        awaited = [agent for agent in self.awaited(collection) if agent in roster.ready]
+        others = without(roster.present("train"), set(collection.cohort))
         least = max(1, self.context.config.cohort.min_agents)
         for new in (without(others, self.left_out(collection.round)), others):
             able = len(awaited) + len(again) + len(new)

@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from edge_agent import __version__
@@ -44,8 +43,11 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
-CHUNKS_AT_ONCE = 16
-"""Chunks of updates that are received between two checks of everything else: some milliseconds."""
+ADVANCE_S = 0.02
+"""Longest time from a message to the next look at timers and the run: one look serves all messages in between."""
+ADVANCE_SHARE = 0.05
+"""The share of the time that those looks may take; with a few agents a look is so short that each message has its own.
+"""
 
 
 class Coordinator:
@@ -100,7 +102,8 @@ class Coordinator:
             wire.Report: self._on_report,
         }
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
-        self._chunks = self._finished_uploads = 0
+        self._is_behind, self._due_at = False, float("-inf")
+        self._advance_at, self._advance_took_s = float("-inf"), 0.0
         self._broker_wait: Waiting | None = None
         """What the coordinator waits for while the broker is unreachable."""
 
@@ -146,16 +149,13 @@ class Coordinator:
             StateError: the state folder was removed or replaced.
         """
         event = self.transport.receive(timeout_s)
-        self.state.journal.check_in_place()
-        if isinstance(event, Message) and event.topic == self.topics.coordinators:
-            self._on_coordinator(event)
-        elif isinstance(event, Message):
-            if self.is_serving:  # agents repeat it
+        if isinstance(event, Message):
+            if event.topic == self.topics.coordinators:
+                self._on_coordinator(event)
+            elif self.is_serving:  # agents repeat it
                 self._on_message(event)
-            is_chunk = event.topic.endswith("/ub") and self.collector.finished_uploads == self._finished_uploads
-            self._finished_uploads = self.collector.finished_uploads
-            self._chunks = (self._chunks + 1) % CHUNKS_AT_ONCE if is_chunk else 0
-            if self._chunks:  # nothing else is due after one more chunk: a 45 MB update has 733 of them
+            self._is_behind = True
+            if self.clock() < min(self._advance_at, self._due_at):
                 return True
         elif isinstance(event, Connected):
             self._broker_wait = None
@@ -170,11 +170,6 @@ class Coordinator:
             what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
             self._broker_wait = Waiting(what, about="broker")
             self.roster.disconnected()
-        try:
-            self.worker.collect()
-            self.hooks.collect()
-        except (StateError, OSError) as error:
-            self.storage.note(error, "results of computations")
         self._advance()
         return event is not None
 
@@ -200,19 +195,19 @@ class Coordinator:
 
     def idle_s(self) -> float:
         """How long `step` may wait for an event before something else is due."""
-        due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
-        if not self.is_serving and (until := self.peers.waiting().until) is not None:
-            due.append(until - self.clock())
-        if (pump_s := self.distributor.pump()) is not None:
-            due.append(pump_s)
-        if self.loop is not None and (until := self.runs.waiting.until) is not None:
-            due.append(until - self.clock())
-        return max(0.0, min(due))
+        return max(0.0, (min(self._advance_at, self._due_at) if self._is_behind else self._due_at) - self.clock())
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Timers, then the active run as far as it can go."""
+        """Results of computations, timers, then the active run as far as it can go."""
+        begin = self.clock()
+        self.state.journal.check_in_place()
+        try:
+            self.worker.collect()
+            self.hooks.collect()
+        except (StateError, OSError) as error:
+            self.storage.note(error, "results of computations")
         if self.peers.tick():
             self.commands.announce()
         if self.is_serving:
@@ -220,9 +215,24 @@ class Coordinator:
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
                 self.distributor.forget(agent)
             self.collector.tick()
-            self.distributor.pump()
             self.runs.advance()
+        pump_s = self.distributor.pump()
         self._status_writer.update(self.waiting, self.status)
+        self._plan(begin, pump_s)
+
+    def _plan(self, begin: float, pump_s: float | None) -> None:
+        """Set when the next look at timers and the run is due, with and without messages before it."""
+        now, due = self.clock(), [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
+        if not self.is_serving and (until := self.peers.waiting().until) is not None:
+            due.append(until - now)
+        if pump_s is not None:
+            due.append(pump_s)
+        if self.loop is not None and (until := self.runs.waiting.until) is not None:
+            due.append(until - now)
+        self._due_at, self._is_behind = now + min(due), False
+        # One long look, such as an aggregation, does not count in full, or the messages after it would wait for it.
+        self._advance_took_s = min(now - begin, 2 * self._advance_took_s + 1e-5)
+        self._advance_at = now + min(ADVANCE_S, self._advance_took_s / ADVANCE_SHARE)
 
     def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
         self._run_ids.check(run)
@@ -411,7 +421,7 @@ class Coordinator:
                 "whom": list(waiting.whom),
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
-            "agents": [asdict(agent) for agent in self._agents(run)],
+            "agents": [vars(agent) for agent in self._agents(run)],
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,

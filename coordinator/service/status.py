@@ -24,6 +24,8 @@ PAGE_BYTES, SPARE_BYTES = 4096, 1024
 """A status file has spare bytes, so that the next one, which may report a full disk, fits in its place."""
 PAUSE_S = 0.2
 """Least time between two status files: a round of a thousand updates changes what is waited for a thousand times."""
+WRITING_SHARE, LONGEST_PAUSE_S = 0.02, 10.0
+"""The share of the time that writing them may take, as a thousand agents take longer, and the longest pause."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class StatusWriter:
         self._path, self._clock = path, clock
         self._logged: Waiting | None = None
         self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
+        self._took_s = 0.0
         self._rejections = Rejections(clock)
 
     def update(self, waiting: Waiting, status: Callable[[], StatusReport]) -> None:
@@ -67,7 +70,9 @@ class StatusWriter:
             level = logging.DEBUG if same_wait else logging.INFO
             log.log(level, "waiting for=%s whom=%s", waiting.what, listed(waiting.whom, "-"))
         self._has_news |= changed
-        if self._clock() - self._written_at >= (PAUSE_S if self._has_news else STATUS_EVERY_S):
+        pause_s = min(LONGEST_PAUSE_S, self._took_s / WRITING_SHARE)
+        pause_s = max(PAUSE_S if self._has_news else STATUS_EVERY_S, pause_s)
+        if self._clock() - self._written_at >= pause_s:
             self._write(status)
 
     def catch_up(self, status: Callable[[], StatusReport], pause_s: float = 0.0) -> None:
@@ -80,7 +85,7 @@ class StatusWriter:
             self._write(status)
 
     def _write(self, status: Callable[[], StatusReport]) -> None:
-        self._has_news, self._written_at = False, self._clock()
+        self._has_news, begin = False, self._clock()
         content = json.dumps(status()).encode()
         size = -(-(len(content) + SPARE_BYTES) // PAGE_BYTES) * PAGE_BYTES
         try:
@@ -90,6 +95,8 @@ class StatusWriter:
             if self._rejections.note(cause(error)) is not None:
                 how = "over the old one" if is_written else "not at all"
                 log.warning("status_written %s path=%s reason=%s", how, self._path, cause(error))
+        self._written_at = self._clock()
+        self._took_s = self._written_at - begin
 
 
 def _overwritten(path: Path, content: bytes) -> bool:

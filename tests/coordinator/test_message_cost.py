@@ -1,0 +1,185 @@
+"""What a message costs the coordinator does not depend on the number of agents."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from federation_harness import Clock, Federation
+
+from coordinator.fleet.registry import Roster
+from coordinator.service import coordinator as service
+from edge_agent.wire import messages as wire
+
+
+def heartbeat(agent, boot="b1", **about):
+    return wire.encode(wire.Heartbeat(boot=boot, seq=1, **about))
+
+
+def hello(boot="b1", condition="ok"):
+    return wire.Hello(software="x", tier="train", samples=1, boot=boot, condition=condition, connection=1)
+
+
+def joined(fed, count):
+    """A coordinator with so many agents in a round; they only exist in its tables."""
+    for number in range(count):
+        fed.coordinator.handle(f"m{number:04d}", "up", wire.encode(hello()))
+
+
+def calls(function):
+    """Calls of Python functions, each step of a generator included."""
+    count = 0
+
+    def profile(_frame, event, _arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["idle", "at_work"])
+def test_a_heartbeat_takes_as_many_steps_with_400_agents_as_with_20(tmp_path, kind):
+    counts = []
+    for size in (20, 400):
+        with Federation(tmp_path / str(size), agents=(), cohort={"min_agents": size}) as fed:
+            fed.settle()
+            joined(fed, size)
+            run = {}
+            if kind == "at_work":
+                fed.request(rounds=1)
+                fed.until(lambda fed=fed: fed.coordinator.collector.open_round)
+                run = {"run": fed.run_id, "round": 1}
+            payload = heartbeat("m0007", **run)
+            fed.coordinator.handle("m0007", "h", payload)
+            counts.append(calls(lambda fed=fed, payload=payload: fed.coordinator.handle("m0007", "h", payload)))
+    assert counts[0] == counts[1]
+
+
+class Looks:
+    """Counts how often the coordinator looks at its run, which takes ``look_s`` of the clock."""
+
+    def __init__(self, fed, look_s):
+        self.times, self.look_s = [], look_s
+        advance = fed.coordinator.runs.advance
+
+        def look():
+            self.times.append(fed.clock.now)
+            fed.clock.now += self.look_s
+            advance()
+
+        fed.coordinator.runs.advance = look
+
+
+def feed(fed, messages, apart_s):
+    """So many heartbeats, handled as they come."""
+    for _ in range(messages):
+        fed.broker.route(fed.topics.heartbeat("m0000"), heartbeat("m0000"))
+        fed.clock.now += apart_s
+        assert fed.coordinator.step(0)
+
+
+def test_messages_share_a_look_at_the_run_where_it_takes_long(tmp_path):
+    """1,000 messages in a second, and 2 ms for a look: with one for each message nothing else would be done."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        joined(fed, 1)
+        looks = Looks(fed, look_s=0.002)
+        feed(fed, 30, 0.001)
+        looks.times.clear()
+        feed(fed, 1000, 0.001)
+        apart = [b - a for a, b in zip(looks.times, looks.times[1:], strict=False)]
+        assert 40 <= len(looks.times) <= 60
+        assert max(apart) <= service.ADVANCE_S + 0.002 + 0.0011  # the look itself, and the message after it
+
+
+def test_a_short_look_follows_each_message_at_once(tmp_path):
+    """With a few agents a look takes some 20 us, and nothing waits for it."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        joined(fed, 1)
+        looks = Looks(fed, look_s=0.00002)
+        feed(fed, 100, 0.001)
+        assert len(looks.times) == 100
+
+
+def test_one_long_look_does_not_delay_the_messages_after_it(tmp_path):
+    """An aggregation of 10 s, and then short looks as before: each message has its own."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        joined(fed, 1)
+        looks = Looks(fed, look_s=0.00002)
+        feed(fed, 10, 0.001)
+        looks.look_s = 10.0
+        feed(fed, 1, 0.001)
+        looks.look_s = 0.00002
+        looks.times.clear()
+        feed(fed, 20, 0.001)
+        assert len(looks.times) >= 19
+
+
+def test_the_look_that_messages_wait_for_comes_without_another_message(tmp_path):
+    """It is due within 20 ms, and `idle_s` says when."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        joined(fed, 1)
+        looks = Looks(fed, look_s=0.002)
+        feed(fed, 30, 0.001)
+        while fed.coordinator.idle_s() == 0.0 or not fed.coordinator._is_behind:
+            feed(fed, 1, 0.001)
+        looks.times.clear()
+        pause_s = fed.coordinator.idle_s()
+        assert 0 < pause_s <= service.ADVANCE_S
+        fed.clock.now += pause_s
+        assert not fed.coordinator.step(0)
+        assert len(looks.times) == 1
+
+
+class PlainRoster:
+    """Leases by a search through all agents, which is slow and plainly right."""
+
+    def __init__(self, lease_s):
+        self.lease_s, self.heard, self.stalled, self.since = lease_s, {}, set(), 0.0
+
+    def expire(self, now):
+        if self.since is None:
+            return []
+        silent = sorted(a for a, at in self.heard.items() if now - max(at, self.since) > self.lease_s)
+        for agent in silent:
+            del self.heard[agent]
+        return silent
+
+    def present(self):
+        return sorted(self.heard.keys() - self.stalled)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_leases_and_presence_are_those_of_a_plain_search(seed):
+    rng, clock = random.Random(seed), Clock(0.0)
+    roster, plain = Roster(clock, lease_s=10), PlainRoster(10)
+    names = [f"a{number}" for number in range(12)]
+    for _ in range(3000):
+        agent, action = rng.choice(names), rng.randrange(8)
+        if action <= 1:
+            condition = rng.choice(["ok", "stalled"])
+            roster.hello(agent, hello(condition=condition))
+            plain.heard[agent] = clock.now
+            (plain.stalled.add if condition == "stalled" else plain.stalled.discard)(agent)
+        elif action <= 4 and roster.heard(agent, "b1"):
+            plain.heard[agent] = clock.now
+        elif action == 5:
+            roster.mark_offline(agent)
+            plain.heard.pop(agent, None)
+        elif action == 6 and rng.random() < 0.05:
+            roster.disconnected() if plain.since is not None else roster.connected()
+            plain.since = clock.now if plain.since is None else None
+        else:
+            clock.now += rng.choice([0.0, 0.25, 1.0, 3.0])
+            assert roster.expire() == plain.expire(clock.now)
+        assert roster.present() == plain.present()
+        assert roster.ready == set(plain.present())
