@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -330,13 +331,13 @@ class Rejections:
         self._logged_at: dict[str, float] = {}
         self._window, self._lines = float("-inf"), 0
 
-    def note(self, what: str) -> int | None:
-        """Count one; how often it has happened if that is worth a line in the log now, else None."""
+    def note(self, what: str, times: int = 1) -> int | None:
+        """Count so many; how often it has happened if that is worth a line in the log now, else None."""
         if len(self.counts) >= MAX_COUNTED and what not in self.counts:
             self.counts.clear()
             self._logged_at.clear()
-        self.total += 1
-        self.counts[what] = self.counts.get(what, 0) + 1
+        self.total += times
+        self.counts[what] = self.counts.get(what, 0) + times
         now = self._clock()
         if now - self._window >= AGAIN_S:
             self._window, self._lines = now, 0
@@ -474,3 +475,43 @@ class CommandSender:
         self._seq += 1
         stamp = {"boot": self._boot, "seq": self._seq, "federation": self.federation, "epoch": epoch}
         return wire.encode(message.model_copy(update={**changes, **stamp}))
+
+
+MOST_RECEIPTS = 4096
+"""Of updates of rounds that are over, for agents that offer them again."""
+
+
+class ReceiptMemory:
+    """Answers a repeated manifest of an old round, which is in the journal and in no other memory."""
+
+    def __init__(self, send: Callable[[str, wire.Command], None]) -> None:
+        self._send = send
+        self._given: OrderedDict[tuple[str, wire.JobKey, str], wire.Receipt] = OrderedDict()
+        self._about: tuple[str, wire.JobKey, str] | None = None
+
+    def answer(
+        self, agent: str, message: wire.UpdateManifest, look: Callable[[str, wire.UpdateManifest], None]
+    ) -> None:
+        """Send the receipt that was given before, or let ``look`` find it, which sends it by `send`.
+
+        Only for manifests that the open round does not take: their answer never changes.
+        """
+        key = (agent, wire.job_key(message), message.blob.digest)
+        given = self._given.get(key)
+        if given is not None:
+            self._given.move_to_end(key)
+            self._send(agent, given)
+            return
+        self._about = key
+        try:
+            look(agent, message)
+        finally:
+            self._about = None
+
+    def send(self, agent: str, message: wire.Command) -> None:
+        """Send a message of the collector; a receipt that `answer` has asked for is remembered."""
+        if self._about is not None and isinstance(message, wire.Receipt):
+            self._given[self._about] = message
+            if len(self._given) > MOST_RECEIPTS:
+                self._given.popitem(last=False)
+        self._send(agent, message)

@@ -14,6 +14,7 @@ from edge_agent.worker import ThreadWorker
 
 from ..broker import EmbeddedBroker
 from ..config import CoordinatorConfig
+from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import ComputeProcess
@@ -47,18 +48,32 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
             stack.enter_context(served)
             broker = served.config()
             log.info("broker_started url=%s", broker.url)
-        mqtt = MqttTransport(broker, f"{config.federation}-coordinator")
+        topics = Topics(config.federation)
+        limits, heartbeats = RateLimits(topics), topics.heartbeat("")
+        mqtt = MqttTransport(
+            broker,
+            f"{config.federation}-coordinator",
+            admits=limits.admits,
+            is_urgent=lambda topic: topic.startswith(heartbeats),
+        )
         worker = ThreadWorker(mqtt.wake)
         transport: Transport = mqtt
         if config.hosted:
             side, ids = HostedTransport.of(config, mqtt.wake), [client.id for client in config.hosted]
-            transport = CombinedTransport(mqtt, side, Topics(config.federation), ids, side.away)
+            transport = CombinedTransport(mqtt, side, topics, ids, side.away)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
         )
         probe_s = 0.0 if config.broker is None else PROBE_S  # an embedded broker has just been started
         service = Coordinator(
-            config, state, transport, worker=worker, hooks=hooks, broker_url=broker.url, probe_s=probe_s
+            config,
+            state,
+            transport,
+            worker=worker,
+            hooks=hooks,
+            broker_url=broker.url,
+            probe_s=probe_s,
+            limits=limits,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

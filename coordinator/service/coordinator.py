@@ -25,7 +25,8 @@ from edge_agent.wire.transport import Connected, Disconnected, Message, Subscrib
 from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
-from ..fleet.registry import CommandSender, DuplicateIds, Rejections, Roster, RunIds, begin
+from ..fleet.rate_limits import RateLimits
+from ..fleet.registry import CommandSender, DuplicateIds, ReceiptMemory, Rejections, Roster, RunIds, begin
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
@@ -69,10 +70,12 @@ class Coordinator:
         broker_url: str = "",
         probe_s: float = PROBE_S,
         run_ids: RunIds | None = None,
+        limits: RateLimits | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
-        ``run_ids``: ids of runs in messages; by default unique among all state folders.
+        ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
+        transport applies to what it receives.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -88,12 +91,14 @@ class Coordinator:
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish, clock)
         self.storage = Storage(clock)
-        self.collector = Collector(state.blobs, state.journal, self.send, clock, self.storage.is_stalled)
+        self.limits = limits
+        self.receipts = ReceiptMemory(self.send)
+        self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
         self.rejected = Rejections(clock)
         self.releases = ReleaseOffers(state, self.distributor, self.send)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
-            wire.UpdateManifest: self.collector.manifest,
+            wire.UpdateManifest: self._on_manifest,
             wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
             wire.Want: self._on_want,
             wire.Progress: lambda agent, message: self.distributor.progress(agent, message.digest, message.seen),
@@ -210,6 +215,9 @@ class Coordinator:
             self.storage.note(error, "results of computations")
         if self.peers.tick():
             self.commands.announce()
+        if self.limits is not None:
+            for (agent, kind), times in self.limits.dropped().items():
+                self._ignore(agent, MessageError(f"too many messages of kind '{kind}'; they are dropped"), times)
         if self.is_serving:
             for agent in self.roster.expire():
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
@@ -278,6 +286,8 @@ class Coordinator:
             elif not isinstance(error, HeadwaterError):
                 log.exception("message_broke from=%s", agent)
             self._ignore(agent, error)
+            if self.limits is not None:
+                self.limits.refused(event.topic)
 
     def handle(self, agent: str, kind: str, payload: bytes) -> None:
         """Handle one message of an agent; ``kind`` is that of its topic (`Topics.sender`).
@@ -326,6 +336,13 @@ class Coordinator:
             if isinstance(message, wire.Heartbeat) or (isinstance(message, wire.Fault) and is_of_another_start):
                 return
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
+
+    def _on_manifest(self, agent: str, message: wire.UpdateManifest) -> None:
+        collection = self.collector.open_round
+        if collection is not None and collection.takes(agent, message):
+            self.collector.manifest(agent, message)
+        else:
+            self.receipts.answer(agent, message, self.collector.manifest)
 
     def _on_want(self, agent: str, message: wire.Want) -> None:
         if not self.distributor.want(agent, message.digest, message.ranges):
@@ -396,11 +413,11 @@ class Coordinator:
     def _publish(self, topic: str, payload: bytes) -> None:
         self.transport.publish(topic, payload)
 
-    def _ignore(self, who: str, error: Exception) -> None:
-        """Count a rejected message, and log it now and then."""
-        times = self.rejected.note(f"{who}: {type(error).__name__}")
-        level = logging.DEBUG if times is None else logging.WARNING
-        log.log(level, "message_refused from=%s times=%d reason=%s", who, times or 0, reason_of(error))
+    def _ignore(self, who: str, error: Exception, times: int = 1) -> None:
+        """Count rejected messages, and log them now and then."""
+        counted = self.rejected.note(f"{who}: {type(error).__name__}", times)
+        level = logging.DEBUG if counted is None else logging.WARNING
+        log.log(level, "message_refused from=%s times=%d reason=%s", who, counted or 0, reason_of(error))
 
     def status(self) -> StatusReport:
         """The coordinator's state now."""

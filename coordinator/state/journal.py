@@ -221,6 +221,8 @@ class Journal:
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.RLock()
         self._opened: os.stat_result | None = None
+        self._replayed: dict[str, tuple[int, RunRecord]] = {}
+        """Run -> its newest entry that `replay` has read, and where the run stood then."""
 
     def __enter__(self) -> Journal:
         return self.open()
@@ -283,6 +285,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the file."""
+        self._replayed.clear()
         if self._connection is not None:
             self._connection.close()
             self._connection = self._opened = None
@@ -333,8 +336,8 @@ class Journal:
         """Entries with an id above ``after``, in order; only those of a run, round, agent or of some kinds if given."""
         conditions, values = ["id > ?"], list[Any]([after])
         for column, wanted in (("run", run), ("round", round), ("agent", agent)):
-            if wanted is not None:
-                conditions.append(f"{column} = ?")
+            if wanted is not None:  # after an entry the newest ones are read, not all of the run
+                conditions.append(f"+{column} = ?" if after else f"{column} = ?")
                 values.append(wanted)
         if kinds is not None:
             conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
@@ -388,13 +391,18 @@ class Journal:
             UnknownName: no such run.
             StateError: the entries contradict each other.
         """
-        entries = self.entries(run)
-        if not entries or entries[0].kind != "run_requested":
-            raise UnknownName("run", run, self.runs())
-        record = RunRecord(run, entries[0].body)
-        for entry in entries[1:]:
-            record = step(record, entry)
-        return record
+        with self._lock:
+            after, record = self._replayed.get(run, (0, RunRecord(run, {})))
+            entries = self.entries(run, after=after)
+            if not after:
+                if not entries or entries[0].kind != "run_requested":
+                    raise UnknownName("run", run, self.runs())
+                record = RunRecord(run, entries[0].body)
+            for entry in entries if after else entries[1:]:
+                record = step(record, entry)
+            if entries:
+                self._replayed[run] = (entries[-1].id, record)
+            return record
 
     def runs(self) -> list[str]:
         """Ids of all runs in the order of their requests."""

@@ -15,7 +15,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
@@ -43,13 +44,28 @@ class MqttTransport:
     """A `wire.transport.Transport` over one broker."""
 
     def __init__(
-        self, config: BrokerConfig, client_id: str, *, will: WillOf | None = None, rng: random.Random | None = None
+        self,
+        config: BrokerConfig,
+        client_id: str,
+        *,
+        will: WillOf | None = None,
+        rng: random.Random | None = None,
+        admits: Callable[[str, bytes], bool] = lambda *_: True,
+        is_urgent: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        """``admits(topic, payload)``: whether a message is received at all; called in the network thread.
+
+        ``is_urgent(topic)``: whether its messages are received before all others that wait.
+        """
         self.config, self.client_id, self.will = config, client_id, will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
-        self._events = queue.SimpleQueue[Event]()
+        self._admits, self._is_urgent = admits, is_urgent
+        self._events = queue.SimpleQueue[Event | None]()
+        """None: look into ``_urgent``."""
+
+        self._urgent = deque[Message]()
         self._unread_bytes, self._counting = 0, threading.Lock()
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
@@ -128,10 +144,16 @@ class MqttTransport:
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, waiting at most ``timeout_s`` seconds."""
-        try:
-            event = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
-        except queue.Empty:
-            return None
+        until = time.monotonic() + timeout_s
+        event: Event | None = self._first_urgent()
+        while event is None:
+            left_s = until - time.monotonic()
+            try:
+                event = self._events.get(timeout=left_s) if left_s > 0 else self._events.get_nowait()
+            except queue.Empty:
+                return None
+            if event is None:
+                event = self._first_urgent()
         if isinstance(event, Message):
             with self._counting:
                 self._unread_bytes -= len(event.payload)
@@ -140,6 +162,9 @@ class MqttTransport:
     def wake(self) -> None:
         """Make a waiting `receive` return at once, from any thread."""
         self._events.put(Woken())
+
+    def _first_urgent(self) -> Message | None:
+        return self._urgent.popleft() if self._urgent else None
 
     # --- network thread --------------------------------------------------------------------------------------------
 
@@ -232,9 +257,13 @@ class MqttTransport:
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
-        if not any(matches(wanted, message.topic) for wanted in self._filters):
+        topic = message.topic
+        if not any(matches(wanted, topic) for wanted in self._filters):
             return
-        size = len(message.payload)
+        payload = bytes(message.payload)
+        if not self._admits(topic, payload):
+            return
+        size = len(payload)
         self.traffic.bytes_down += size
         self.traffic.messages_down += 1
         with self._counting:
@@ -242,7 +271,12 @@ class MqttTransport:
                 self.traffic.dropped += 1
                 return
             self._unread_bytes += size
-        self._events.put(Message(message.topic, bytes(message.payload), message.retain))
+        event = Message(topic, payload, message.retain)
+        if self._is_urgent(topic):
+            self._urgent.append(event)
+            self._events.put(None)
+        else:
+            self._events.put(event)
 
 
 def longest_pause_s(failures: int) -> float:

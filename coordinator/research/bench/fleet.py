@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from edge_agent.errors import MeasuringFailed
@@ -64,6 +65,8 @@ class FleetFigures:
 
     updates: int = 0
     usage: Usage | None = None
+    welcome_s: list[float] = field(default_factory=list)
+    """Seconds from hello to welcome of one agent during a flood."""
 
     def rows(self) -> list[Row]:
         """The figures."""
@@ -76,6 +79,11 @@ class FleetFigures:
             Row("published / needed", self.published_mb / downloads / needed_mb, ""),
             Row("received by an agent / needed", self.received_mb / downloads / needed_mb, ""),
         ]
+        if self.welcome_s:
+            rows += [
+                Row("hello to welcome in a flood, median", median(self.welcome_s), "s"),
+                Row("hello to welcome in a flood, longest", max(self.welcome_s), "s"),
+            ]
         if self.usage is not None:
             rows += [Row("coordinator now", self.usage.rss_mb, "MB"), Row("coordinator peak", self.usage.peak_mb, "MB")]
         return rows
@@ -305,8 +313,8 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         to_agents = [address.host, address.port, plan.agents, FEDERATION]
         fleet = stack.enter_context(module("fleet", to_agents, folder, module=f"{__package__}.fleet_mqtt"))
 
-        def asked() -> dict[str, int]:
-            fleet.send()
+        def asked(flood: str = "") -> dict[str, Any]:
+            fleet.send(flood)
             return dict(json.loads(fleet.answer()))
 
         def traffic() -> dict[str, int]:
@@ -332,5 +340,6 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
+        welcome_s = asked(plan.flood)["welcome_s"] if plan.flood != "none" else []
     megabytes = (published / 1e6, received / 1e6 / plan.cohort_size)
-    return FleetFigures(plan.transport, plan, seconds, phases.figures, *megabytes, updates, used)
+    return FleetFigures(plan.transport, plan, seconds, phases.figures, *megabytes, updates, used, welcome_s)

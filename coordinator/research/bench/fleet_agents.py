@@ -97,6 +97,7 @@ class FleetAgent:
         self._number = number_of(name)
         self._seq, self._federation, self.epoch = 0, "", 0
         self._job: wire.Job | None = None
+        self._last_run = ""
         self._ref: wire.BlobRef | None = None
         self._chunks: Chunks | None = None
         self._manifest: wire.UpdateManifest | None = None
@@ -110,7 +111,7 @@ class FleetAgent:
     def subscribed(self, digest: str = "") -> None:
         """The broker has confirmed the agent's own topics, or those of a blob."""
         if not digest:
-            self._hello()
+            self.hello()
         elif self._ref is not None and self._ref.digest.startswith(digest):
             self._want()
 
@@ -129,7 +130,7 @@ class FleetAgent:
         """Repeat what has no answer, or send a heartbeat."""
         now = self._clock()
         if not self.welcomed:
-            self._hello()
+            self.hello()
         elif self._manifest is not None and not self._queue and now - self._heard_at >= AGAIN_S:
             self._send(self._manifest, "manifest again")
         elif self._ref is not None and now - self._heard_at >= AGAIN_S:
@@ -145,6 +146,23 @@ class FleetAgent:
             beat = wire.Heartbeat(run=self._job.run, round=self._job.round, purpose=self._job.purpose)
         self._send(beat, "heartbeat", self._topics.heartbeat(self.id))
 
+    def hello(self) -> None:
+        """Say hello; `welcomed` when it is answered."""
+        self.welcomed = False
+        self._publish(self._topics.presence(self.id), f"online {self._boot} 1".encode(), "presence")
+        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, epoch=self.epoch)
+        self._send(hello, "hello")
+        self.due_at = self._clock() + AGAIN_S
+
+    def flood_message(self, kind: str) -> bytes:
+        """A message with which an agent could flood the coordinator: junk, hello, or update (of round 1)."""
+        if kind == "hello":
+            return self._encoded(wire.Hello(software=__version__, tier="train", samples=1))
+        if kind == "update" and self._last_run:
+            ref = wire.BlobRef(digest="0" * 64, size_bytes=1000, chunk_bytes=1000)
+            return self._encoded(wire.UpdateManifest(run=self._last_run, round=1, blob=ref, samples=1))
+        return b"junk" * 50
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     @property
@@ -152,16 +170,12 @@ class FleetAgent:
         return self._ref is not None or self._manifest is not None
 
     def _send(self, message: wire.Control, kind: str, topic: str = "") -> None:
+        self._publish(topic or self._topics.up(self.id), self._encoded(message), kind)
+
+    def _encoded(self, message: wire.Control) -> bytes:
         self._seq += 1
         stamp: dict[str, Any] = {"boot": self._boot, "seq": self._seq, "federation": self._federation}
-        payload = wire.encode(message.model_copy(update=stamp))
-        self._publish(topic or self._topics.up(self.id), payload, kind)
-
-    def _hello(self) -> None:
-        self._publish(self._topics.presence(self.id), f"online {self._boot} 1".encode(), "presence")
-        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, epoch=self.epoch)
-        self._send(hello, "hello")
-        self.due_at = self._clock() + AGAIN_S
+        return wire.encode(message.model_copy(update=stamp))
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._federation, self.epoch, self.welcomed = message.federation, message.epoch, True
@@ -170,7 +184,7 @@ class FleetAgent:
 
     def _on_announce(self, _: wire.Announce) -> None:
         if not self.welcomed:
-            self._hello()
+            self.hello()
 
     def _on_who(self, message: wire.Who) -> None:
         self.welcomed = False
@@ -182,6 +196,7 @@ class FleetAgent:
         if is_same and self._is_busy:
             return
         self._job, self._ref, self._manifest = job, job.blobs[0], None
+        self._last_run = job.run
         self._heard_at = self._clock()
         self.due_at = min(self.due_at, self._heard_at + AGAIN_S)
         if self._models.has(self._ref.digest) and self._chunks is not None and self._chunks.complete:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import queue
 import resource
 import selectors
 import socket
@@ -26,6 +27,8 @@ KEEPALIVE_S = 300
 """Agents send heartbeats far more often, so nothing else has to keep the connection open."""
 
 CONNECTING_AT_ONCE = 100
+FLOOD_PER_S, FLOOD_S = 5000, 10.0
+FLOODING = "agent-flooding"
 READ_BYTES = 1 << 18
 CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE = 1, 2, 3, 4, 8, 9, 10
 
@@ -164,7 +167,41 @@ class MqttFleet:
         for name in unsent:
             self._write(self._connections[name])
 
+    def flood(self, kind: str) -> list[float]:
+        """Seconds from hello to welcome of one agent, while another sends `FLOOD_PER_S` messages a second.
+
+        ``kind``: none, junk, hello or update (a manifest of round 1).
+        """
+        first = next(iter(self.agents.values()))
+        flooding = self._connections.get(FLOODING) or self._add(FLOODING)
+        payload = first.flood_message(kind)
+        begin = asked_at = time.monotonic()
+        sent, answers = 0, list[float]()
+        first.hello()
+        while (now := time.monotonic()) - begin < FLOOD_S or not answers:
+            due = int((now - begin) * FLOOD_PER_S) if kind != "none" and flooding.is_up else 0
+            for _ in range(min(due - sent, 1000)):
+                flooding.publish(self._topics.up(FLOODING), payload)
+                sent += 1
+            self._unsent.add(FLOODING)
+            self.step()
+            if first.welcomed:
+                answers.append(time.monotonic() - asked_at)
+                pause = time.monotonic() + 0.2
+                while time.monotonic() < pause:
+                    self.step()
+                asked_at = time.monotonic()
+                first.hello()
+            elif now - begin > 60.0:
+                answers.append(now - asked_at)
+        return answers
+
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _add(self, name: str) -> Connection:
+        connection = self._connections[name] = Connection(name, self._federation, self._address)
+        self._selector.register(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        return connection
 
     def _publish(self, topic: str, payload: bytes, _kind: str) -> None:
         name, _ = self._topics.sender(topic)
@@ -187,9 +224,7 @@ class MqttFleet:
             return
         connecting = sum(not connection.is_up for connection in self._connections.values())
         for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - connecting)):
-            name = self._waiting.pop()
-            connection = self._connections[name] = Connection(name, self._federation, self._address)
-            self._selector.register(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+            self._add(self._waiting.pop())
 
     def _read(self, connection: Connection) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -197,8 +232,10 @@ class MqttFleet:
             if not data:
                 raise MeasuringFailed(f"the broker has closed the connection of {connection.name}")
             connection.received += data
-        agent = self.agents[connection.name]
+        agent = self.agents.get(connection.name)
         for event in connection.handled():
+            if agent is None:  # that which floods reads nothing
+                continue
             if isinstance(event, str):
                 agent.subscribed(event)
             else:
@@ -214,7 +251,7 @@ class MqttFleet:
 
 
 def main() -> None:
-    """``host port agents federation``: print the figures of the fleet as JSON for each line that comes in."""
+    """``host port agents federation``: for each line that comes in, `MqttFleet.flood` with it, and figures as JSON."""
     parser = argparse.ArgumentParser()
     for name, kind in (("host", str), ("port", int), ("agents", int), ("federation", str)):
         parser.add_argument(name, type=kind)
@@ -222,18 +259,20 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     fleet = MqttFleet(given.agents, given.federation, (given.host, given.port))
-    asked, stop = threading.Semaphore(0), threading.Event()
+    asked, stop = queue.SimpleQueue[str](), threading.Event()
 
     def listen() -> None:
-        for _ in lines():
-            asked.release()
+        for line in lines():
+            asked.put(line)
         stop.set()
 
     threading.Thread(target=listen, daemon=True).start()
     while not stop.is_set():
         fleet.step()
-        if asked.acquire(blocking=False):
+        with contextlib.suppress(queue.Empty):
+            floods = asked.get_nowait()
             figures = {
+                "welcome_s": fleet.flood(floods) if floods else [],
                 "welcomed": fleet.welcomed,
                 "sent": fleet.sent,
                 "received_bytes": sum(agent.received_bytes for agent in fleet.agents.values()),

@@ -82,6 +82,9 @@ class FleetPlan(Frozen):
     transport: Literal["memory", "mosquitto", "amqtt"] = Field(
         "memory", description="memory (CPU by kind of message), mosquitto or amqtt"
     )
+    flood: Literal["none", "junk", "hello", "update"] = Field(
+        "none", description="over a broker, at the end: 5,000 such messages a second from one agent, for 10 s"
+    )
 
     @property
     def cohort_size(self) -> int:

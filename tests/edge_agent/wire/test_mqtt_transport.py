@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 
+import paho.mqtt.client as paho
 import pytest
 from mqtt_harness import CONNACK, NEEDS_MOSQUITTO, PATIENCE_S, packet, url_of, wait_for
 
@@ -17,7 +18,7 @@ from coordinator.broker import MosquittoBroker
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway
 from edge_agent.wire import mqtt
-from edge_agent.wire.mqtt import longest_pause_s
+from edge_agent.wire.mqtt import MqttTransport, longest_pause_s
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed
 
 
@@ -246,3 +247,32 @@ def test_a_broker_that_hangs_is_noticed_and_found_again(open_transport):
         finally:
             os.kill(broker.pid, signal.SIGCONT)
         wait_for(transport, Connected)
+
+
+def arrived(topic, payload=b"x"):
+    """A message as paho hands it over."""
+    message = paho.MQTTMessage(mid=1, topic=topic.encode())
+    message.payload = payload
+    return message
+
+
+def test_urgent_messages_are_received_before_all_that_wait():
+    transport = MqttTransport(BrokerConfig(), "c", is_urgent=lambda topic: topic.startswith("h/"))
+    transport.subscribe("#")
+    for topic in ("a", "b", "h/1", "c", "h/2"):
+        transport._on_message(None, None, arrived(topic))
+    received = [transport.receive(0) for _ in range(5)]
+    assert [event.topic for event in received] == ["h/1", "h/2", "a", "b", "c"]
+    assert transport.receive(0) is None
+    assert transport.receive(0.01) is None, "what made it look for urgent ones is used up"
+    assert transport._unread_bytes == 0
+
+
+def test_messages_that_are_not_admitted_are_not_received():
+    transport = MqttTransport(BrokerConfig(), "c", admits=lambda topic, payload: (topic, payload) != ("a", b"2"))
+    transport.subscribe("#")
+    for topic, payload in (("a", b"1"), ("a", b"2"), ("b", b"2")):
+        transport._on_message(None, None, arrived(topic, payload))
+    assert [(e.topic, e.payload) for e in (transport.receive(0), transport.receive(0))] == [("a", b"1"), ("b", b"2")]
+    assert transport.receive(0) is None
+    assert transport.traffic.messages_down == 2
