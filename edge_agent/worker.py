@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import queue
 import signal
 import threading
@@ -15,6 +16,28 @@ log = logging.getLogger(__name__)
 
 Done = Callable[[Any, BaseException | None], None]
 """Called in the loop's own thread with (result, None) or (None, error)."""
+
+
+def in_child(check: Callable[[], object]) -> None:
+    """Return when ``check()`` does, called in a child process where the system can fork: what it loads is not kept.
+
+    Call it before threads are started.
+
+    Raises:
+        Exception: what ``check`` raises; it is then called again, in this process.
+    """
+    if hasattr(os, "fork"):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                check()
+                code = 0
+            finally:
+                os._exit(code)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+    check()
 
 
 class Worker(Protocol):

@@ -6,7 +6,7 @@ import signal
 
 import typer
 
-from edge_agent.worker import stop_on_signals
+from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import load_config
 from ..service.app import coordinator
@@ -29,7 +29,7 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
     """
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
-    check_defaults(without_lost_weights(settings), config)
+    in_child(lambda: check_defaults(without_lost_weights(settings), config))  # models need torch, 190 MB
     with stop_on_signals() as stop, coordinator(settings) as service:
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True

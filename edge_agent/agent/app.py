@@ -17,7 +17,7 @@ from ..config import AgentConfig
 from ..errors import HeadwaterError, MissingCapability, StateError
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
-from ..worker import ThreadWorker, stop_on_signals
+from ..worker import ThreadWorker, in_child, stop_on_signals
 from .event_loop import Agent, will_of
 from .health import problem_of
 from .tasks import TaskRunner, check
@@ -42,7 +42,7 @@ def run(config: AgentConfig) -> None:
     """
     try:
         tier = choose_tier(config)
-        _check(config)
+        in_child(lambda: check(config))  # it would leave 16 MB in an idle agent
         _run(config, tier)
     except StateError:
         raise  # perhaps another agent uses the folder: its status stays
@@ -84,22 +84,6 @@ def choose_tier(config: AgentConfig) -> str:
     if tier != "train" and "onnxruntime" not in able.packages:
         raise MissingCapability.package("onnxruntime", "agent", f"agent '{config.id}' of tier 'head'")
     return tier
-
-
-def _check(config: AgentConfig) -> None:
-    """`check` in a child process where the system can fork: it would leave 16 MB in an idle agent."""
-    if hasattr(os, "fork"):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                check(config)
-                code = 0
-            finally:
-                os._exit(code)
-        if os.waitpid(child, 0)[1] == 0:
-            return
-    check(config)  # again, for the error
 
 
 def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:

@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from coordinator.runs.request import Request
-from coordinator.state.store import StateFolder
+from coordinator.state.store import StateFolder, read_status
 from edge_agent.task import ImageInput, Task
 
 pytestmark = pytest.mark.broker
@@ -278,3 +279,18 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
         (line,) = (line for line in (tmp_path / "serve.log").read_text().splitlines() if "other_coordinator" in line)
         assert f"process {process}, start" in line
         assert site.finish(site.request(1, lr=0.05))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_coordinator_at_rest_has_no_torch_in_memory(tmp_path):
+    """It has checked its configuration, for which the model was built, and serves agents; 90 MB are its budget."""
+    with Site(tmp_path, DIGITS) as site:
+
+        def present():
+            return [agent for agent in read_status(tmp_path / "state").get("agents", ()) if agent["present"]]
+
+        site.until(lambda: len(present()) == len(AGENTS), "all agents are here")
+        process = Path("/proc") / str(site.processes["serve"].pid)
+        assert "libtorch" not in (process / "maps").read_text()
+        (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
+        assert int(resident.split()[1]) * 1024 < 90e6

@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from edge_agent.agent import app
+from edge_agent.agent.tasks import check
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import DataError, UnknownName
+from edge_agent.worker import in_child
 
 HEAVY = ("numpy", "torch", "onnxruntime", "sklearn", "PIL", "tarfile")
 
@@ -45,9 +46,10 @@ assert Outbox(config.state / "outbox").get() is None
 def test_checking_the_data_leaves_nothing_behind(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros(1))
     code = f"""
-from edge_agent.agent import app
+from edge_agent.agent.tasks import check
 from edge_agent.config import AgentConfig, DataConfig
-app._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
+from edge_agent.worker import in_child
+in_child(lambda: check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}"))))
 """
     assert imported_after(code) == set()
 
@@ -58,4 +60,4 @@ app._check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}")))
 )
 def test_wrong_data_are_told_with_their_reason(source, error, words):
     with pytest.raises(error, match=words):
-        app._check(AgentConfig(data=DataConfig(source=source)))
+        in_child(lambda: check(AgentConfig(data=DataConfig(source=source))))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from edge_agent import data
-from edge_agent.agent.app import _check
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks import TaskRunner, check
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError
@@ -92,7 +91,7 @@ def test_an_unknown_client_is_told_with_the_nearest_and_how_many_there_are(sourc
     config = DataConfig(source=source, partition=divided)
     for look in (
         lambda: own("c10", source=source, partition=divided),
-        lambda: _check(AgentConfig(id="c10", data=config)),
+        lambda: check(AgentConfig(id="c10", data=config)),
     ):
         with pytest.raises(DataError, match=r"no client 'c10' among 2: did you mean 'c[01]'\?"):
             look()
@@ -115,7 +114,7 @@ def test_clients_that_are_sources_need_no_partition(tmp_path, source, divided):
 
 def test_a_missing_partition_is_told_before_anything_begins(tmp_path, source):
     with pytest.raises(DataError, match=r"nowhere\.json: no such file"):
-        _check(AgentConfig(id="c0", data=DataConfig(source=source, partition=tmp_path / "nowhere.json")))
+        check(AgentConfig(id="c0", data=DataConfig(source=source, partition=tmp_path / "nowhere.json")))
 
 
 @pytest.mark.parametrize(
