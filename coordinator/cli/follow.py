@@ -146,7 +146,7 @@ def advice(status: dict[str, Any]) -> str:
     """What to try where coordinator, broker, or every agent that a run needs is not heard; empty where they are."""
     if _silent_since(status) is not None or status.get("broker_away"):
         return "'headwater doctor --config FILE' tries the coordinator's way to the broker"
-    if status.get("run") and "agents" in status and not any(agent["present"] for agent in status["agents"]):
+    if status.get("run") and "fleet" in status and not status["fleet"]["online"]:
         return (
             "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away, "
             "'headwater doctor --config FILE' tries the broker from here"

@@ -5,28 +5,48 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
 from rich.table import Table
 
 from edge_agent.errors import StateError
 
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines
-from ..state.store import RunFolder, StateFolder, read_status
-from ..text import counted
+from ..state.store import RunFolder, StateFolder, read_agents, read_status
+from ..text import counted, listed
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import present, table
+
+SHOWN_AGENTS = 20
 
 NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
 )
 
 
-def status(config: Config = None, state: State = None, as_json: Json = False) -> None:
+Condition = Literal["all", "online", "offline", "fault", "stalled", "notes"]
+Shown = Annotated[int, typer.Option("--agents", min=0, help="Most agents on a page; 0: all.")]
+Page = Annotated[int, typer.Option("--page", min=1, help="Which page of agents.")]
+Only = Annotated[Condition, typer.Option("--only", help="Only agents in this condition, or with notes.")]
+Find = Annotated[str, typer.Option("--find", help="Only agents with this text in their id.")]
+
+
+def status(
+    config: Config = None,
+    state: State = None,
+    agents: Shown = SHOWN_AGENTS,
+    page: Page = 1,
+    only: Only = "all",
+    find: Find = "",
+    as_json: Json = False,
+) -> None:
     """What the coordinator does: runs, agents, and for whom it waits, why and until when.
 
-    Example: headwater status --config configs/coordinator.toml --json
+    Of a large fleet, agents with a fault or a note and those offline come first.
+
+    Example: headwater status --config configs/coordinator.toml --only offline --page 2
     """
     path = state_path(config, state)
     with StateFolder(path).look() as folder:
@@ -58,7 +78,25 @@ def status(config: Config = None, state: State = None, as_json: Json = False) ->
                 one |= {"status": "stalled", "reason": stalled.get("reason")}
     alone = [one["message"] for one in (summary or {}).get("warnings", []) if one["kind"] == "below_local"]
     result = {"better_alone": alone, "serving": serving, "state": str(path), "runs": runs, **written}
+    if "agents" in written:
+        chosen = [one for one in read_agents(path) if find in one["id"] and _is(only, one)]
+        if agents and len(chosen) > agents:
+            chosen.sort(key=lambda one: (not any(_notes(one)), one["present"], one["id"]))
+        shown = chosen[(page - 1) * agents :][:agents] if agents else chosen
+        result |= {"agents": shown, "agents_selected": len(chosen), "page": page, "pages": _pages(len(chosen), agents)}
     present(result, _lines(result), as_json=as_json)
+
+
+def _is(condition: Condition, agent: dict[str, Any]) -> bool:
+    if condition in {"online", "offline"}:
+        return bool(agent["present"]) == (condition == "online")
+    if condition == "notes":
+        return any(_notes(agent))
+    return condition == "all" or agent.get("condition") == condition
+
+
+def _pages(count: int, size: int) -> int:
+    return max(1, -(-count // size)) if size else 1
 
 
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
@@ -69,7 +107,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         age = f" (heard {seconds:.0f} s ago)"
     yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
     if serving and (waiting := result.get("waiting")):
-        whom = f" from {', '.join(waiting['whom'])}" if waiting["whom"] else ""
+        whom = f" from {listed(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
     if not serving:
@@ -89,6 +127,10 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     yield from (f"{run['id']}: {line}" for run in runs[-1:] for line in metric_lines(run))
     yield from (f"{runs[-1]['id']}: {line}" for line in result["better_alone"][:SHOWN_CLIENTS])
     yield ""
+    if (fleet := result.get("fleet")) and result["agents_selected"] > len(agents):
+        counts = ", ".join(f"{fleet[name]} {name}" for name in ("online", "fault", "stalled"))
+        about = f"page {result['page']} of {result['pages']} of {counted(result['agents_selected'], 'agent')}"
+        yield f"fleet: {counted(fleet['agents'], 'agent')}, {counts}; {about} (--page, --agents, --only, --find)"
     yield _table_of_agents(agents) if agents else NO_AGENTS
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))
 

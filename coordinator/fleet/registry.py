@@ -59,6 +59,11 @@ class Member:
         """Whether it counts as online."""
         return self.offline_at is None
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it is online and there is nothing to say about it."""
+        return self.is_present and self.condition == "ok" and self.fault is None and not self.notes
+
 
 class Roster:
     """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as offline."""
@@ -169,6 +174,10 @@ class Roster:
                 self._note_ready(member)
                 silent.append(agent)
         return sorted(silent)
+
+    def __len__(self) -> int:
+        """How many agents have been heard of."""
+        return len(self._members)
 
     def get(self, agent: str) -> Member | None:
         """What is known of an agent."""

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from edge_agent import heads
@@ -30,6 +31,9 @@ from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, without
 
 log = logging.getLogger(__name__)
+
+MOST_LISTED = 100
+"""Agents in each list of `RunLoop.status`."""
 
 Make = Callable[[str], tuple[Job, tuple[Outgoing, ...]]]
 """An agent's job, and the blobs that it refers to."""
@@ -177,9 +181,11 @@ class RunLoop:
             "method": self.run.request.method,
             "round": number,
             "rounds": self.run.request.rounds,
-            "cohort": list(collection.cohort) if collection else [],
-            "accepted": sorted(collection.accepted) if collection else [],
-            "rejected": dict(collection.rejected) if collection else {},
+            "cohort": list(collection.cohort[:MOST_LISTED]) if collection else [],
+            "cohort_size": len(collection.cohort) if collection else 0,
+            "accepted": sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
+            "accepted_count": len(collection.accepted) if collection else 0,
+            "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
             "left_out": self.selection.status(number),
         }
 

@@ -7,11 +7,13 @@ thread, so that messages of agents are handled meanwhile.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from edge_agent import __version__
@@ -26,7 +28,7 @@ from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
-from ..fleet.registry import CommandSender, DuplicateIds, ReceiptMemory, Rejections, Roster, RunIds, begin
+from ..fleet.registry import CommandSender, DuplicateIds, Member, ReceiptMemory, Rejections, Roster, RunIds, begin
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
+MOST_LISTED = 200
+"""Agents that ``status.json`` lists; ``agents.json`` has all where there are more."""
 ADVANCE_S = 0.02
 """Longest time from a message to the next look at timers and the run: one look serves all messages in between."""
 ADVANCE_SHARE = 0.05
@@ -107,6 +111,7 @@ class Coordinator:
             wire.Report: self._on_report,
         }
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
+        self._hosted = frozenset(client.id for client in config.hosted)
         self._is_behind, self._due_at = False, float("-inf")
         self._advance_at, self._advance_took_s = float("-inf"), 0.0
         self._broker_wait: Waiting | None = None
@@ -225,7 +230,8 @@ class Coordinator:
             self.collector.tick()
             self.runs.advance()
         pump_s = self.distributor.pump()
-        self._status_writer.update(self.waiting, self.status)
+        everyone = self.everyone if len(self.roster) > MOST_LISTED else None
+        self._status_writer.update(self.waiting, self.status, everyone)
         self._plan(begin, pump_s)
 
     def _plan(self, begin: float, pump_s: float | None) -> None:
@@ -435,10 +441,12 @@ class Coordinator:
             "run": run,
             "waiting": {
                 "for": waiting.what,
-                "whom": list(waiting.whom),
+                "whom": list(waiting.whom[:MOST_LISTED]),
+                "count": len(waiting.whom),
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
-            "agents": [vars(agent) for agent in self._agents(run)],
+            "fleet": self._counts(),
+            "agents": [*self._described(self._listed(), run), *self._away()],
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,
@@ -452,31 +460,61 @@ class Coordinator:
             "rejected_most": {"messages": self.rejected.top(), "updates": self.collector.rejected.top()},
         }
 
-    def _agents(self, run: dict[str, Any] | None) -> Iterator[AgentStatus]:
-        """All known agents, with notes on why one is left out of ``run``; then hosted clients not yet known."""
-        hosted = {client.id for client in self.config.hosted}
-        notes = self.transport.notes() if isinstance(self.transport, CombinedTransport) else {}
-        left_out = {} if run is None else run["left_out"]
-        for member in self.roster.members():
-            others = list(notes.get(member.id, ()))
+    def everyone(self) -> list[dict[str, Any]]:
+        """All known agents as in `status`, sorted by id."""
+        return list(self._described(self.roster.members(), None if self.loop is None else self.loop.status()))
+
+    def _counts(self) -> dict[str, int]:
+        members, ready = self.roster.members(), len(self.roster.ready)
+        conditions = Counter(member.condition for member in members if member.is_present)
+        return {
+            "agents": len(members),
+            "online": ready + conditions["stalled"],
+            "fault": conditions["fault"],
+            "stalled": conditions["stalled"],
+        }
+
+    def _listed(self) -> list[Member]:
+        """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""
+        members = self.roster.members()
+        if len(members) > MOST_LISTED:
+            members = heapq.nsmallest(MOST_LISTED, members, key=lambda one: (one.is_well, one.id))
+        return sorted(members, key=lambda member: member.id)
+
+    def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """These agents, with notes on why one is left out of ``run``."""
+        hosted_notes, left_out = self._hosted_notes(), {} if run is None else run["left_out"]
+        for member in members:
+            others = list(hosted_notes.get(member.id, ()))
             if run is not None and (exclusion := left_out.get(member.id)) is not None:
                 reason = f"until round {exclusion['until_round']}: {exclusion['reason']}"
                 others.insert(0, f"left out of {run['id']} {reason}")
-            yield AgentStatus(
-                id=member.id,
-                tier=member.tier,
-                transport="hosted" if member.id in hosted else "mqtt",
-                present=member.is_present,
-                samples=member.samples or None,
-                bundle_id=member.bundle_id,
-                software=member.software,
-                notes=[*member.notes.values(), *others],
-                condition=member.condition,
-                fault=member.fault,
-                silent_s=round(self.clock() - member.heard_at, 1),
-                bytes_up=self.collector.bytes_from.get(member.id, 0),
-                bytes_down=self.distributor.bytes_to.get(member.id, 0),
+            yield vars(
+                AgentStatus(
+                    id=member.id,
+                    tier=member.tier,
+                    transport="hosted" if member.id in self._hosted else "mqtt",
+                    present=member.is_present,
+                    samples=member.samples or None,
+                    bundle_id=member.bundle_id,
+                    software=member.software,
+                    notes=[*member.notes.values(), *others],
+                    condition=member.condition,
+                    fault=member.fault,
+                    silent_s=round(self.clock() - member.heard_at, 1),
+                    bytes_up=self.collector.bytes_from.get(member.id, 0),
+                    bytes_down=self.distributor.bytes_to.get(member.id, 0),
+                )
             )
-        for name in sorted(hosted):
-            if self.roster.get(name) is None:
-                yield AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ())))
+
+    def _away(self) -> list[dict[str, Any]]:
+        """Hosted clients that have not connected yet."""
+        notes = self._hosted_notes()
+        return [
+            vars(AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ()))))
+            for name in sorted(self._hosted)
+            if self.roster.get(name) is None
+        ]
+
+    def _hosted_notes(self) -> dict[str, tuple[str, ...]]:
+        return self.transport.notes() if isinstance(self.transport, CombinedTransport) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,11 +16,13 @@ from edge_agent.storage import write_atomic
 
 from ..fleet.registry import Rejections
 from ..runs.context import Waiting
+from ..state.store import EVERYONE
 from ..text import listed
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
+EVERYONE_EVERY_S = 30.0
 PAGE_BYTES, SPARE_BYTES = 4096, 1024
 """A status file has spare bytes, so that the next one, which may report a full disk, fits in its place."""
 PAUSE_S = 0.2
@@ -58,11 +61,19 @@ class StatusWriter:
         self._path, self._clock = path, clock
         self._logged: Waiting | None = None
         self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
-        self._took_s = 0.0
+        self._took_s, self._everyone_at = 0.0, float("-inf")
         self._rejections = Rejections(clock)
 
-    def update(self, waiting: Waiting, status: Callable[[], StatusReport]) -> None:
-        """Log what is waited for when it changes, and keep the status file up to date."""
+    def update(
+        self,
+        waiting: Waiting,
+        status: Callable[[], StatusReport],
+        everyone: Callable[[], list[dict[str, Any]]] | None = None,
+    ) -> None:
+        """Log what is waited for when it changes, and keep the status file up to date.
+
+        ``everyone``: all agents, where the status has only some of them; they are written less often.
+        """
         before, self._logged = self._logged, waiting
         changed = before is None or (waiting.what, waiting.whom) != (before.what, before.whom)
         if changed:
@@ -74,6 +85,10 @@ class StatusWriter:
         pause_s = max(PAUSE_S if self._has_news else STATUS_EVERY_S, pause_s)
         if self._clock() - self._written_at >= pause_s:
             self._write(status)
+        if everyone is not None and self._clock() - self._everyone_at >= EVERYONE_EVERY_S:
+            self._everyone_at = self._clock()
+            with contextlib.suppress(OSError):  # the next status reports a full disk
+                write_atomic(self._path.with_name(EVERYONE), json.dumps(everyone()).encode(), durable=False)
 
     def catch_up(self, status: Callable[[], StatusReport], pause_s: float = 0.0) -> None:
         """Write what is not in the status file yet, unless this was called less than ``pause_s`` ago.

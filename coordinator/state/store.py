@@ -179,6 +179,22 @@ def read_status(state: Path) -> dict[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
+EVERYONE = "agents.json"
+"""All agents of a large fleet, of which ``status.json`` has only some."""
+
+
+def read_agents(state: Path) -> list[dict[str, Any]]:
+    """All agents that the coordinator of a state folder last wrote about."""
+    listed: list[dict[str, Any]] = read_status(state).get("agents", [])
+    if read_status(state).get("fleet", {}).get("agents", 0) <= len(listed):
+        return listed
+    try:
+        result = json.loads((state / EVERYONE).read_bytes())
+    except (OSError, ValueError):
+        return listed
+    return result if isinstance(result, list) else listed
+
+
 class StateFolder:
     """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it."""
 

@@ -115,20 +115,20 @@ def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
 
 
 def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
-    agents = [{"id": "a", "present": False}]
     waits = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
     hint = "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away"
-    for gone in ([], agents):
-        said = _waiting({**waits, "agents": gone}, "run-0001")
+    for known in (0, 1):
+        said = _waiting({**waits, "fleet": {"agents": known, "online": 0}}, "run-0001")
         assert said.startswith(f"w (from a); {hint}")
         assert "'headwater doctor --config FILE'" in said
-    assert _waiting({**waits, "agents": [{"id": "a", "present": True}]}, "run-0001") == "w (from a)"
+    assert _waiting({**waits, "fleet": {"agents": 1, "online": 1}}, "run-0001") == "w (from a)"
 
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
         add_run(state, closed=1)
         waiting = {"for": "round 2 needs 2 train agents", "whom": [], "seconds_left": None}
         now = utc_now().isoformat()
-        content = {"at": now, "run": waits["run"], "waiting": waiting, "agents": []}
+        fleet = {"agents": 0, "online": 0}
+        content = {"at": now, "run": waits["run"], "waiting": waiting, "agents": [], "fleet": fleet}
         (tmp_path / "state" / "status.json").write_text(json.dumps(content))
         out = call("status", "--state", tmp_path / "state")[1]
     assert f"advice: {hint}" in out

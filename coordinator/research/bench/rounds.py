@@ -109,8 +109,7 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
         processes[0].answer()
 
         def all_present() -> bool:
-            agents = read_status(folder / "coordinator").get("agents", ())
-            return len([agent for agent in agents if agent["present"]]) == plan.agents
+            return bool(read_status(folder / "coordinator").get("fleet", {}).get("online") == plan.agents)
 
         wait_for(all_present, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
         pids = [running.pid or 0, *(process.pid for process in processes)]

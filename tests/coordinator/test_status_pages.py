@@ -1,0 +1,111 @@
+"""The status of a large fleet: a file of bounded size, and pages of agents, those with a problem first."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from federation_harness import Federation
+from typer.testing import CliRunner
+
+from coordinator.cli import command_tree
+from coordinator.service.coordinator import MOST_LISTED
+from edge_agent.wire import messages as wire
+
+SIZE = 450
+FAILING, AWAY = ("m0391", "m0440"), ("m0002", "m0333", "m0444")
+
+
+def hello(fed, name, boot="b1"):
+    message = wire.Hello(software="x", tier="train", samples=1, boot=boot, connection=1)
+    fed.coordinator.handle(name, "up", wire.encode(message))
+
+
+@pytest.fixture
+def fed(tmp_path):
+    """450 agents, two of which have failed and three of which have left."""
+    with Federation(tmp_path, agents=()) as federation:
+        federation.settle()
+        for number in range(SIZE):
+            hello(federation, f"m{number:04d}")
+        for name in FAILING:
+            fault = wire.Fault(error="DataError", message="no samples", remedy="add some", boot="b1")
+            federation.coordinator.handle(name, "up", wire.encode(fault))
+        for name in AWAY:
+            federation.coordinator.handle(name, "up", wire.encode(wire.Bye(boot="b1")))
+        federation.wait(40)
+        yield federation
+
+
+def told(fed, *arguments):
+    command = ["status", "--state", str(fed.config.state), *arguments]
+    result = CliRunner().invoke(command_tree(["status"]), command)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def ids(fed, *arguments):
+    return [agent["id"] for agent in json.loads(told(fed, *arguments, "--json"))["agents"]]
+
+
+def test_the_status_file_lists_no_more_agents_however_many_there_are(fed):
+    path = fed.config.state / "status.json"
+    size, listed = path.stat().st_size, json.loads(path.read_bytes())["agents"]
+    assert len(listed) == MOST_LISTED
+    assert {*FAILING, *AWAY} <= {agent["id"] for agent in listed}
+    for number in range(SIZE, 4 * SIZE):
+        hello(fed, f"m{number:04d}")
+    fed.wait(2)
+    assert json.loads(path.read_bytes())["fleet"] == {
+        "agents": 4 * SIZE,
+        "online": 4 * SIZE - 3,
+        "fault": 2,
+        "stalled": 0,
+    }
+    assert path.stat().st_size <= size + 4096
+
+
+def test_an_open_round_of_a_large_cohort_is_counted_and_not_listed(tmp_path):
+    with Federation(tmp_path, agents=(), cohort={"min_agents": SIZE}) as fed:
+        fed.settle()
+        for number in range(SIZE):
+            hello(fed, f"m{number:04d}")
+        fed.request(rounds=1)
+        fed.until(lambda: fed.coordinator.collector.open_round)
+        status = fed.coordinator.status()
+        assert (status["run"]["cohort_size"], status["waiting"]["count"]) == (SIZE, SIZE)
+        assert len(status["run"]["cohort"]) <= MOST_LISTED
+        assert len(status["waiting"]["whom"]) <= MOST_LISTED
+
+
+def test_a_page_shows_twenty_agents_and_problems_first(fed):
+    out = told(fed)
+    assert len(re.findall(r"^m\d{4}", out, re.MULTILINE)) == 20 + len(FAILING)  # their notes follow the table
+    assert "fleet: 450 agents, 447 online, 2 fault, 0 stalled; page 1 of 23 of 450 agents" in out
+    assert ids(fed)[:6] == [*FAILING, *AWAY, "m0000"]
+
+
+def test_pages_show_every_agent_once(fed):
+    shown = [name for page in range(1, 6) for name in ids(fed, "--agents", "100", "--page", str(page))]
+    assert sorted(shown) == [f"m{number:04d}" for number in range(SIZE)]
+    assert not ids(fed, "--agents", "100", "--page", "6")
+    assert len(ids(fed, "--agents", "0")) == SIZE
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (("--only", "offline"), sorted(AWAY)),
+        (("--only", "fault"), sorted(FAILING)),
+        (("--only", "notes"), sorted(FAILING)),
+        (("--only", "stalled"), []),
+        (
+            ("--find", "044"),
+            ["m0044", "m0440", "m0441", "m0442", "m0443", "m0444", "m0445", "m0446", "m0447", "m0448", "m0449"],
+        ),
+        (("--find", "044", "--only", "offline"), ["m0444"]),
+    ],
+)
+def test_agents_are_selected_by_condition_and_id(fed, options, expected):
+    assert ids(fed, *options) == expected
