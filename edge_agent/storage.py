@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -28,7 +29,65 @@ if TYPE_CHECKING:
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
 
-_syncs = ContextVar("syncs", default=True)
+
+class PendingSyncs:
+    """Files and folders that have yet to reach the disk, so that all of them are waited for together by `finish`."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+        self._folders: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def add(self, descriptor: int) -> None:
+        """The bytes of an open file, which may be closed meanwhile."""
+        with self._lock:
+            self._files.append(os.dup(descriptor))
+
+    def add_folder(self, folder: Path) -> None:
+        """The names of the files in a folder."""
+        with self._lock:
+            self._folders.add(folder)
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk: files first, then the names that they have got.
+
+        Raises:
+            OSError: something cannot be written; nothing of it is tried again.
+        """
+        files, folders = self._taken()
+        try:
+            for descriptor in files:
+                os.fsync(descriptor)
+            for folder in folders:
+                _sync_path(folder)
+        finally:
+            for descriptor in files:
+                os.close(descriptor)
+
+    def discard(self) -> None:
+        """Wait for nothing: what was to be on the disk is not needed any more."""
+        files, _ = self._taken()
+        for descriptor in files:
+            os.close(descriptor)
+
+    def _taken(self) -> tuple[list[int], set[Path]]:
+        with self._lock:
+            files, folders = self._files, self._folders
+            self._files, self._folders = [], set()
+        return files, folders
+
+
+_syncs: ContextVar[bool | PendingSyncs] = ContextVar("syncs", default=True)
+
+
+@contextlib.contextmanager
+def syncs_into(pending: PendingSyncs) -> Iterator[None]:
+    """Inside, what would wait for the disk is left to ``pending``, unless nothing waits at all (`without_syncs`)."""
+    token = _syncs.set(pending if is_synced() else False)
+    try:
+        yield
+    finally:
+        _syncs.reset(token)
 
 
 @contextlib.contextmanager
@@ -43,7 +102,7 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
         yield
     finally:
         _syncs.reset(token)
-        if folder is not None and _syncs.get():
+        if folder is not None and is_synced():
             for path in [folder, *folder.rglob("*")]:
                 with contextlib.suppress(PermissionError, FileNotFoundError):
                     if path.is_dir() or (path.is_file() and not path.is_symlink()):
@@ -60,13 +119,16 @@ def _sync_path(path: Path) -> None:
 
 
 def is_synced() -> bool:
-    """Whether files are to survive a power cut from the moment that they are written."""
-    return _syncs.get()
+    """Whether files are to survive a power cut from the moment that they are written, or that `PendingSyncs` end."""
+    return _syncs.get() is not False
 
 
 def sync(descriptor: int) -> None:
     """Wait until an open file's bytes are on the disk, unless nothing waits for it now (`without_syncs`)."""
-    if _syncs.get():
+    mode = _syncs.get()
+    if isinstance(mode, PendingSyncs):
+        mode.add(descriptor)
+    elif mode:
         os.fsync(descriptor)
 
 
@@ -164,7 +226,10 @@ def sweep(folder: Path) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
-    if _syncs.get():
+    mode = _syncs.get()
+    if isinstance(mode, PendingSyncs):
+        mode.add_folder(folder)
+    elif mode:
         _sync_path(folder)
 
 

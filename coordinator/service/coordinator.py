@@ -96,7 +96,7 @@ class Coordinator:
         self.distributor = Distributor(self.topics, self._publish, clock)
         self.storage = Storage(clock)
         self.limits = limits
-        self.receipts = ReceiptMemory(self.send)
+        self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
         self.rejected = Rejections(clock)
@@ -111,6 +111,9 @@ class Coordinator:
             wire.Report: self._on_report,
         }
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
+        self._unsent: list[tuple[str, wire.Command]] = []
+        """Receipts of updates that are not on disk yet, with their agents."""
+
         self._hosted = frozenset(client.id for client in config.hosted)
         self._is_behind, self._due_at = False, float("-inf")
         self._advance_at, self._advance_took_s = float("-inf"), 0.0
@@ -141,6 +144,7 @@ class Coordinator:
     def close(self) -> None:
         """Write the status, unless the state folder was removed, and close everything; the next start resumes."""
         if self.state.journal.is_in_place:
+            self._flush()
             self.catch_up()
         self.collector.pause()
         self.worker.close()
@@ -213,6 +217,7 @@ class Coordinator:
         """Results of computations, timers, then the active run as far as it can go."""
         begin = self.clock()
         self.state.journal.check_in_place()
+        self._flush()
         try:
             self.worker.collect()
             self.hooks.collect()
@@ -233,6 +238,27 @@ class Coordinator:
         everyone = self.everyone if len(self.roster) > MOST_LISTED else None
         self._status_writer.update(self.waiting, self.status, everyone)
         self._plan(begin, pump_s)
+
+    def _flush(self) -> None:
+        """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
+        unsent, self._unsent = self._unsent, []
+        try:
+            self.state.journal.flush()
+        except (StateError, OSError) as error:  # the agents offer them again; the run resumes from the journal
+            self.collector.close()  # it counts what the journal does not have
+            if (loop := self.loop) is not None:
+                self.runs.stall(loop.run.id, error)
+            else:
+                self.storage.note(error, "updates")
+            return
+        for agent, receipt in unsent:
+            self.send(agent, receipt)
+
+    def _send_durable(self, agent: str, message: wire.Command) -> None:
+        if isinstance(message, wire.Receipt) and self.state.journal.has_deferred:
+            self._unsent.append((agent, message))
+        else:
+            self.send(agent, message)
 
     def _plan(self, begin: float, pump_s: float | None) -> None:
         """Set when the next look at timers and the run is due, with and without messages before it."""
@@ -302,7 +328,8 @@ class Coordinator:
             HeadwaterError: the message is invalid; it is dropped without other effects.
         """
         if kind == "ub":
-            self.collector.chunk(agent, decode_frame(payload))
+            with self.state.journal.deferring():
+                self.collector.chunk(agent, decode_frame(payload))
         elif kind == "s":
             self._on_presence(agent, payload)
         else:

@@ -1,9 +1,10 @@
 """The journal: one append-only, hash-chained table of events in SQLite that survives ``kill -9`` and power cuts.
 
-An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except where nothing waits for the disk
-(`store.without_syncs`). Each entry's hash covers its content and the hash before it, so that an edited, removed or
-reordered entry is found by `Journal.verify`. Several processes may write: appends are serialised by the database. What
-a run is doing is never stored, only derived: see `Journal.replay`.
+An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except within `Journal.deferring`, where
+`Journal.flush` makes it so, and where nothing waits for the disk (`store.without_syncs`). Each entry's hash covers its
+content and the hash before it, so that an edited, removed or reordered entry is found by `Journal.verify`. Several
+processes may write: appends are serialised by the database. What a run is doing is never stored, only derived: see
+`Journal.replay`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from edge_agent.errors import StateError, UnknownName
-from edge_agent.storage import is_synced
+from edge_agent.storage import PendingSyncs, is_synced, syncs_into
 
 __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
 
@@ -221,6 +222,12 @@ class Journal:
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.RLock()
         self._opened: os.stat_result | None = None
+        self._pending, self._deferring, self._has_deferred = PendingSyncs(), 0, False
+        """Syncs of files that deferred entries are about, and the thread that defers (0: none)."""
+
+        self._lost: StateError | OSError | None = None
+        """Why deferred entries could not be written, until `flush` has raised it."""
+
         self._replayed: dict[str, tuple[int, RunRecord]] = {}
         """Run -> its newest entry that `replay` has read, and where the run stood then."""
 
@@ -284,7 +291,9 @@ class Journal:
             )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; deferred entries are lost, as in a crash: `flush` them before."""
+        self._pending.discard()
+        self._has_deferred, self._lost = False, None
         self._replayed.clear()
         if self._connection is not None:
             self._connection.close()
@@ -307,8 +316,45 @@ class Journal:
             StateError: the body is not JSON, the disk is full, or the database cannot be written.
         """
         columns = {"run": run, "round": round, "agent": agent, "digest": digest}
-        with self._transaction(writes=True) as connection:
+        with (
+            self._deferred()
+            if self._deferring == threading.get_ident()
+            else self._transaction(writes=True) as connection
+        ):
             return self._write(connection, kind, columns, dict(body or {}))
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Inside, entries of this thread, and the files that they are about, wait for the disk in `flush` only.
+
+        Entries can be read at once; other processes see them after `flush`, which any other entry implies.
+        """
+        before, self._deferring = self._deferring, threading.get_ident()
+        try:
+            with syncs_into(self._pending):
+                yield
+        finally:
+            self._deferring = before
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether entries wait for `flush`."""
+        return self._has_deferred
+
+    def flush(self) -> None:
+        """All deferred entries are on disk when this returns, in one transaction, and before them their files.
+
+        Raises:
+            StateError: they could not be written, at any time since the last call; none of that transaction is.
+            OSError: a file could not be written, with the same result.
+        """
+        with self._lock:
+            try:
+                self._commit_deferred()
+            finally:
+                lost, self._lost = self._lost, None
+            if lost is not None:
+                raise lost
 
     def request_run(self, body: Mapping[str, Any]) -> str:
         """The name of a newly requested run; a coordinator on this folder will execute it.
@@ -427,12 +473,16 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
-        connection = self._connection
-        if connection is None:
-            raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
-        if writes:
-            self.check_in_place()
+        connection = self._usable(writes=writes)
         with self._lock:
+            if self._has_deferred and not writes:
+                try:
+                    yield connection
+                except sqlite3.Error as error:
+                    raise self._failed(error) from error
+                return
+            if writes:
+                self._commit_deferred()
             try:
                 # A reader that becomes a writer fails at once when another process writes meanwhile; IMMEDIATE waits.
                 connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -444,6 +494,53 @@ class Journal:
                     raise
             except sqlite3.Error as error:
                 raise self._failed(error) from error
+
+    @contextlib.contextmanager
+    def _deferred(self) -> Iterator[sqlite3.Connection]:
+        """The transaction that `flush` ends."""
+        connection = self._usable(writes=True)
+        with self._lock:
+            try:
+                if not self._has_deferred:
+                    connection.execute("BEGIN IMMEDIATE")
+                    self._has_deferred = True
+                yield connection
+            except BaseException as error:
+                lost = self._failed(error) if isinstance(error, sqlite3.Error) else None
+                if lost is not None and self._has_deferred:  # SQLite may have ended the transaction
+                    self._drop_deferred(lost)
+                if lost is not None:
+                    raise lost from error
+                raise
+
+    def _commit_deferred(self) -> None:
+        connection = self._connection
+        try:
+            self._pending.finish()
+            if self._has_deferred and connection is not None:
+                connection.commit()
+                self._has_deferred = False
+        except sqlite3.Error as error:
+            self._drop_deferred(self._failed(error))
+            raise self._failed(error) from error
+        except OSError as error:
+            if self._has_deferred:
+                self._drop_deferred(error)
+            raise
+
+    def _drop_deferred(self, error: StateError | OSError) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.rollback()
+        self._has_deferred, self._lost = False, error
+        self._replayed.clear()
+
+    def _usable(self, *, writes: bool) -> sqlite3.Connection:
+        if self._connection is None:
+            raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
+        if writes:
+            self.check_in_place()
+        return self._connection
 
     def _write(
         self, connection: sqlite3.Connection, kind: Kind, columns: Mapping[str, Any], body: dict[str, Any]

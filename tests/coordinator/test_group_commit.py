@@ -1,0 +1,239 @@
+"""Updates that arrive together reach the disk together, and no receipt is sent before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from federation_harness import Federation, Killed
+
+from coordinator.state.journal import Journal
+from edge_agent import storage
+from edge_agent.errors import StateError
+from edge_agent.storage import PendingSyncs, sync, sync_folder, syncs_into, without_syncs
+from edge_agent.wire import messages as wire
+
+AGENTS = 5
+
+
+def with_slow_looks(coordinator, clock):
+    """A look at the run takes 2 ms, as with a large fleet: several messages share one."""
+    advance = coordinator.runs.advance
+
+    def look():
+        clock.now += 0.002
+        advance()
+
+    coordinator.runs.advance = look
+
+
+@pytest.fixture
+def fed(tmp_path):
+    with Federation(tmp_path, agents=AGENTS, capture=True) as federation:
+        with_slow_looks(federation.coordinator, federation.clock)
+        yield federation
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    with Federation(tmp_path / "undisturbed", agents=AGENTS) as federation:
+        federation.request(rounds=2)
+        federation.finish()
+        return federation.encoder_sha256
+
+
+def path_of(descriptor):
+    return Path(f"/proc/self/fd/{descriptor}").readlink()
+
+
+def on_disk(fed, run):
+    """Agents and digests of the updates that another process sees."""
+    with sqlite3.connect(fed.config.state / "journal.db") as other:
+        return set(
+            other.execute("SELECT agent, digest FROM entries WHERE kind = 'update_accepted' AND run = ?", (run,))
+        )
+
+
+def test_every_receipt_is_sent_after_its_commit(fed, undisturbed):
+    """Each published receipt is looked up by another connection to the database, at the moment when it is sent."""
+    transport, seen = fed.coordinator.transport, []
+    publish = transport.publish
+
+    def checked(topic, payload, **options):
+        if topic.endswith("/dn"):
+            message = wire.parse_from_coordinator(payload)
+            if isinstance(message, wire.Receipt):
+                assert (topic.split("/")[-2], message.digest) in on_disk(fed, fed.run)
+                seen.append(message)
+        publish(topic, payload, **options)
+
+    transport.publish = checked
+    fed.request(rounds=2)
+    fed.finish()
+    assert len(seen) == 2 * AGENTS
+    assert fed.encoder_sha256 == undisturbed
+
+
+def test_updates_that_arrive_together_share_a_transaction_and_the_sync_of_their_folder(fed, monkeypatch):
+    statements, synced = [], []
+    fed.state.journal._connection.set_trace_callback(statements.append)
+    plain = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)) or plain(fd))
+    fed.request(rounds=1)
+    fed.until(lambda: len(fed.entries("update_accepted")) == AGENTS)
+    begun = [text for text in statements if text.startswith(("BEGIN IMMEDIATE", "COMMIT", "INSERT"))]
+    inserts = [position for position, text in enumerate(begun) if "update_accepted" in text]
+    assert len(inserts) == AGENTS
+    commits = begun[inserts[0] : inserts[-1]].count("COMMIT")
+    assert commits < AGENTS - 1, "fewer transactions than updates"
+    blobs = fed.state.blobs.folder
+    assert len([path for path in synced if path.parent == blobs]) >= AGENTS
+    assert synced.count(blobs) <= commits + 3, "once for each transaction, and for checkpoints"
+
+
+@pytest.mark.parametrize("before", ["flush", "receipts"])
+def test_a_coordinator_killed_around_the_commit_loses_nothing(tmp_path, undisturbed, before):
+    """Before it, no agent has a receipt, and all send their updates again; after it, none sends anything again."""
+    with Federation(tmp_path, agents=AGENTS, capture=True) as fed:
+        journal, accepted = fed.state.journal, []
+
+        def killed(plain):
+            def flush():
+                if before == "receipts":
+                    plain()
+                if not accepted and has_updates():
+                    accepted.append(True)
+                    raise Killed
+                if before == "flush":
+                    plain()
+
+            return flush
+
+        def has_updates():
+            updates = fed.coordinator.collector.open_round
+            return updates is not None and len(updates.accepted) >= 2
+
+        with_slow_looks(fed.coordinator, fed.clock)
+        journal.flush = killed(journal.flush)
+        fed.request(rounds=2)
+        run_id = fed.run_id
+        with pytest.raises(AssertionError, match="did not happen"):
+            fed.until(lambda: fed.coordinator is not None and fed.coordinator.loop is None and accepted, limit_s=1)
+        assert accepted
+        assert fed.coordinator is None
+        receipts = [m for name in fed.agents for m in fed.messages(fed.topics.down(name), wire.Receipt)]
+        with sqlite3.connect(fed.config.state / "journal.db") as other:
+            (count,) = other.execute("SELECT count(*) FROM entries WHERE kind = 'update_accepted'").fetchone()
+        assert len(receipts) <= count, "no receipt without its entry"
+        assert (count == 0) == (before == "flush")
+        fed.start_coordinator()
+        fed.finish()
+        assert run_id == fed.run_id
+        assert fed.encoder_sha256 == undisturbed
+        assert len(fed.entries("update_accepted")) == 2 * AGENTS, "none is there twice"
+
+
+def test_a_full_disk_at_the_commit_stalls_the_run_and_gives_no_receipt(fed, undisturbed, monkeypatch):
+    finish, failed = PendingSyncs.finish, []
+
+    def full(self):
+        if self._files and len(failed) < 3:
+            failed.append(len(fed.messages(fed.topics.down("a0"), wire.Receipt)))
+            descriptors, self._files = self._files, []
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finish(self)
+
+    monkeypatch.setattr(storage.PendingSyncs, "finish", full)
+    fed.request(rounds=2)
+    fed.until(lambda: len(failed) == 1)
+    assert "stalled" in fed.coordinator.waiting.what
+    assert not on_disk(fed, fed.run)
+    assert not [m for name in fed.agents for m in fed.messages(fed.topics.down(name), wire.Receipt)]
+    fed.finish()
+    assert len(failed) == 3
+    assert fed.encoder_sha256 == undisturbed
+    assert len(fed.entries("update_accepted")) == 2 * AGENTS
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal(tmp_path / "journal.db") as opened:
+        opened.request_run({})
+        yield opened
+
+
+def seen(journal):
+    with sqlite3.connect(journal.path) as other:
+        return [kind for (kind,) in other.execute("SELECT kind FROM entries ORDER BY id")][1:]
+
+
+def test_deferred_entries_are_read_here_at_once_and_elsewhere_after_the_flush(journal):
+    with journal.deferring():
+        journal.append("run_started", run="run-0001", digest="0" * 64)
+    assert journal.has_deferred
+    assert [entry.kind for entry in journal.entries("run-0001")] == ["run_requested", "run_started"]
+    assert journal.replay("run-0001").status == "running"
+    assert seen(journal) == []
+    journal.flush()
+    assert not journal.has_deferred
+    assert seen(journal) == ["run_started"]
+    assert journal.verify() == 2
+
+
+def test_an_entry_of_another_thread_takes_the_deferred_ones_along_in_order(journal):
+    with journal.deferring():
+        journal.append("run_started", run="run-0001", digest="0" * 64)
+        other = threading.Thread(target=lambda: journal.append("release_made", run="run-0001"))
+        other.start()
+        other.join()
+        assert seen(journal) == ["run_started", "release_made"]
+    assert journal.verify() == 3
+
+
+def test_what_an_entry_of_another_thread_could_not_take_along_fails_the_next_flush(journal, monkeypatch):
+    """Otherwise nobody would know that entries are lost which were accepted."""
+    with journal.deferring():
+        journal.append("run_started", run="run-0001", digest="0" * 64)
+    monkeypatch.setattr(PendingSyncs, "finish", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    with pytest.raises(OSError, match="I/O error"):
+        journal.append("release_made", run="run-0001")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="I/O error"):
+        journal.flush()
+    journal.flush()
+    assert seen(journal) == []
+    assert journal.replay("run-0001").status == "requested"
+
+
+def test_an_entry_that_cannot_be_written_leaves_those_before_it(journal):
+    with journal.deferring():
+        journal.append("run_started", run="run-0001", digest="0" * 64)
+        with pytest.raises(StateError, match="not JSON"):
+            journal.append("round_opened", run="run-0001", round=1, body={"x": object()})
+    journal.flush()
+    assert seen(journal) == ["run_started"]
+
+
+def test_syncs_are_done_together_and_files_before_their_names(tmp_path, monkeypatch):
+    pending, synced = PendingSyncs(), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)))
+    with syncs_into(pending):
+        for name in ("a", "b"):
+            with (tmp_path / name).open("wb") as file:
+                sync(file.fileno())
+            sync_folder(tmp_path)
+    assert synced == []
+    pending.finish()
+    assert synced == [tmp_path / "a", tmp_path / "b", tmp_path]
+    pending.finish()
+    assert len(synced) == 3
+    with without_syncs(), syncs_into(pending), (tmp_path / "c").open("wb") as file:
+        sync(file.fileno())
+    pending.finish()
+    assert len(synced) == 3, "nothing waits for the disk in a simulation"
