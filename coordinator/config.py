@@ -93,7 +93,12 @@ class RoundConfig(Frozen):
     )
     grace_s: float = Field(10.0, ge=0, le=86_400, description="grace period for the rest, once the quorum is reached")
     deadline_s: float = Field(600.0, gt=0, le=7 * 86_400, description="an agent without an update by then is left out")
-    lease_s: float = Field(45.0, gt=0, le=3600, description="an agent that is silent for this long is offline")
+    lease_s: float = Field(
+        45.0,
+        gt=0,
+        le=3600,
+        description="an agent that is silent for this long is offline; without a task up to 360 s in large fleets",
+    )
     max_attempts: int = Field(
         3, ge=1, le=1000, description="a run fails when a round lacks updates after this many deadlines"
     )

@@ -26,6 +26,13 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 2.0
 """How long an offline agent is waited for when all others are done: it may only have lost its connection."""
 
+HEARTBEATS_PER_S = 50.0
+"""Of a fleet of thousands without jobs: 60 s between those of one of 3,000 agents, 120 s from 6,000 on."""
+
+LONGEST_HEARTBEAT_S = 120.0
+LEASE_HEARTBEATS = 3
+"""A lease is as long as so many heartbeats."""
+
 RETURN_S = 10.0
 """The same for agents not heard since the coordinator's start: they may be between two tries to connect."""
 
@@ -51,6 +58,12 @@ class Member:
     condition: wire.ConditionName = "ok"
     stalled_at: float = 0.0
 
+    heartbeat_s: float = 0.0
+    """What it was told: its least time between heartbeats without a job."""
+
+    asked_at: float | None = None
+    """When it was asked to do a task, until a heartbeat says that it has none; then its heartbeats are its own."""
+
     connection: int = 0
     """Number of its connection to the broker; the last will of an earlier one says nothing of it."""
 
@@ -75,9 +88,11 @@ class Roster:
         self._ready: set[str] = set()
         self._sorted: dict[str | None, list[str]] = {}
         self._leases: list[tuple[float, str]] = []
-        """A heap of (time, agent): its lease ends then or later. One entry for each agent that is present."""
+        """A heap of (time, agent): its lease ends then or later."""
 
-        self._leased: set[str] = set()
+        self._lease_at: dict[str, float] = {}
+        """The entry of each agent that counts; others are of earlier leases."""
+
         self._connected_at: float | None = clock()
         self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Rejections(clock)
@@ -91,13 +106,11 @@ class Roster:
             member.samples = member.samples or before.samples
             if before.boot == member.boot:
                 member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
-                member.stalled_at = before.stalled_at
+                member.stalled_at, member.asked_at = before.stalled_at, before.asked_at
         member.heard_at = self._clock()
         self._members[agent] = member
         self._sorted.clear()
-        if agent not in self._leased:
-            self._leased.add(agent)
-            heapq.heappush(self._leases, (member.heard_at + self.lease_s, agent))
+        self._enter_lease(member, member.heard_at)
         self.is_as(agent, message.condition)
         return member
 
@@ -162,14 +175,16 @@ class Roster:
             return []
         silent = []
         while self._leases and self._leases[0][0] < now:
-            _, agent = heapq.heappop(self._leases)
-            member = self._members[agent]
-            until = max(member.heard_at, since) + self.lease_s
-            if member.is_present and until >= now:
-                heapq.heappush(self._leases, (until, agent))
+            at, agent = heapq.heappop(self._leases)
+            if self._lease_at.get(agent) != at:
                 continue
-            self._leased.discard(agent)
-            if member.is_present:
+            del self._lease_at[agent]
+            member = self._members[agent]
+            if not member.is_present:
+                continue
+            if self._lease_end(member, since) >= now:
+                self._enter_lease(member, since)
+            else:
                 member.offline_at = now
                 self._note_ready(member)
                 silent.append(agent)
@@ -178,6 +193,37 @@ class Roster:
     def __len__(self) -> int:
         """How many agents have been heard of."""
         return len(self._members)
+
+    def heartbeat_s(self) -> float:
+        """Least time between heartbeats of an agent without a job; 0: as the agent is configured.
+
+        A small fleet sends as many as its agents like; that of thousands about `HEARTBEATS_PER_S` in total.
+        """
+        stretched_s = min(LONGEST_HEARTBEAT_S, len(self._ready) / HEARTBEATS_PER_S)
+        return stretched_s if stretched_s > self.lease_s / LEASE_HEARTBEATS else 0.0
+
+    def tell_heartbeat(self, agent: str) -> float | None:
+        """The `heartbeat_s` that an agent has to be told now; None where what it was told is about right."""
+        member, now_s = self._members[agent], self.heartbeat_s()
+        if 2 / 3 * member.heartbeat_s <= now_s <= 3 / 2 * member.heartbeat_s:
+            return None
+        self.has_told(agent, now_s)
+        return now_s
+
+    def has_told(self, agent: str, heartbeat_s: float) -> None:
+        """The agent has been told that."""
+        self._members[agent].heartbeat_s = heartbeat_s
+
+    def asked(self, agent: str) -> None:
+        """The agent was asked to do a task: it answers, and sends heartbeats as it is configured."""
+        member = self._members.get(agent)
+        if member is not None:
+            member.asked_at = self._clock()
+            self._enter_lease(member, member.asked_at)
+
+    def note_idle(self, agent: str) -> None:
+        """The agent says that it has no task."""
+        self._members[agent].asked_at = None
 
     def get(self, agent: str) -> Member | None:
         """What is known of an agent."""
@@ -231,6 +277,18 @@ class Roster:
         if offline_at is None or self._connected_at is None:
             return RETURN_S
         return offline_at + patience_s - self._clock()
+
+    def _lease_end(self, member: Member, since: float) -> float:
+        """When the lease of an agent ends that is not heard from now on; it counts from ``since`` or later."""
+        if member.asked_at is not None:
+            return max(member.heard_at, since, member.asked_at) + self.lease_s
+        return max(member.heard_at, since) + max(self.lease_s, LEASE_HEARTBEATS * member.heartbeat_s)
+
+    def _enter_lease(self, member: Member, since: float) -> None:
+        until = self._lease_end(member, since)
+        if until < self._lease_at.get(member.id, float("inf")):  # an earlier entry leads to this one when it is due
+            self._lease_at[member.id] = until
+            heapq.heappush(self._leases, (until, member.id))
 
     def _note_ready(self, member: Member) -> None:
         is_ready = member.is_present and member.condition != "stalled"

@@ -61,6 +61,7 @@ class Assignment:
     def invite(self, agent: str) -> None:
         """Send one agent its job (again), with the time that is left now."""
         left = max(1.0, self.until - self.context.roster.heard_s())
+        self.context.roster.asked(agent)
         self.context.send(agent, self._prepare(agent).model_copy(update={"deadline_s": left}))
 
     def withdraw(self) -> None:

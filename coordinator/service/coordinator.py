@@ -389,6 +389,10 @@ class Coordinator:
     def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
         if not self.roster.is_as(agent, message.condition):
             self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
+        if not message.run:
+            self.roster.note_idle(agent)
+        if (heartbeat_s := self.roster.tell_heartbeat(agent)) is not None:
+            self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.on_heartbeat(agent, message)
 
@@ -413,13 +417,18 @@ class Coordinator:
             self.distributor.forget(agent)
             event = "agent_joined" if before is None else "agent_back"
             log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
-        now = utc_now().isoformat(timespec="seconds")
-        self.send(agent, wire.Welcome(software=__version__, lease_s=self.roster.lease_s, time=now))
+        heartbeat_s = self.roster.heartbeat_s()
+        self.roster.has_told(agent, heartbeat_s)
+        self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.invite(agent)
         if message.tier == "head":
             self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
             self.releases.offer(agent, message.bundle_id)
+
+    def _welcome(self, agent: str, heartbeat_s: float) -> None:
+        now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s
+        self.send(agent, wire.Welcome(software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now))
 
     def _send_task(self, agent: str, task: Task) -> None:
         """Send the task to an agent that otherwise gets it with a bundle, so that it checks its data and head now."""

@@ -76,6 +76,7 @@ class Agent:
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
         self._connection = 0
         self._beat_at = self._hello_at = float("-inf")
+        self._idle_heartbeat_s, self._was_busy = 0.0, False
         self._silence = Silence(self._mismatch, clock)
         self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
@@ -179,8 +180,16 @@ class Agent:
             if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
             self._silence.tell(self.config)
-        elif now - self._beat_at >= self.config.heartbeat_s or self.condition.name != self._sent_condition:
+        elif self._beat_is_due(now):
             self._beat()
+
+    def _beat_is_due(self, now: float) -> bool:
+        """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
+        is_idle, is_stretched = self.jobs.job is None, self._idle_heartbeat_s > self.config.heartbeat_s
+        has_finished = is_idle and is_stretched and self._was_busy  # the coordinator expects the next one later
+        self._was_busy = not is_idle
+        pause_s = self._idle_heartbeat_s if is_idle and is_stretched else self.config.heartbeat_s
+        return has_finished or now - self._beat_at >= pause_s or self.condition.name != self._sent_condition
 
     def _begin_alone(self) -> None:
         self.welcomed = False
@@ -303,7 +312,7 @@ class Agent:
     def _on_welcome(self, message: wire.Welcome) -> None:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
-        self.welcomed = True
+        self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
         self.membership.answered()
         self._mismatch.clear()
         self._beat_at = self.clock()

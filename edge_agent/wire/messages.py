@@ -219,6 +219,7 @@ MISTAKE_CHARS = 180
 """How much of one mistake is quoted: a key of the peer's may be in it."""
 MAX_CREDITS = 4096
 MAX_EPOCH = 1 << 53
+MAX_HEARTBEAT_S = 300.0
 MAX_ROUND = 2_000_000
 MAX_SAMPLES = 1_000_000_000
 
@@ -399,6 +400,9 @@ class Welcome(Command):
     type: Literal["welcome"] = "welcome"
     software: Text = Field(max_length=40)
     lease_s: float = Field(gt=0)
+    heartbeat_s: float = Field(
+        0, ge=0, le=MAX_HEARTBEAT_S, description="least time between heartbeats of an agent without a job"
+    )
     time: Text = Field("", max_length=40, description="coordinator's clock, for logs only")
 
 

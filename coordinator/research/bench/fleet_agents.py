@@ -103,7 +103,8 @@ class FleetAgent:
         self._manifest: wire.UpdateManifest | None = None
         self._queue: deque[int] = deque()
         self._seen = self._sent = self._window = 0
-        self._heard_at = clock()
+        self._heard_at = self._beat_at = clock()
+        self._heartbeat_s = HEARTBEAT_S
         self.due_at = float("-inf")
         self.welcomed = False
         self.receipts = self.rejected = self.received_bytes = 0
@@ -129,18 +130,20 @@ class FleetAgent:
     def tick(self) -> None:
         """Repeat what has no answer, or send a heartbeat."""
         now = self._clock()
+        heartbeat_s = HEARTBEAT_S if self._job is not None else self._heartbeat_s
         if not self.welcomed:
             self.hello()
         elif self._manifest is not None and not self._queue and now - self._heard_at >= AGAIN_S:
             self._send(self._manifest, "manifest again")
         elif self._ref is not None and now - self._heard_at >= AGAIN_S:
             self._want("want again")
-        else:
+        elif now - self._beat_at >= heartbeat_s:
             self.heartbeat()
-        self.due_at = now + (HEARTBEAT_S if self.welcomed and not self._is_busy else AGAIN_S)
+        self.due_at = now + AGAIN_S if self._is_busy else max(now, self._beat_at + heartbeat_s)
 
     def heartbeat(self) -> None:
         """Send one."""
+        self._beat_at = self._clock()
         beat = wire.Heartbeat()
         if self._job is not None:
             beat = wire.Heartbeat(run=self._job.run, round=self._job.round, purpose=self._job.purpose)
@@ -178,9 +181,13 @@ class FleetAgent:
         return wire.encode(message.model_copy(update=stamp))
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        self._federation, self.epoch, self.welcomed = message.federation, message.epoch, True
-        # Heartbeats of a fleet are spread evenly, as those of agents that started at different times are.
-        self.due_at = self._clock() + HEARTBEAT_S * (int(self._boot[:4], 16) + 1) / 65536
+        is_news, self.welcomed = not self.welcomed, True
+        self._federation, self.epoch = message.federation, message.epoch
+        self._heartbeat_s = max(HEARTBEAT_S, message.heartbeat_s)
+        if is_news:  # heartbeats of a fleet are spread evenly, as those of agents that started at different times are
+            now = self._clock()
+            self.due_at = now + self._heartbeat_s * (int(self._boot[:4], 16) + 1) / 65536
+            self._beat_at = self.due_at - self._heartbeat_s
 
     def _on_announce(self, _: wire.Announce) -> None:
         if not self.welcomed:
@@ -234,6 +241,7 @@ class FleetAgent:
         if job.purpose == "personalize":
             self._send(wire.Report(run=job.run, samples=1), "report")
             self._job = None
+            self._has_finished()
             return
         blob = self._models.update(ref.digest, self._number)
         self._manifest = wire.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
@@ -266,6 +274,11 @@ class FleetAgent:
             self.rejected += not message.accepted
             self._manifest = self._job = None
             self._queue.clear()
+            self._has_finished()
+
+    def _has_finished(self) -> None:
+        if self._heartbeat_s > HEARTBEAT_S:  # as agents do whose heartbeats take longer without a job
+            self.heartbeat()
 
     def _on_cancel(self, message: wire.Cancel) -> None:
         if self._job is not None and wire.job_key(self._job) == wire.job_key(message):

@@ -90,6 +90,7 @@ FIELDS = {
     "condition": st.sampled_from(get_args(ConditionName)),
     "epoch": counts,
     "lease_s": st.floats(1e-3, 1e6),
+    "heartbeat_s": st.floats(0, 300),
     "time": text,
     "purpose": st.sampled_from(get_args(wire.Purpose)),
     "release": counts,
