@@ -53,7 +53,7 @@ def test_messages_and_bytes_of_a_fleet_are_counted(tmp_path):
     assert (counts["chunk"], counts["last chunk"]) == (5 * 2 * 3, 5 * 2)
     assert 10 <= counts["heartbeat"] <= 12  # every 15 s, of which 30 s passed, and while the rounds took time
     rows = {row.name: row.value for row in figures.rows()}
-    assert 1.0 < rows["received by an agent / needed"] < 1.1  # frames and control messages beside the model
+    assert 1.0 < rows["received by agents / needed"] < 1.1  # frames and control messages beside the model
     assert 1.0 < rows["published / needed"] < 1.3
 
 

@@ -200,6 +200,48 @@ def test_a_run_stays_within_the_limits(tmp_path):
         assert federation.record.status == "finished"
 
 
+def test_row_42_many_agents_that_flood_joins_and_heartbeats_cost_no_round(tmp_path):
+    """30 agents with valid ids, 16 messages each at every step; the model is that of a run without them."""
+    with Federation(tmp_path / "alone", agents=3) as alone:
+        alone.request(rounds=2)
+        alone.finish()
+        undisturbed = alone.encoder_sha256
+    with Federation(tmp_path / "flooded", agents=(), cohort={"min_agents": 3}) as fed:
+        for name in ("a0", "a1", "a2"):
+            fed.add(name, seconds=3.0)
+        fed.request(rounds=2)
+        fed.until(lambda: fed.coordinator.collector.open_round)
+        limits, transport = RateLimits(fed.topics, fed.clock), fed.coordinator.transport
+        accept, admitted = transport.accept, []
+
+        def limited(message):
+            if limits.admits(message.topic, message.payload):
+                admitted.append(message)
+                accept(message)
+
+        transport.accept = limited
+        fed.coordinator.limits = limits
+        begin = fed.clock.now
+
+        def flood():
+            for number in range(30):
+                for _ in range(8):
+                    fed.broker.route(fed.topics.up(f"m{number}"), head_hello)
+                    fed.broker.route(fed.topics.heartbeat(f"m{number}"), heartbeat)
+            return fed.record.is_over
+
+        head_hello = wire.encode(wire.Hello(software="x", tier="head", samples=1, boot="b9", connection=1))
+        heartbeat = wire.encode(wire.Heartbeat(boot="b9"))
+        fed.until(flood)
+        assert fed.encoder_sha256 == undisturbed
+        seconds = fed.clock.now - begin
+        flooding = [message for message in admitted if "/m" in message.topic]
+        most = sum(RATES[kind].at_once + RATES[kind].per_s * seconds for kind in ("hello", "h"))
+        assert len(flooding) <= 30 * most
+        assert seconds >= 6
+        assert fed.coordinator.rejected.total > 500
+
+
 @pytest.mark.parametrize("is_accepted", [True, False])
 def test_a_repeated_manifest_of_an_old_round_gets_its_receipt_from_memory(fed, monkeypatch, is_accepted):
     """The journal is read for the first one only; the answer is the same."""

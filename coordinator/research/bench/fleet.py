@@ -61,7 +61,7 @@ class FleetFigures:
     """What the coordinator published in all rounds."""
 
     received_mb: float = 0.0
-    """What one agent received on average."""
+    """What all agents received together."""
 
     updates: int = 0
     usage: Usage | None = None
@@ -70,14 +70,14 @@ class FleetFigures:
 
     def rows(self) -> list[Row]:
         """The figures."""
-        rounds, needed_mb = len(self.seconds), self.plan.payload_bytes / 1e6
-        downloads = rounds + 1  # that of the final model, too
+        rounds, payload_mb = len(self.seconds), self.plan.payload_bytes / 1e6
+        downloads = rounds * self.plan.cohort_size + self.plan.agents  # all agents get the final model
         rows = [Row(f"CPU, {kind} ({count})", us, "us") for kind, (count, us) in self.cpu_us.items()]
         rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
         rows += [
             Row("updates aggregated", self.updates, ""),
-            Row("published / needed", self.published_mb / downloads / needed_mb, ""),
-            Row("received by an agent / needed", self.received_mb / downloads / needed_mb, ""),
+            Row("published / needed", self.published_mb / (rounds + 1) / payload_mb, ""),
+            Row("received by agents / needed", self.received_mb / downloads / payload_mb, ""),
         ]
         if self.welcome_s:
             rows += [
@@ -285,7 +285,7 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         seconds = round_seconds(state.journal, run)
         updates = len(state.journal.entries(run, ("update_accepted",)))
     kinds = {kind: (count, both.cpu_ns[kind] / count / 1000) for kind, count in sorted(both.count.items()) if kind}
-    megabytes = (published / 1e6, received / 1e6 / plan.cohort_size)
+    megabytes = (published / 1e6, received / 1e6)
     return FleetFigures("memory", plan, seconds, phases.figures | kinds, *megabytes, updates, usage(os.getpid()))
 
 
@@ -341,5 +341,5 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
         welcome_s = asked(plan.flood)["welcome_s"] if plan.flood != "none" else []
-    megabytes = (published / 1e6, received / 1e6 / plan.cohort_size)
+    megabytes = (published / 1e6, received / 1e6)
     return FleetFigures(plan.transport, plan, seconds, phases.figures, *megabytes, updates, used, welcome_s)
