@@ -44,6 +44,8 @@ class Runs:
         self._waiting = NO_RUN
         self._steps: Steps | None = None
         self._read_at, self._cancels_seen = float("-inf"), 0
+        self._read: tuple[int, int] | None = None
+        """`Journal.version` before it was read last: whatever is done about an entry appends another one."""
 
     @property
     def waiting(self) -> Waiting:
@@ -106,6 +108,9 @@ class Runs:
         if self._clock() - self._read_at < LOOK_FOR_REQUESTS_S:
             return
         self._read_at = self._clock()
+        version = self._state.journal.version()
+        if version == self._read:
+            return
         cancels, seen = requested_cancels(self._state, self._cancels_seen)
         for run, reason in cancels.items():
             end_run(self._state, run, "run_cancelled", reason)
@@ -119,6 +124,7 @@ class Runs:
         if self._steps is None and self._storage.stall is None:
             for run in self._state.journal.unfinished()[:1]:
                 self._begin(run)
+        self._read = version
 
     def _begin(self, run: str) -> None:
         try:

@@ -228,6 +228,9 @@ class Journal:
         self._lost: StateError | OSError | None = None
         """Why deferred entries could not be written, until `flush` has raised it."""
 
+        self._appended = 0
+        """Entries that were appended here."""
+
         self._replayed: dict[str, tuple[int, RunRecord]] = {}
         """Run -> its newest entry that `replay` has read, and where the run stood then."""
 
@@ -404,6 +407,11 @@ class Journal:
         with self._transaction() as connection:
             return _value(connection, "SELECT max(id) FROM entries") or 0
 
+    def version(self) -> tuple[int, int]:
+        """Another value whenever entries were appended since it was asked for, here or by another process."""
+        with self._transaction() as connection:
+            return self._appended, _value(connection, "PRAGMA data_version")
+
     def verify(self) -> int:
         """Number of entries, after checking every link of the chain.
 
@@ -562,6 +570,7 @@ class Journal:
         }
         row["hash"] = hash_of(row)
         connection.execute(_INSERT, tuple(row[name] for name in _COLUMNS))
+        self._appended += 1
         return Entry(**{**row, "body": json.loads(text)})
 
     def _check_or_make_schema(self, *, is_begun: bool) -> None:

@@ -9,7 +9,10 @@ import pytest
 from federation_harness import Clock, Federation
 
 from coordinator.fleet.registry import Roster
+from coordinator.runs.request import Request
 from coordinator.service import coordinator as service
+from coordinator.state.journal import Journal
+from coordinator.state.store import StateFolder
 from edge_agent.wire import messages as wire
 
 
@@ -183,3 +186,20 @@ def test_leases_and_presence_are_those_of_a_plain_search(seed):
             assert roster.expire() == plain.expire(clock.now)
         assert roster.present() == plain.present()
         assert roster.ready == set(plain.present())
+
+
+def test_a_coordinator_at_rest_reads_its_journal_only_when_it_has_changed(tmp_path, monkeypatch):
+    """A look for requests came five times a second, and read all runs that there have ever been."""
+    with Federation(tmp_path, agents=2) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        fed.wait(1)
+        reads, plain = [], Journal.entries
+        monkeypatch.setattr(Journal, "entries", lambda *a, **k: reads.append(k or a) or plain(*a, **k))
+        fed.wait(20)
+        assert reads == []
+        with StateFolder(fed.config.state).look() as other:  # as 'headwater run --no-wait' in another process
+            fed.run = other.journal.request_run(Request("fedavg", {}, 1, 0, fed.task).body())
+        monkeypatch.undo()
+        fed.finish()
+        assert fed.record.status == "finished"
