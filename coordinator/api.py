@@ -387,10 +387,15 @@ class TrainedModel:
 
         with StateFolder(folder).look() as state:
             closed = (state.journal.replay(name) for name in ([run] if run else reversed(state.journal.runs())))
-            record = next((one for one in closed if one.round and one.checkpoint), None)
+            record = next((one for one in closed if one.round and one.checkpoint and (run or not one.is_pruned)), None)
             if record is None:
                 which = f"run '{run}' has" if run else "there are no runs with"
                 raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
+            if record.is_pruned:
+                raise UsageError(
+                    f"the checkpoint of {run} was removed by retention ([retention] runs, 'headwater prune'); "
+                    "put the state folder back from a backup, or request the run again"
+                )
             weights = decode(state.blobs.read(record.checkpoint or ""))
             pooled = pooled_before(state, record.run, record.round)
             client_ranges = ranges_before(state, record.run, record.round)

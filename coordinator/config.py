@@ -48,6 +48,10 @@ class RunConfig(Frozen):
     keep_every: Count = Field(
         0, description="keep checkpoints of every n-th round, for 'headwater analyze'; 0 = the newest only"
     )
+    keep_updates: bool = Field(
+        False,
+        description="keep updates and checkpoints of all rounds, so that 'headwater audit' can aggregate them again",
+    )
     weights: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
         None,
         description="safetensors file that the encoder begins with, of the encoder's or torchvision's names; what "
@@ -195,6 +199,15 @@ class ProxyConfig(OwnDataConfig):
     every: PositiveCount = Field(1, description="evaluate every n-th round; the last one always")
 
 
+class RetentionConfig(Frozen):
+    """What stays in the state folder. The run that is under way and the release on offer always stay."""
+
+    runs: PositiveCount = Field(
+        10,
+        description="ended runs whose checkpoints and bundles stay, the newest; metrics, summaries and journal of all",
+    )
+
+
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
@@ -209,6 +222,7 @@ class CoordinatorConfig(Frozen):
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
+    retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
         (), max_length=10_000, description="clients with data on this machine; they take part like agents"

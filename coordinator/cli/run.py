@@ -48,6 +48,7 @@ NoWait = Annotated[
         "rounds": "Number of rounds; default: run.rounds.",
         "seed": "Seed of weights, cohorts and agents; default: run.seed.",
         "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
+        "keep_updates": "Keep updates and checkpoints of all rounds, for 'headwater audit'; default: run.keep_updates.",
         "weights": "Safetensors file with the encoder's first weights; default: run.weights.",
     },
     bounds=True,
@@ -151,6 +152,7 @@ def request_for(
     seed: int | None = None,
     params: dict[str, Any] | None = None,
     keep_every: int | None = None,
+    keep_updates: bool | None = None,
     *,
     paper: bool = False,
 ) -> Request:
@@ -178,6 +180,7 @@ def request_for(
         seed=seed if seed is not None else defaults.seed,
         task=settings.task,
         keep_every=defaults.keep_every if keep_every is None else keep_every,
+        keep_updates=defaults.keep_updates if keep_updates is None else keep_updates,
         warm_start=settings.warm_start,
         weights=None if defaults.weights is None else Weights.of(defaults.weights),
     )

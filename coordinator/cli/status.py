@@ -13,6 +13,7 @@ from rich.table import Table
 from edge_agent.errors import StateError
 
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines
+from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
 from .follow import advice, is_serving
@@ -67,6 +68,7 @@ def status(
                 }
             )
             ahead = ahead if record.is_over else run
+        disk = usage(folder)
     summary = None
     with contextlib.suppress(StateError):  # a damaged summary costs its notes, not the status
         summary = RunFolder(path / "runs" / runs[-1]["id"]).summary() if runs else None
@@ -77,7 +79,7 @@ def status(
             if one["id"] == written["run"]["id"]:
                 one |= {"status": "stalled", "reason": stalled.get("reason")}
     alone = [one["message"] for one in (summary or {}).get("warnings", []) if one["kind"] == "below_local"]
-    result = {"better_alone": alone, "serving": serving, "state": str(path), "runs": runs, **written}
+    result = {"better_alone": alone, "serving": serving, "state": str(path), "disk": disk, "runs": runs, **written}
     if "agents" in written:
         chosen = [one for one in read_agents(path) if find in one["id"] and _is(only, one)]
         if agents and len(chosen) > agents:
@@ -122,6 +124,11 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
             most = (result.get("rejected_most") or {}).get(what, {})
             causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
             yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
+    disk = result["disk"]
+    yield (
+        f"disk: {counted(disk['blobs'], 'blob')} of {disk['blob_bytes'] / 1e6:.1f} MB, checkpoints of "
+        f"{counted(disk['ended_runs'], 'ended run')}; {disk['free_bytes'] / 1e6:.0f} MB are free"
+    )
     yield ""
     yield _table_of_runs(runs) if runs else "no runs yet; 'headwater run' starts one"
     yield from (f"{run['id']}: {line}" for run in runs[-1:] for line in metric_lines(run))

@@ -73,6 +73,9 @@ class Request:
     keep_every: int = 0
     """Retain the checkpoints after every so many rounds; 0: the newest only."""
 
+    keep_updates: bool = False
+    """Retain the updates and checkpoints of all rounds."""
+
     warm_start: WarmStartConfig | None = None
     """Training of the encoder at the coordinator before the first round."""
 

@@ -14,6 +14,7 @@ from edge_agent.methods import Method
 
 from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of
+from ..state.retention import prune_runs, runs_beyond
 from ..state.store import StateFolder
 from .context import Steps, Waiting
 from .request import Request
@@ -36,7 +37,10 @@ class Runs:
     written do not end it: the run is stalled, retried with pauses, and resumes from the journal.
     """
 
-    def __init__(self, state: StateFolder, storage: Storage, clock: Callable[[], float], make: Make) -> None:
+    def __init__(
+        self, state: StateFolder, storage: Storage, clock: Callable[[], float], make: Make, keep_runs: int
+    ) -> None:
+        """``keep_runs``: how many ended runs keep their checkpoints and bundles."""
         self.loop: RunLoop | None = None
         """The active run; while it is stalled, as it was before."""
 
@@ -46,6 +50,7 @@ class Runs:
         self._read_at, self._cancels_seen = float("-inf"), 0
         self._read: tuple[int, int] | None = None
         """`Journal.version` before it was read last: whatever is done about an entry appends another one."""
+        self._keep_runs, self._prunes_seen, self._is_pruned = keep_runs, 0, False
 
     @property
     def waiting(self) -> Waiting:
@@ -124,7 +129,19 @@ class Runs:
         if self._steps is None and self._storage.stall is None:
             for run in self._state.journal.unfinished()[:1]:
                 self._begin(run)
+        self._prune()
         self._read = version
+
+    def _prune(self) -> None:
+        """Remove files of ended runs: by the configuration after each run, and those that a command has named."""
+        requests = self._state.journal.entries(kinds=("prune_requested",), after=self._prunes_seen)
+        if self._is_pruned and not requests:
+            return
+        requested = {run for entry in requests for run in entry.body["runs"]}
+        beyond = {*runs_beyond(self._state, self._keep_runs)}
+        prune_runs(self._state, [run for run in runs_beyond(self._state, 0) if run in requested | beyond])
+        self._is_pruned = True
+        self._prunes_seen = requests[-1].id if requests else self._prunes_seen
 
     def _begin(self, run: str) -> None:
         try:
@@ -144,7 +161,7 @@ class Runs:
         self.loop = self._steps = None
         self._waiting = NO_RUN
         self._storage.resume()
-        self._read_at = float("-inf")
+        self._read_at, self._is_pruned = float("-inf"), False
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0

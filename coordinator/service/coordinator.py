@@ -98,7 +98,7 @@ class Coordinator:
         self.limits = limits
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
-        self.runs = self.make_runs(state, self.storage, clock, self._loop_of)
+        self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
         self.releases = ReleaseOffers(state, self.distributor, self.send)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {

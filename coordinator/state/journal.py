@@ -44,6 +44,8 @@ Kind = Literal[
     "run_finished",
     "run_failed",
     "run_cancelled",
+    "prune_requested",
+    "run_pruned",
     "release_made",
     "release_reported",
 ]
@@ -81,6 +83,9 @@ def hash_of(row: Mapping[str, Any]) -> str:
 
 
 RunStatus = Literal["requested", "running", "finished", "failed", "cancelled"]
+CHECKPOINTS = ("run_started", "warm_started", "round_closed")
+"""Kinds of entries whose digest is that of a run's state from then on."""
+
 FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
 
 
@@ -128,6 +133,8 @@ class RunRecord:
     checkpoint: str | None = None
     open_round: OpenRound | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
+    is_pruned: bool = False
+    """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
     @property
     def is_over(self) -> bool:
@@ -146,6 +153,8 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
     if entry.kind in FINAL:
         return replace(record, status=FINAL[entry.kind], open_round=None, outcome=body)
+    if entry.kind == "run_pruned":
+        return replace(record, is_pruned=True)
     if entry.kind == "round_opened":
         if number != record.round + 1:
             raise _contradiction(entry, f"opens round {number}, round {record.round} was closed last")
@@ -160,7 +169,7 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
             raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
         return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None)
     if entry.kind in {"update_accepted", "update_refused"} and opened is not None and opened.round == number:
-        return replace(record, open_round=_with_update(opened, entry))
+        record = replace(record, open_round=_with_update(opened, entry))
     return record
 
 
@@ -464,10 +473,7 @@ class Journal:
 
     def checkpoints(self) -> dict[str, str]:
         """Run -> digest of its newest checkpoint, for all runs; cheap, however long the journal is."""
-        newest = (
-            "SELECT max(id) FROM entries WHERE kind IN ('run_started', 'warm_started', 'round_closed') "
-            "AND digest IS NOT NULL GROUP BY run"
-        )
+        newest = f"SELECT max(id) FROM entries WHERE kind IN {CHECKPOINTS} AND digest IS NOT NULL GROUP BY run"  # noqa: S608 - constants
         with self._transaction() as connection:
             rows = connection.execute(f"SELECT run, digest FROM entries WHERE id IN ({newest})")  # noqa: S608 - constants
             return {run: digest for run, digest in rows if run is not None}

@@ -22,7 +22,7 @@ from typing import Any
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
 
-from .journal import Journal
+from .journal import CHECKPOINTS, Journal
 
 _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
@@ -91,9 +91,15 @@ class BlobStore:
         return freed
 
     def sweep(self) -> None:
-        """Remove temporary files of interrupted writes; only for the process that holds the folder's lock."""
-        for folder in (self.folder, *(self.folder / "partial").glob("*")):
+        """Remove temporary files of interrupted writes, and empty folders of uploads.
+
+        Only for the process that holds the folder's lock.
+        """
+        sweep(self.folder)
+        for folder in (self.folder / "partial").glob("*"):
             sweep(folder)
+            with contextlib.suppress(OSError):  # chunks are there: the upload is resumed
+                folder.rmdir()
 
 
 class RunFolder:
@@ -287,14 +293,20 @@ def prune_blobs(state: StateFolder, checkpoint: str) -> None:
     state.blobs.prune({checkpoint, *blobs_in_use(state.journal)})
 
 
-def blobs_in_use(journal: Journal) -> set[str]:
-    """Digests that entries of the journal need: releases, newest checkpoints of all runs, retained states."""
-    retained = {
-        e.digest
-        for e in journal.entries(kinds=("release_made", "norm_pooled", "ranges_collected", "state_kept"))
-        if e.digest
-    }
-    return retained | set(journal.checkpoints().values())
+def blobs_in_use(journal: Journal, pruned: Collection[str] = ()) -> set[str]:
+    """Digests that entries of the journal need: releases, newest checkpoints, retained states and updates.
+
+    Runs that were pruned, and those in ``pruned``, need none; the release on offer stays whichever run it is of.
+    """
+    released = journal.entries(kinds=("release_made",))
+    gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
+    checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
+    needed = [*released, *journal.entries(kinds=("norm_pooled", "ranges_collected", "state_kept"))]
+    for run in checkpoints:
+        if any(request.body.get("keep_updates") for request in journal.entries(run, ("run_requested",))):
+            needed += journal.entries(run, (*CHECKPOINTS, "update_accepted"))
+    digests = {entry.digest for entry in needed if entry.run not in gone} | {entry.digest for entry in released[-1:]}
+    return {digest for digest in digests if digest is not None} | set(checkpoints.values())
 
 
 def states_of(state: StateFolder, run: str) -> dict[int, str]:

@@ -80,6 +80,7 @@ class Federation:
         cohort: dict[str, Any] | None = None,
         round: dict[str, Any] | None = None,  # noqa: A002 - the name of the section
         export: dict[str, Any] | None = None,
+        retention: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
         probe_s: float = 0.0,
     ) -> None:
@@ -95,6 +96,7 @@ class Federation:
                 "cohort": {"min_agents": max(1, len(names)), **(cohort or {})},
                 "round": {"quorum": 1.0, **(round or {})},
                 "export": {"after_run": False, **(export or {})},
+                "retention": retention or {},
             }
         )
         self.agents: dict[str, Agent] = {}
@@ -143,9 +145,15 @@ class Federation:
         self.coordinator = self._opened = None
 
     def request(
-        self, method: str = "fedavg", *, rounds: int = 2, seed: int = 0, params: dict[str, Any] | None = None
+        self,
+        method: str = "fedavg",
+        *,
+        rounds: int = 2,
+        seed: int = 0,
+        params: dict[str, Any] | None = None,
+        keep_updates: bool = False,
     ) -> str:
-        wanted = Request(method, params or {}, rounds, seed, self.task)
+        wanted = Request(method, params or {}, rounds, seed, self.task, keep_updates=keep_updates)
         self.run, self._looked_at = self.state.journal.request_run(wanted.body()), -1
         self._run_ids[self.run] = self.record.request["id"]
         return self.run

@@ -1,0 +1,102 @@
+"""Retention: the newest ended runs keep their checkpoints and bundles, those of older ones are removed.
+
+Never of a run that has not ended, nor of the one whose release is on offer. Figures, summary and journal of every run
+stay. The removal is journaled before the first file goes, so that a missing checkpoint is known to be no damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .journal import FINAL
+from .store import StateFolder, blobs_in_use
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """An ended run beyond retention, and its files that no other run needs."""
+
+    run: str
+    status: str
+    files: tuple[Path, ...]
+    size_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"run": self.run, "status": self.status, "files": len(self.files), "bytes": self.size_bytes}
+
+
+def runs_beyond(state: StateFolder, keep: int) -> list[str]:
+    """The ended runs with checkpoints but the ``keep`` that ended last; those that ended first come first."""
+    journal = state.journal
+    ended = [entry.run for entry in journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
+    pruned = {entry.run for entry in journal.entries(kinds=("run_pruned",))}
+    released = {entry.run for entry in journal.entries(kinds=("release_made",))[-1:]}
+    with_states = journal.checkpoints()
+    candidates = [run for run in ended if run in with_states and run not in pruned]
+    return [run for run in candidates[: max(0, len(candidates) - keep)] if run not in released]
+
+
+def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
+    """What can be removed with these runs of `runs_beyond`; a file that several of them have counts for the first."""
+    needed, result = _needed(state, runs), list[Prunable]()
+    for run in runs:
+        entries = state.journal.entries(run)
+        digests = {entry.digest for entry in entries if entry.digest is not None} - needed
+        needed |= digests
+        blobs = (state.blobs.path(digest) for digest in sorted(digests))
+        files = [path for path in (*sorted(state.run(run).folder.glob("*.hwb")), *blobs) if path.is_file()]
+        status = next(FINAL[entry.kind] for entry in entries if entry.kind in FINAL)
+        result.append(Prunable(run, status, tuple(files), sum(path.stat().st_size for path in files)))
+    return result
+
+
+def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
+    """Remove the checkpoints and bundles of these runs of `runs_beyond`; returns what was removed.
+
+    Only for the process that holds the folder's lock, between two of its writes.
+
+    Raises:
+        StateError: the journal cannot be written.
+        OSError: a file cannot be removed.
+    """
+    removed = prunable(state, runs)
+    for one in removed:
+        bundles = [path for path in one.files if path.suffix == ".hwb"]  # copies: all others are named by the journal
+        for path in bundles:
+            path.unlink(missing_ok=True)
+        state.journal.append("run_pruned", run=one.run, body={"files": len(one.files), "bytes": one.size_bytes})
+        for path in one.files[len(bundles) :]:
+            path.unlink(missing_ok=True)
+        log.info("run_pruned run=%s files=%d bytes=%d", one.run, len(one.files), one.size_bytes)
+    return removed
+
+
+def usage(state: StateFolder) -> dict[str, int]:
+    """Blobs in the folder, their bytes, the ended runs that have checkpoints, and the bytes that the disk has free."""
+    journal = state.journal
+    over = {entry.run for entry in journal.entries(kinds=tuple(FINAL))}
+    over -= {entry.run for entry in journal.entries(kinds=("run_pruned",))}
+    blobs = [path.stat().st_size for path in state.blobs.folder.glob("*") if path.is_file()]
+    return {
+        "blobs": len(blobs),
+        "blob_bytes": sum(blobs),
+        "ended_runs": len(over & journal.checkpoints().keys()),
+        "free_bytes": shutil.disk_usage(state.path).free,
+    }
+
+
+def _needed(state: StateFolder, pruned: Sequence[str]) -> set[str]:
+    """Digests that runs other than ``pruned`` need, the accepted updates of open rounds included."""
+    needed = blobs_in_use(state.journal, pruned)
+    for run in state.journal.unfinished():
+        opened = state.journal.replay(run).open_round
+        needed |= {update.digest for update in opened.updates.values()} if opened is not None else set()
+    return needed
