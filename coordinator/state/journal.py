@@ -421,6 +421,23 @@ class Journal:
         with self._transaction() as connection:
             return self._appended, _value(connection, "PRAGMA data_version")
 
+    def copy_to(self, path: Path) -> None:
+        """Write all entries as of now to a new journal at ``path``; other processes may append meanwhile.
+
+        Raises:
+            StateError: the journal cannot be read, or ``path`` cannot be written.
+        """
+        try:
+            # A connection of its own, which does not see entries that are deferred on the other one.
+            with (
+                contextlib.closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as source,
+                contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy,
+            ):
+                source.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE").close()  # all of it is in the one file
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+
     def verify(self) -> int:
         """Number of entries, after checking every link of the chain.
 

@@ -46,7 +46,7 @@ def runs_beyond(state: StateFolder, keep: int) -> list[str]:
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
     """What can be removed with these runs of `runs_beyond`; a file that several of them have counts for the first."""
-    needed, result = _needed(state, runs), list[Prunable]()
+    needed, result = blobs_needed(state, runs), list[Prunable]()
     for run in runs:
         entries = state.journal.entries(run)
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed
@@ -93,7 +93,7 @@ def usage(state: StateFolder) -> dict[str, int]:
     }
 
 
-def _needed(state: StateFolder, pruned: Sequence[str]) -> set[str]:
+def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     """Digests that runs other than ``pruned`` need, the accepted updates of open rounds included."""
     needed = blobs_in_use(state.journal, pruned)
     for run in state.journal.unfinished():

@@ -5,6 +5,7 @@ Layout of a state folder::
     lock            held by the one coordinator that uses the folder
     journal.db      see `coordinator.state.journal`; everything else can be checked against it
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
+    backup/         what 'headwater backup' holds while it copies
     runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to resume
 """
 

@@ -1,0 +1,197 @@
+"""A consistent copy of a state folder, made while a coordinator works on it.
+
+The journal's snapshot decides what belongs to the copy. Blobs are pinned by hard links as soon as it is taken, because
+the end of a round removes those that it no longer needs; only then they are copied and compared with their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_agent.errors import StateError, UsageError
+from edge_agent.storage import folder_lock, mapped, sha256_file, sha256_of, write_atomic, write_json
+
+from .journal import FINAL, Journal, utc_now
+from .retention import blobs_needed
+from .store import StateFolder
+
+TRIES = 8
+"""Snapshots that are taken until one has all of its blobs; a round may end between the two."""
+
+MARKER = "backup.json"
+_PINS = "backup"
+_APPENDED = ".jsonl"
+"""Such files grow in place: a hard link to one would grow, too."""
+
+_LEFT_OUT, _CACHES = ("lock", ".log", ".tmp"), {"cache", "features"}
+"""Ends of names, and folders of hosted clients, that a restored folder does without."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """What a backup holds; ``copied_bytes`` are those that an earlier backup in the same folder did not have."""
+
+    entries: int
+    runs: int
+    blobs: int
+    size_bytes: int
+    copied_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def back_up(state: StateFolder, target: Path) -> Backup:
+    """Copy an opened state folder to ``target``, which is new, empty, or an earlier backup of the same folder.
+
+    The copy is a state folder: a coordinator that starts on it resumes its runs. A kill leaves the earlier backup, or
+    one without its marker that the next call completes.
+
+    Raises:
+        UsageError: ``target`` holds something else, or is inside the state folder.
+        StateError: a blob is missing or damaged, or another backup is being made.
+        OSError: ``target`` cannot be written.
+    """
+    _check_target(state, target)
+    pins = state.path / _PINS
+    with folder_lock(pins, "headwater backup"):
+        for left in pins.glob("*/"):  # of a backup that was killed
+            shutil.rmtree(left)
+        pinned = StateFolder(pins / secrets.token_hex(4))
+        try:
+            _pin(state, pinned)
+            with pinned.look():
+                entries, runs = pinned.journal.last_id(), len(pinned.journal.runs())
+            with folder_lock(target, "headwater backup"):
+                return _copy(pinned.path, target, entries, runs)
+        finally:
+            shutil.rmtree(pinned.path, ignore_errors=True)
+
+
+def _check_target(state: StateFolder, target: Path) -> None:
+    """Return quietly where a backup may be written over what is there."""
+    if target.resolve().is_relative_to(state.path.resolve()):
+        raise UsageError(
+            f"{target} is inside the state folder; name a folder elsewhere, on another disk if there is one"
+        )
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target / "journal.db").is_file():
+        if target.is_dir() and {path.name for path in target.iterdir()} <= {"lock", "blobs", "runs", "hosted"}:
+            return  # the first backup there was killed
+        raise UsageError(f"{target} is neither empty nor a backup; name a new folder")
+    with Journal(target / "journal.db") as journal:
+        newest = journal.entries(after=journal.last_id() - 1)
+    known = state.journal.entries(after=newest[-1].id - 1)[:1] if newest else []
+    if [entry.hash for entry in known] != [entry.hash for entry in newest]:
+        raise UsageError(
+            f"{target} holds the journal of another state folder, or one that was continued since; name a new folder"
+        )
+
+
+def _pin(state: StateFolder, pinned: StateFolder) -> None:
+    """A snapshot of the journal, with links to everything that belongs to it."""
+    missing = list[str]()
+    for _ in range(TRIES):
+        shutil.rmtree(pinned.path, ignore_errors=True)
+        pinned.blobs.folder.mkdir(parents=True)
+        _link_below(
+            state.path, pinned.path, "runs"
+        )  # before the snapshot: figures of rounds that it lacks are restored
+        state.journal.copy_to(pinned.journal.path)
+        with pinned.look():
+            pinned.journal.verify()
+            snapshot = pinned.journal.last_id()
+            needed = blobs_needed(pinned)
+            over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
+        missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
+        _link_below(state.path, pinned.path, "hosted")
+        for run in over:  # files of a run that has ended since they were linked
+            _link_below(state.path, pinned.path, f"runs/{run}")
+        # Hosted clients keep their state of two rounds, so they may be one round ahead of the journal.
+        rounds_since = len(state.journal.entries(kinds=("round_closed",), after=snapshot))
+        has_hosted = (pinned.path / "hosted").is_dir()
+        if not missing and not (has_hosted and rounds_since > 1):
+            return
+    if missing:
+        raise StateError(
+            f"{state.blobs.path(missing[0])}: missing, and the journal needs it ({len(missing)} blobs in all); put "
+            "it back from an earlier backup, or remove the runs that need it with 'headwater prune'"
+        )
+    raise StateError(f"{state.path}: rounds end faster than hosted clients' files can be copied; try it between runs")
+
+
+def _link_below(source: Path, target: Path, folder: str) -> None:
+    """Link all files below a sub-folder, or copy those that grow in place; newer ones replace those of before."""
+    for path in sorted((source / folder).rglob("*")):
+        below = path.relative_to(source)
+        is_wanted = not path.name.endswith(_LEFT_OUT) and not _CACHES & {*below.parts}
+        if is_wanted and path.is_file() and not path.is_symlink():
+            other = target / below
+            other.unlink(missing_ok=True)
+            _linked(path, other)
+
+
+def _linked(path: Path, other: Path) -> bool:
+    """Whether ``other`` is a link to ``path`` now, or a copy where the file system has no links; False: it is gone."""
+    other.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if path.suffix != _APPENDED:
+            with contextlib.suppress(PermissionError, NotImplementedError):
+                os.link(path, other)
+                return True
+        shutil.copyfile(path, other)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _copy(source: Path, target: Path, entries: int, runs: int) -> Backup:
+    """Copy pinned files: what the new journal needs first, then the journal, and what goes last."""
+    (target / MARKER).unlink(missing_ok=True)
+    files = {path.relative_to(source): path for path in source.rglob("*") if path.is_file()}
+    journal = files.pop(Path("journal.db"))
+    blobs = {path for path in files if path.parts[0] == "blobs"}
+    copied = sum(_copied(files[path], target / path, path.name) for path in sorted(blobs))
+    for end in ("-wal", "-shm"):  # of the journal before: with another one they would be damage
+        (target / f"journal.db{end}").unlink(missing_ok=True)
+    copied += _copied(journal, target / "journal.db")
+    copied += sum(_copied(files[path], target / path) for path in sorted(files.keys() - blobs))
+    for path in [path for folder in ("blobs", "runs", "hosted") for path in _files_below(target / folder)]:
+        if path.relative_to(target) not in files:
+            path.unlink()
+    size = sum(path.stat().st_size for path in (journal, *files.values()))
+    result = Backup(entries, runs, len(blobs), size, copied)
+    write_json(target / MARKER, {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()})
+    return result
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _copied(path: Path, other: Path, sha: str = "") -> int:
+    """Bytes that were copied, 0 where the same file is there already; ``sha``: what its content must have.
+
+    Raises:
+        StateError: the content has another SHA-256.
+    """
+    data = mapped(path)
+    actual = sha256_of(data)
+    if sha and actual != sha:
+        raise StateError(
+            f"blob {sha} is damaged, its SHA-256 is {actual}; put it back from an earlier backup, or remove the runs "
+            "that need it with 'headwater prune'"
+        )
+    if other.is_file() and sha256_file(other) == actual:
+        return 0
+    write_atomic(other, data)
+    return len(data)

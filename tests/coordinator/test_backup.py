@@ -1,0 +1,275 @@
+"""A backup is consistent while a coordinator serves, and a coordinator that starts on it ends in the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from federation_duties import WIDE_TASK
+from federation_harness import Federation
+
+from coordinator.cli.backup import backup
+from coordinator.state import backup as backups
+from coordinator.state.backup import MARKER, back_up
+from coordinator.state.journal import Journal
+from coordinator.state.retention import blobs_needed
+from coordinator.state.store import StateFolder
+from edge_agent.errors import StateError, UsageError
+from edge_agent.storage import sha256_file
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with Federation(tmp_path_factory.mktemp("undisturbed"), task=WIDE_TASK) as fed:
+        fed.request(rounds=ROUNDS)
+        fed.finish()
+        return fed.encoder_sha256
+
+
+@contextlib.contextmanager
+def slow_fleet(folder, **options):
+    """Agents that train for one second, so that the clock can stop between rounds."""
+    with Federation(folder, agents=(), cohort={"min_agents": 3}, **options) as fed:
+        for name, seconds in (("a0", 1), ("a1", 2), ("a2", 3)):
+            fed.add(name, seconds=seconds)
+        yield fed
+
+
+def assert_whole(folder):
+    """The journal's chain is unbroken, and exactly the blobs that it needs are there, with their hashes."""
+    with StateFolder(folder).open("a restored coordinator") as state:
+        needed = blobs_needed(state)
+        on_disk = {path.name for path in state.blobs.folder.glob("*") if path.is_file()}
+        assert on_disk == needed
+        assert all(sha256_file(state.blobs.path(sha)) == sha for sha in needed)
+
+
+def restored(fed, copy, folder):
+    """The coordinator is lost with its state folder; another one starts on a copy of the backup."""
+    shutil.rmtree(fed.config.state)
+    fed.kill_coordinator()
+    shutil.copytree(copy, folder)
+    fed.config = fed.config.model_copy(update={"state": folder})
+    fed.start_coordinator()
+
+
+@pytest.mark.parametrize("steps", [3, 40, 90, 160, 230, 300, 370])
+def test_a_run_resumes_from_a_backup_and_ends_in_the_same_bits(tmp_path, undisturbed, steps):
+    """Taken after so many steps of everybody, in any phase of a round; lost two rounds, or none, later."""
+    with Federation(tmp_path, task=WIDE_TASK) as fed:
+        fed.request(rounds=ROUNDS)
+        fed.run_id  # noqa: B018 - known before the journal is closed
+        for _ in range(steps):
+            if not fed.step():
+                fed.clock.now += 0.1
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+        closed = fed.record.round
+        fed.until(lambda: fed.record.round >= min(ROUNDS, closed + 2))
+        assert_whole(tmp_path / "backup")
+        restored(fed, tmp_path / "backup", tmp_path / "elsewhere")
+        assert fed.record.round == closed
+        fed.finish()
+        assert fed.encoder_sha256 == undisturbed
+        assert [line["round"] for line in fed.metrics()] == list(range(1, ROUNDS + 1))
+        assert [entry.round for entry in fed.entries("round_closed")] == list(range(1, ROUNDS + 1))
+
+
+def test_backups_beside_a_coordinator_under_load_are_all_whole(tmp_path, undisturbed):
+    """A thread makes one after another while rounds are opened, closed and their updates removed."""
+    made, stop, failures = [], threading.Event(), []
+
+    def make(state_path):
+        while not stop.is_set():
+            target = tmp_path / f"backup-{len(made)}"
+            try:
+                with StateFolder(state_path).look() as state:
+                    back_up(state, target)
+            except Exception as error:  # noqa: BLE001 - the main thread compares
+                failures.append(error)
+                return
+            made.append(target)
+
+    with Federation(tmp_path, task=WIDE_TASK) as fed:
+        fed.request(rounds=ROUNDS)
+        thread = threading.Thread(target=make, args=(fed.config.state,))
+        thread.start()
+        try:
+            while len(made) < 8 and not failures:
+                fed.request(rounds=ROUNDS)
+                fed.finish()
+        finally:
+            stop.set()
+            thread.join()
+        assert failures == []
+        assert fed.encoder_sha256 == undisturbed
+        restored(fed, made[-1], tmp_path / "elsewhere")
+        for run in fed.state.journal.runs():
+            fed.run, fed._looked_at = run, -1
+            fed.finish()
+            assert fed.encoder_sha256 == undisturbed
+    for target in made:
+        assert_whole(target)
+
+
+def test_a_blob_that_goes_between_snapshot_and_copy_is_of_no_later_snapshot(tmp_path, monkeypatch):
+    """The round closes just after the journal was read: its updates are gone, so another snapshot is taken."""
+    with slow_fleet(tmp_path) as fed:
+        fed.request(rounds=3)
+        fed.until(lambda: fed.entries("update_accepted"))
+        real, taken = Journal.copy_to, []
+
+        def copy_to(journal, path):
+            real(journal, path)
+            taken.append(path)
+            if len(taken) == 1:
+                number = fed.record.round
+                fed.until(lambda: fed.record.round > number)
+
+        monkeypatch.setattr(Journal, "copy_to", copy_to)
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+        assert len(taken) == 2
+    assert_whole(tmp_path / "backup")
+
+
+def test_a_second_backup_copies_only_what_is_new_and_removes_what_is_not_needed(tmp_path):
+    with slow_fleet(tmp_path, task=WIDE_TASK) as fed:
+        fed.request(rounds=2)
+        fed.until(lambda: fed.record.round == 1)
+        with StateFolder(fed.config.state).look() as state:
+            first = back_up(state, tmp_path / "backup")
+            again = back_up(state, tmp_path / "backup")
+        assert again.copied_bytes == 0
+        fed.finish()
+        with StateFolder(fed.config.state).look() as state:
+            last = back_up(state, tmp_path / "backup")
+        assert 0 < last.copied_bytes <= last.size_bytes
+        assert last.entries > first.entries
+        assert not list((fed.config.state / "backup").glob("*/")), "nothing is left in the state folder"
+    assert_whole(tmp_path / "backup")
+    assert json.loads((tmp_path / "backup" / MARKER).read_bytes())["blobs"] == 1
+
+
+def test_a_backup_shares_no_file_with_the_state_folder(tmp_path):
+    """Damage of the disk in one of them is no damage of the other."""
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+        inodes = {path.stat().st_ino for path in fed.config.state.rglob("*") if path.is_file()}
+        assert not inodes & {path.stat().st_ino for path in (tmp_path / "backup").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_folder_with_a_lost_blob_has_no_new_backup_and_the_one_before_stays(tmp_path, damage):
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+            path = state.blobs.path(fed.record.checkpoint)
+            path.unlink() if damage == "missing" else path.write_bytes(b"x")
+            with pytest.raises(StateError, match="put it back from an earlier backup"):
+                back_up(state, tmp_path / "backup")
+        assert_whole(tmp_path / "backup")
+        shutil.copy(tmp_path / "backup" / "blobs" / path.name, path)
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+
+
+def test_a_backup_never_replaces_what_is_no_backup_of_this_folder(tmp_path):
+    with Federation(tmp_path / "one") as one, Federation(tmp_path / "two") as two:
+        one.request(rounds=1)
+        two.request(rounds=1)
+        with StateFolder(one.config.state).look() as state:
+            with pytest.raises(UsageError, match="journal of another state folder"):
+                back_up(state, two.config.state)
+            with pytest.raises(UsageError, match="is inside the state folder"):
+                back_up(state, one.config.state / "backups" / "today")
+            (tmp_path / "photos").mkdir()
+            (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
+            with pytest.raises(UsageError, match="neither empty nor a backup"):
+                back_up(state, tmp_path / "photos")
+            back_up(state, tmp_path / "backup")
+            with StateFolder(tmp_path / "backup").open("a coordinator that continues it") as other:
+                other.journal.append("coordinator_started", body={})
+            with pytest.raises(UsageError, match="was continued since"):
+                back_up(state, tmp_path / "backup")
+
+
+def test_a_backup_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeypatch):
+    class Gone(BaseException):
+        pass
+
+    with slow_fleet(tmp_path) as fed:
+        fed.request(rounds=2)
+        fed.until(lambda: fed.record.round == 1)
+        real, count = backups.write_atomic, [0]
+
+        def write_atomic(*arguments, **options):
+            count[0] += 1
+            if count[0] == dies_at:
+                raise Gone
+            real(*arguments, **options)
+
+        for dies_at in range(1, 4):
+            count[0] = 0
+            with StateFolder(fed.config.state).look() as state:
+                with monkeypatch.context() as patch, pytest.raises(Gone):
+                    patch.setattr(backups, "write_atomic", write_atomic)
+                    back_up(state, tmp_path / f"backup-{dies_at}")
+                assert not (tmp_path / f"backup-{dies_at}" / MARKER).exists()
+                back_up(state, tmp_path / f"backup-{dies_at}")
+            assert_whole(tmp_path / f"backup-{dies_at}")
+
+
+def test_client_state_of_hosted_clients_is_copied_and_their_caches_are_not(tmp_path):
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        hosted = fed.config.state / "hosted"
+        kept, left_out = (
+            "h0/runs/run-0001/kept-0000001.safetensors",
+            ("compute.log", "h0/lock", f"h0/cache/{64 * 'a'}"),
+        )
+        for name in (kept, *left_out):
+            (hosted / name).parent.mkdir(parents=True, exist_ok=True)
+            (hosted / name).write_bytes(b"x")
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+    files = [path for path in (tmp_path / "backup" / "hosted").rglob("*") if path.is_file()]
+    assert [path.relative_to(tmp_path / "backup" / "hosted") for path in files] == [Path(kept)]
+
+
+def test_where_there_are_no_hard_links_blobs_are_copied(tmp_path, monkeypatch):
+    def no_link(*_paths):
+        raise PermissionError("the file system has no links")
+
+    monkeypatch.setattr(os, "link", no_link)
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+    assert_whole(tmp_path / "backup")
+
+
+def test_the_command_says_how_to_restore(tmp_path, capsys):
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        backup(tmp_path / "backup", state=fed.config.state)
+        said = capsys.readouterr().out
+        assert "1 run, 1 blob" in said
+        assert "to restore, stop the coordinator" in said
+        backup(tmp_path / "backup", state=fed.config.state, as_json=True)
+        result = json.loads(capsys.readouterr().out)
+        assert (result["runs"], result["blobs"], result["copied_bytes"]) == (1, 1, 0)
