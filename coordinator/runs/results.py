@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edge_agent.errors import ExportRejected, HeadwaterError
+from edge_agent.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages import Report
 
 from ..fleet.transfers import Collection, reason_of
@@ -102,13 +102,17 @@ def restore(state: StateFolder, run: str) -> None:
     """Add closed rounds to ``metrics.jsonl`` that are missing there after a kill between journal and figures.
 
     Raises:
-        StateError: the file is damaged.
+        StateError: the file is damaged, or has rounds that the journal lacks.
     """
     closed = {entry.round or 0: entry for entry in state.journal.entries(run, ("round_closed",))}
-    if not closed:
-        return
     folder = state.run(run)
-    recorded = {record.get("round") for record in folder.metrics() if record.get("kind") == "round"}
+    recorded = {int(record.get("round", 0)) for record in folder.metrics() if record.get("kind") == "round"}
+    if later := recorded - closed.keys():
+        raise StateError(
+            f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.path} is "
+            f"{max(closed, default=0)}: the journal is an older copy, or was copied without journal.db-wal. Put the "
+            "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
+        )
     for number in sorted(closed.keys() - recorded):
         record = RunRecord(run, {}, round=number - 1)
         for entry in state.journal.entries(run, round=number):

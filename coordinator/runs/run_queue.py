@@ -145,7 +145,10 @@ class Runs:
 
     def _begin(self, run: str) -> None:
         try:
-            request = Request.from_body(self._state.journal.replay(run).request)
+            record = self._state.journal.replay(run)
+            for update in record.open_round.updates.values() if record.open_round is not None else ():
+                self._state.blobs.check(update.digest)  # its agent has the receipt, and has removed it
+            request = Request.from_body(record.request)
             method = methods.create(request.method, request.params)
             self.loop = self._make(run, request, method)
         except (StateError, OSError) as error:

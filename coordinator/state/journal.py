@@ -52,7 +52,7 @@ Kind = Literal[
 KINDS: tuple[str, ...] = get_args(Kind)
 
 WHAT_TO_DO = (
-    "Free disk space if it is full; otherwise put back a copy of the state folder from a backup, "
+    "Free disk space if it is full; otherwise put back the state folder from a backup ('headwater backup'), "
     "or start with a new state folder. Nothing was changed."
 )
 
