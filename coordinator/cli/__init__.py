@@ -37,6 +37,7 @@ COMMANDS: dict[str, str] = {
     "export": "Export a run's encoder as a bundle file.",
     "report": "Write a run's page with tables and plots.",
     "analyze": "Measure a run's features and models as the papers do.",
+    "audit": "Check a run's journal, receipts and checkpoints.",
     "backup": "Copy the state folder, also while serving.",
     "prune": "Remove checkpoints and bundles of old runs.",
     "methods": "List all methods, or show one of them.",

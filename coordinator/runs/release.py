@@ -173,7 +173,12 @@ def encoder_of(run: Run) -> Tensors:
 
 def encoder_sha256(run: Run) -> str:
     """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
-    encoder = encoder_of(run)
+    return sha256_of_encoder(encoder_of(run))
+
+
+def sha256_of_encoder(tensors: Tensors) -> str:
+    """`encoder_sha256` of a state, of which only the encoder's tensors count."""
+    encoder = {name: array for name, array in tensors.items() if name.startswith("encoder.")}
     return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
 

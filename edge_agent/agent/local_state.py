@@ -9,6 +9,7 @@ same bits.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import time
@@ -24,7 +25,7 @@ from ..config import AgentConfig
 from ..errors import CodecError, StateError, cause
 from ..storage import read_json, read_tensors, write_json, write_tensors
 from ..task import Frozen, Tensors
-from ..wire.messages import Command, Epoch, FederationId, Install
+from ..wire.messages import Command, Epoch, FederationId, Install, UpdateManifest
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,25 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return sorted(path.name for path in removed)
+
+
+RECEIPTS = "receipts.jsonl"
+
+
+def note_receipt(folder: Path, agent: str, update: UpdateManifest, *, accepted: bool) -> None:
+    """Add a line to the receipts of a run, in its ``folder``: what became of an update of this agent.
+
+    'headwater audit' compares them with the coordinator's journal. Nothing waits for the disk, and a full one costs the
+    line alone.
+    """
+    about = {"agent": agent, "round": update.round, "purpose": update.purpose, "digest": update.blob.digest}
+    line = json.dumps({**about, "accepted": accepted}).encode() + b"\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / RECEIPTS).open("ab") as file:
+            file.write(line)
+    except OSError as error:
+        log.debug("receipt_not_noted folder=%s reason=%s", folder, cause(error))
 
 
 class ClientStateFiles:

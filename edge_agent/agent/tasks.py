@@ -29,7 +29,7 @@ from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
 from ..worker import Done, Worker
 from .health import Condition, Kind, disk_error, try_disk, whole_message
-from .local_state import ClientStateFiles, ReleaseRecord, remove_ended_runs
+from .local_state import ClientStateFiles, ReleaseRecord, note_receipt, remove_ended_runs
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -530,6 +530,8 @@ class TaskQueue:
             log.warning("update_refused reason=%s", message.reason)
         done = self._uploads.receipt(message)
         if done is not None:
+            config = self._tasks.config
+            note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
             self._drop(done)
             self._fetch_bundle()
             self.go_on()

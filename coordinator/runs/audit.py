@@ -1,0 +1,283 @@
+"""Audit of a run: its journal, joined with the receipts that agents noted, figures, checkpoints and updates.
+
+It derives from single rows what `Journal.replay` and the round loop derive in their own way: every update is in exactly
+one aggregation, and the model of a round is the aggregation of its updates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edge_agent import methods
+from edge_agent.agent.local_state import RECEIPTS
+from edge_agent.errors import HeadwaterError, StateError, cause
+from edge_agent.methods import Method, Update
+from edge_agent.storage import mapped, sha256_of
+from edge_agent.wire.messages import OUTSIDE_ROUNDS
+from edge_agent.wire.tensors import decode, pieces
+
+from ..state.journal import Entry
+from ..state.retention import blobs_needed
+from ..state.store import StateFolder
+from .release import pooled_before, sha256_of_encoder
+from .request import Request
+
+Break = Callable[[str], None]
+"""Called with each row that breaks."""
+
+
+_OF_ROUNDS = ("round_opened", "round_closed")
+
+
+@dataclass
+class AuditedRound:
+    """A closed round. ``checkpoint``: whether its state is on disk, with the right hash, or was removed as planned."""
+
+    round: int
+    updates: int
+    checkpoint: str = "removed"
+    is_aggregation: bool | None = None
+    """Whether its updates give its state; None where they, or the state before, are not on disk any more."""
+
+    confirmed: int = 0
+    """Updates whose receipt its agent has noted, among the agents whose notes were given."""
+
+
+@dataclass
+class Audit:
+    """What was compared. ``breaks`` is empty when all of it agrees."""
+
+    run: str
+    status: str
+    entries: int = 0
+    rounds: list[AuditedRound] = field(default_factory=list)
+    blobs: int = 0
+    receipts: int = 0
+    agents: list[str] = field(default_factory=list)
+    """Agents whose notes were compared."""
+
+    encoder: str = "not compared"
+    breaks: list[str] = field(default_factory=list)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing breaks."""
+        return not self.breaks
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"ok": self.is_ok, **asdict(self)}
+
+
+@dataclass
+class _Round:
+    """A round as its rows tell of it."""
+
+    number: int
+    cohort: set[str] = field(default_factory=set)
+    accepted: dict[str, Entry] = field(default_factory=dict)
+    closed: Entry | None = None
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    """A line of an agent's receipts."""
+
+    agent: str
+    round: int
+    purpose: str | None
+    digest: str
+    is_accepted: bool
+
+
+def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Audit:
+    """Compare everything that is known of a run; ``agent_states`` are state folders of agents, or copies of them.
+
+    The folders of hosted clients are compared in any case.
+
+    Raises:
+        UnknownName: no such run.
+        StateError: an agent's receipts cannot be read.
+    """
+    record = state.journal.replay(run)
+    result = Audit(run, record.status)
+    try:
+        state.journal.verify()
+    except StateError as error:
+        result.breaks.append(str(error))
+        return result
+    entries = state.journal.entries(run)
+    result.entries = len(entries)
+    closed = list(_rounds(entries, result.breaks.append))
+    result.rounds = [AuditedRound(one.number, len(one.accepted)) for one in closed]
+    _compare_figures(state, run, closed, result.breaks.append, is_over=record.is_over)
+    sound = _compare_blobs(state, entries, result)
+    request = Request.from_body(record.request)
+    method = methods.create(request.method, request.params)
+    _compare_states(state, method, entries, closed, sound, result)
+    if record.status == "finished" and record.checkpoint in sound:
+        pooled = pooled_before(state, run, record.round)
+        sha = sha256_of_encoder({**decode(state.blobs.read(record.checkpoint or "")), **pooled})
+        result.encoder = "equal" if sha == record.outcome.get("encoder_sha256") else "different"
+        if result.encoder == "different":
+            result.breaks.append(
+                f"entry {entries[-1].id}: encoder {record.outcome.get('encoder_sha256')}, the checkpoint has {sha}"
+            )
+    folders = [*sorted((state.path / "hosted").glob("*/")), *agent_states]
+    receipts = [one for folder in folders for one in _receipts(folder / "runs" / str(record.request.get("id")))]
+    _compare_receipts(entries, receipts, result)
+    return result
+
+
+def _rounds(entries: Iterable[Entry], breaks: Break) -> Iterator[_Round]:
+    """The rounds of a run, each update in the one that was open when it was accepted."""
+    current = _Round(1)
+    for entry in entries:
+        if entry.body.get("purpose") in OUTSIDE_ROUNDS or entry.kind not in {"update_accepted", *_OF_ROUNDS}:
+            continue
+        if why := _contradiction(entry, current):
+            breaks(f"{_row(entry)}: {why}")
+        elif entry.kind == "round_opened":
+            current.cohort |= set(entry.body.get("cohort", ()))
+        elif entry.kind == "update_accepted":
+            current.accepted[str(entry.agent)] = entry
+        if entry.kind == "round_closed" and entry.round == current.number:
+            current.closed = entry
+            yield current
+            current = _Round(current.number + 1)
+
+
+def _contradiction(entry: Entry, current: _Round) -> str:
+    """Why an entry cannot be in the round that the entries before it have reached; empty when it can."""
+    if entry.round != current.number or (entry.kind != "round_opened" and not current.cohort):
+        lost = "lost: it was receipted, and no aggregation has it: " if entry.kind == "update_accepted" else ""
+        return f"{lost}the journal is at round {current.number}, {'open' if current.cohort else 'not open'}"
+    if entry.kind == "update_accepted" and entry.agent in current.accepted:
+        return f"twice: entry {current.accepted[entry.agent].id} is of the same agent and round"
+    if entry.kind == "update_accepted" and entry.agent not in current.cohort:
+        return "the agent is not in the cohort of the round"
+    if entry.kind == "round_closed" and entry.body.get("clients") != len(current.accepted):
+        return f"{entry.body.get('clients')} updates were aggregated, {len(current.accepted)} accepted"
+    return ""
+
+
+def _row(entry: Entry) -> str:
+    agent = f" of {entry.agent}" if entry.agent else ""
+    return f"entry {entry.id} ({entry.kind}{agent}, round {entry.round})"
+
+
+def _compare_figures(state: StateFolder, run: str, closed: Iterable[_Round], breaks: Break, *, is_over: bool) -> None:
+    """Each closed round has one line of figures, with the agents whose updates were aggregated."""
+    folder = state.run(run)
+    lines = [line for line in folder.metrics() if line.get("kind") == "round"]
+    numbers, rounds = [line.get("round") for line in lines], list(closed)
+    for one in rounds:
+        count = numbers.count(one.number)
+        if count != 1 and (count or is_over or one is not rounds[-1]):  # the last one is restored when the run resumes
+            breaks(f"{folder.metrics_path}: {count} lines of round {one.number}, expected 1")
+        elif count and lines[numbers.index(one.number)].get("agents") != sorted(one.accepted):
+            breaks(
+                f"{folder.metrics_path}: round {one.number} has other agents than the journal's {sorted(one.accepted)}"
+            )
+    for number in sorted({*numbers} - {one.number for one in rounds}, key=str):
+        breaks(f"{folder.metrics_path}: round {number} is not closed in the journal")
+
+
+def _compare_blobs(state: StateFolder, entries: Iterable[Entry], result: Audit) -> set[str]:
+    """Digests of the blobs on disk with the right hash; a wrong one breaks, and one that is needed and gone."""
+    needed, sound = blobs_needed(state), set[str]()
+    for entry in entries:
+        if entry.digest is None or entry.digest in sound:
+            continue
+        try:
+            if entry.digest in state.blobs or entry.digest in needed:
+                state.blobs.check(entry.digest)
+                sound.add(entry.digest)
+        except StateError as error:
+            result.breaks.append(f"{_row(entry)}: {error}")
+    result.blobs = len(sound)
+    return sound
+
+
+def _compare_states(
+    state: StateFolder, method: Method, entries: list[Entry], closed: list[_Round], sound: set[str], result: Audit
+) -> None:
+    """Aggregate the updates of each round again, from the state before it, where these are on disk."""
+    before = next((e.digest for e in reversed(entries) if e.kind in {"run_started", "warm_started"} and e.digest), None)
+    for one, audited in zip(closed, result.rounds, strict=True):
+        if one.closed is None:
+            continue
+        if one.closed.digest in sound:
+            audited.checkpoint = "ok"
+        updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
+        if before in sound and len(updates) == len(one.accepted):
+            row = _row(one.closed)
+            try:
+                sha = _aggregated(state, method, before or "", updates)
+            except HeadwaterError as error:
+                audited.is_aggregation = False
+                result.breaks.append(f"{row}: its updates cannot be aggregated: {error}")
+            else:
+                audited.is_aggregation = sha == one.closed.digest
+                if not audited.is_aggregation:
+                    result.breaks.append(f"{row}: state {one.closed.digest}, its updates aggregate to {sha}")
+        before = one.closed.digest
+
+
+def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[str, Entry]) -> str:
+    """Hash of the state that these updates give."""
+
+    def each() -> Iterator[Update]:
+        for agent, entry in sorted(updates.items()):
+            tensors = decode(mapped(state.blobs.path(entry.digest or "")))
+            yield Update(agent, float(entry.body.get("samples", 0)), tensors)
+
+    return sha256_of(*pieces(method.aggregate(decode(state.blobs.read(before)), each())))
+
+
+def _compare_receipts(entries: Iterable[Entry], receipts: list[_Receipt], result: Audit) -> None:
+    """An update that its agent knows as accepted is in the journal, and one that it knows as rejected is not."""
+    accepted = {(e.agent, e.round, e.digest): e for e in entries if e.kind == "update_accepted"}
+    confirmed = set()
+    for one in receipts:
+        entry = accepted.get((one.agent, one.round, one.digest))
+        row = f"receipt of {one.agent}, round {one.round}, {one.digest[:16]}"
+        if one.is_accepted and entry is None:
+            result.breaks.append(f"{row}: lost: the agent's receipt says accepted, and the journal has no such entry")
+        elif not one.is_accepted and entry is not None:
+            result.breaks.append(f"{row}: the agent's receipt says rejected, and entry {entry.id} has accepted it")
+        elif entry is not None and entry.body.get("purpose") not in OUTSIDE_ROUNDS:
+            confirmed.add((one.agent, one.round))
+    result.receipts, result.agents = len(receipts), sorted({one.agent for one in receipts})
+    for audited in result.rounds:
+        audited.confirmed = sum(number == audited.round for _, number in confirmed)
+
+
+def _receipts(folder: Path) -> list[_Receipt]:
+    """The receipts that an agent noted of a run, without an incomplete last line of a crash.
+
+    Raises:
+        StateError: they cannot be read.
+    """
+    path = folder / RECEIPTS
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {cause(error)}") from error
+    result = []
+    for number, line in enumerate(lines, 1):
+        try:
+            raw = json.loads(line)
+            receipt = _Receipt(
+                str(raw["agent"]), int(raw["round"]), raw["purpose"], str(raw["digest"]), raw["accepted"] is True
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{path}: line {number} is no receipt ({cause(error)}); remove the line") from error
+        result.append(receipt)
+    return result

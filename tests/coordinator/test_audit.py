@@ -1,0 +1,267 @@
+"""The audit of a run agrees with what happened, and names the row that breaks when anything was changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+
+import numpy as np
+import pytest
+import typer
+from federation_disturbances import killed_at_append
+from federation_duties import TinyDuties, quick_params
+from federation_harness import Federation
+
+from coordinator.cli.audit import audit as audit_command
+from coordinator.runs.audit import audit
+from coordinator.state.journal import hash_of
+from coordinator.state.store import StateFolder
+from edge_agent.agent.local_state import RECEIPTS
+from edge_agent.errors import UnknownName
+from edge_agent.wire.tensors import decode, encode
+
+AGENTS = ("a0", "a1", "a2")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder with a coordinator's state after a run of three rounds with all updates kept, and its agents' states."""
+    folder = tmp_path_factory.mktemp("sound")
+    with Federation(folder) as fed:
+        fed.request(rounds=3, keep_updates=True)
+        fed.finish()
+        fed.wait(1)
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def audited(folder, run="run-0001"):
+    with StateFolder(folder / "coordinator").look() as state:
+        return audit(state, run, [folder / name for name in AGENTS])
+
+
+def rewritten(folder, change):
+    """The journal with a valid chain over rows that ``change`` (a list of dicts -> list of dicts) has made."""
+    connection = sqlite3.connect(folder / "coordinator" / "journal.db")
+    connection.row_factory = sqlite3.Row
+    rows = change([dict(row) for row in connection.execute("SELECT * FROM entries ORDER BY id")])
+    previous = "0" * 64
+    with connection:
+        connection.execute("DELETE FROM entries")
+        connection.execute("UPDATE sqlite_sequence SET seq = ?", (len(rows),))
+        for number, row in enumerate(rows, 1):
+            row |= {"id": number, "previous_hash": previous}
+            previous = row["hash"] = hash_of(row)
+            columns = ", ".join(row)
+            connection.execute(f"INSERT INTO entries ({columns}) VALUES ({', '.join('?' * len(row))})", [*row.values()])
+    connection.close()
+
+
+def index_of(rows, kind, number, agent=None):
+    return next(
+        i for i, r in enumerate(rows) if (r["kind"], r["round"]) == (kind, number) and agent in {None, r["agent"]}
+    )
+
+
+def test_a_sound_run_is_ok_in_every_respect(folder):
+    result = audited(folder)
+    assert result.breaks == []
+    assert [(one.round, one.updates, one.checkpoint, one.is_aggregation, one.confirmed) for one in result.rounds] == [
+        (number, 3, "ok", True, 3) for number in (1, 2, 3)
+    ]
+    assert (result.receipts, result.agents, result.encoder) == (9, [*AGENTS], "equal")
+    assert result.blobs == 1 + 3 + 9
+
+
+def test_the_models_agree_with_a_mean_by_hand(folder):
+    """The audit calls the method's own aggregation; here is the mean of the three updates, of 10 samples each."""
+    with StateFolder(folder / "coordinator").look() as state:
+        entries = state.journal.entries("run-0001", ("update_accepted",), round=2)
+        updates = [decode(state.blobs.read(entry.digest)) for entry in entries]
+        (closed,) = state.journal.entries("run-0001", ("round_closed",), round=2)
+        for name, array in decode(state.blobs.read(closed.digest)).items():
+            np.testing.assert_allclose(array, sum(update[name] for update in updates) / 3, rtol=1e-6)
+
+
+def test_a_run_whose_updates_are_gone_is_ok_with_what_is_left(tmp_path):
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=2)
+        fed.finish()
+    result = audited(tmp_path)
+    assert result.breaks == []
+    assert [(one.checkpoint, one.is_aggregation) for one in result.rounds] == [("removed", None), ("ok", None)]
+
+
+def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=3, keep_updates=True)
+        with killed_at_append(fed, 5, before=False):  # round 1 is closed, its figures are not written
+            fed.until(lambda: fed.coordinator is None)
+        assert audited(tmp_path).breaks == []
+        fed.start_coordinator()
+        fed.finish()
+        result = audited(tmp_path)
+        assert result.breaks == []
+        assert [one.is_aggregation for one in result.rounds] == [True] * 3
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedadam", "scaffold", "dualfed", "fedpac"])
+def test_methods_whose_server_has_a_state_of_its_own_are_aggregated_again(tmp_path, method):
+    from edge_agent import methods
+
+    if method not in methods.names():
+        pytest.skip(f"no method {method}")
+    with Federation(tmp_path, agents=2, tasks=TinyDuties) as fed:
+        fed.request(method, rounds=2, params=quick_params(method), keep_updates=True)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+    result = audited(tmp_path)
+    assert result.breaks == []
+    assert [one.is_aggregation for one in result.rounds] == [True, True]
+
+
+def test_an_update_that_was_journaled_twice_breaks(folder):
+    def change(rows):
+        at = index_of(rows, "update_accepted", 2, "a1")
+        return [*rows[: at + 1], dict(rows[at]), *rows[at + 1 :]]
+
+    rewritten(folder, change)
+    result = audited(folder)
+    assert any("(update_accepted of a1, round 2): twice" in row for row in result.breaks)
+
+
+def test_an_update_that_was_accepted_after_its_round_was_closed_is_lost(folder):
+    def change(rows):
+        at, end = index_of(rows, "update_accepted", 2, "a1"), index_of(rows, "round_closed", 2)
+        return [*rows[:at], *rows[at + 1 : end + 1], rows[at], *rows[end + 1 :]]
+
+    rewritten(folder, change)
+    result = audited(folder)
+    assert any("(update_accepted of a1, round 2): lost" in row for row in result.breaks)
+    assert any("3 updates were aggregated, 2 accepted" in row for row in result.breaks)
+
+
+def test_an_update_that_its_agent_has_a_receipt_for_and_the_journal_lacks_is_lost(folder):
+    def change(rows):
+        at = index_of(rows, "update_accepted", 3, "a2")
+        return [*rows[:at], *rows[at + 1 :]]
+
+    rewritten(folder, change)
+    result = audited(folder)
+    assert any(row.startswith("receipt of a2, round 3") and "lost" in row for row in result.breaks)
+
+
+def test_a_rejected_receipt_of_an_accepted_update_breaks(folder):
+    (path,) = (folder / "a0" / "runs").glob(f"*/{RECEIPTS}")
+    path.write_bytes(path.read_bytes().replace(b'"accepted": true', b'"accepted": false', 1))
+    assert any("says rejected" in row for row in audited(folder).breaks)
+
+
+def test_a_model_that_is_not_the_aggregation_of_its_updates_breaks(folder):
+    """Another model with its own right hash, wherever the journal names the old one."""
+    with StateFolder(folder / "coordinator").look() as state:
+        (closed,) = state.journal.entries("run-0001", ("round_closed",), round=2)
+        model = {name: array.copy() for name, array in decode(state.blobs.read(closed.digest)).items()}
+        next(iter(model.values())).flat[0] += 1e-3
+        other = state.blobs.put(encode(model))
+
+    def change(rows):
+        return [{**row, "digest": other if row["digest"] == closed.digest else row["digest"]} for row in rows]
+
+    rewritten(folder, change)
+    result = audited(folder)
+    assert [one.is_aggregation for one in result.rounds] == [True, False, True], (
+        "a mean does not depend on the state before"
+    )
+    assert len(result.breaks) == 1
+    assert f"(round_closed, round 2): state {other}, its updates aggregate to {closed.digest}" in result.breaks[0]
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "update"])
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_blob_that_is_damaged_or_missing_breaks_with_its_row(folder, what, damage):
+    with StateFolder(folder / "coordinator").look() as state:
+        kind, agent = ("round_closed", None) if what == "checkpoint" else ("update_accepted", "a1")
+        (entry,) = state.journal.entries("run-0001", (kind,), round=1, agent=agent)
+        path = state.blobs.path(entry.digest)
+    path.unlink() if damage == "missing" else path.write_bytes(b"x")
+    (row,) = audited(folder).breaks
+    assert row.startswith(f"entry {entry.id} ({kind}")
+    assert entry.digest in row
+
+
+def test_an_edited_row_breaks_the_chain(folder):
+    connection = sqlite3.connect(folder / "coordinator" / "journal.db")
+    with connection:
+        connection.execute(
+            "UPDATE entries SET body = replace(body, '10', '99') WHERE kind = 'update_accepted' AND id > 9"
+        )
+    connection.close()
+    (row,) = audited(folder).breaks
+    assert "breaks the chain: its content was changed" in row
+
+
+@pytest.mark.parametrize("change", ["twice", "removed", "other agents"])
+def test_figures_that_differ_from_the_journal_break(folder, change):
+    path = folder / "coordinator" / "runs" / "run-0001" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    if change == "twice":
+        lines.insert(1, lines[0])
+    elif change == "removed":
+        del lines[1]
+    else:
+        lines[1] = lines[1].replace(b'"a0","a1","a2"', b'"a0","a1"')
+    path.write_bytes(b"".join(lines))
+    (row,) = audited(folder).breaks
+    assert "metrics.jsonl" in row
+
+
+def test_another_encoder_hash_at_the_end_breaks(folder):
+    def change(rows):
+        at = index_of(rows, "run_finished", None)
+        rows[at]["body"] = json.dumps({"encoder_sha256": "0" * 64})
+        return rows
+
+    rewritten(folder, change)
+    result = audited(folder)
+    assert result.encoder == "different"
+    assert "run_finished" not in result.breaks[0]
+    assert "encoder 000000" in result.breaks[0]
+
+
+def test_the_command_prints_ok_or_the_row_and_ends_with_0_or_1(folder, capsys):
+    agents = [folder / name for name in AGENTS]
+    audit_command("run-0001", state=folder / "coordinator", agent=agents)
+    said = capsys.readouterr().out
+    assert "OK: every update of 3 rounds was aggregated once" in said
+    assert "9 receipts of a0, a1, a2; final encoder equal" in said
+    with StateFolder(folder / "coordinator").look() as state:
+        path = state.blobs.path(state.journal.replay("run-0001").checkpoint)
+    path.write_bytes(b"x")
+    with pytest.raises(typer.Exit) as ended:
+        audit_command("run-0001", state=folder / "coordinator")
+    assert ended.value.exit_code == 1
+    assert "BREAKS: entry" in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        audit_command("run-0001", state=folder / "coordinator", as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], len(result["breaks"])) == (False, 1)
+    with pytest.raises(UnknownName, match="run-0001"):
+        audit_command("run-0002", state=folder / "coordinator")
+
+
+def test_a_torn_last_line_of_receipts_is_left_out_and_others_are_named(folder):
+    from edge_agent.errors import StateError
+
+    (path,) = (folder / "a0" / "runs").glob(f"*/{RECEIPTS}")
+    path.write_bytes(path.read_bytes() + b'{"agent": "a0", "rou')
+    assert audited(folder).breaks == []
+    path.write_bytes(b"[]\n" + path.read_bytes())
+    with pytest.raises(StateError, match="line 1 is no receipt"):
+        audited(folder)
