@@ -246,6 +246,16 @@ class AgentConfig(Frozen):
     cache_bytes: int = Field(
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
     )
+    features_bytes: int = Field(
+        128 * 1024 * 1024, ge=1 << 20, description="cached features kept on disk, oldest dropped first"
+    )
+    keep_runs: int = Field(3, ge=1, le=1000, description="runs whose client state stays here, the newest")
+    min_free_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=0,
+        description="disk that stays free of caches: before a download that would take it, old downloads go, then "
+        "features, then client state of runs that have ended",
+    )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     data: DataConfig

@@ -42,7 +42,7 @@ from ..personalize import (
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
-from .local_state import file_mark, is_settled, samples_folder
+from .local_state import file_mark, is_settled, samples_folder, trim_features
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
 
 
 def _remove_features(config: AgentConfig) -> None:
-    """Remove cached features of encoders that are not installed here any more, or were not taken."""
+    """Remove cached features of encoders that are not installed here any more or were not taken, and old ones."""
     try:
         installed = bundles.manifests(config.state / "bundles")
     except HeadwaterError as error:  # of a predecessor that is damaged: nothing is known of what is to stay
@@ -268,6 +268,8 @@ def _remove_features(config: AgentConfig) -> None:
     fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
     if removed := remove_features(config.state / "features", fingerprints):
         log.info("features_removed files=%d: of encoders that are not installed", removed)
+    if removed := trim_features(config):
+        log.info("features_removed files=%d: beyond features_bytes = %d", removed, config.features_bytes)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

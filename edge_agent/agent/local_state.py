@@ -12,8 +12,9 @@ import contextlib
 import json
 import logging
 import shutil
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -40,11 +41,90 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     that is resumed after so many others begins afresh here, as on a device that is new to it.
     """
     others = [path for path in folder.glob("*") if path.is_dir() and path.name != current]
-    oldest_last = sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
-    removed = oldest_last[max(keep - 1, 0) :]
+    removed = oldest_first(others)[: max(0, len(others) - max(keep - 1, 0))]
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return sorted(path.name for path in removed)
+
+
+def oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The files and folders that are still there, the one last written to at the end."""
+    dated = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            dated.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(dated)]
+
+
+def size_of(path: Path) -> int:
+    """Bytes that a file, or all files below a folder, take on the disk; 0 where there is none."""
+    total = 0
+    for one in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):
+            status = one.stat()
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            total += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+    return total
+
+
+def make_room(config: AgentConfig, needed_bytes: int, wanted: Collection[str], run: str = "") -> int:
+    """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
+
+    Old downloads go first, then cached features, then client state of runs other than ``run`` (empty: of none), each
+    the oldest first. Blobs in ``wanted``, by their digests, stay.
+    """
+    state = config.state
+    short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
+    if short <= 0:
+        return 0
+    blobs = [*(state / "cache").glob("*"), *(state / "cache" / "partial").glob("*")]
+    downloads = [path for path in blobs if path.is_file() and path.name.partition(".")[0] not in wanted]
+    runs = [path for path in (state / "runs").glob("*") if path.is_dir() and path.name != run] if run else []
+    freed, removed = 0, list[str]()
+    for path in (*oldest_first(downloads), *oldest_first((state / "features").glob("*")), *oldest_first(runs)):
+        if freed >= short:
+            break
+        freed += size_of(path)
+        removed.append(str(path.relative_to(state)))
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    log.info("room_made bytes=%d of=%d removed=%s", freed, short, ",".join(removed) or "nothing")
+    return freed
+
+
+def trim_features(config: AgentConfig) -> int:
+    """Remove the oldest cached features until they take at most ``features_bytes``; returns how many files went.
+
+    The newest file stays: it is that of the head in use.
+    """
+    files = oldest_first((config.state / "features").glob("*"))
+    sizes = [size_of(path) for path in files]
+    used, removed = sum(sizes), 0
+    for path, size in list(zip(files, sizes, strict=True))[:-1]:
+        if used <= config.features_bytes:
+            break
+        used, removed = used - size, removed + 1
+        path.unlink(missing_ok=True)
+    return removed
+
+
+def disk_usage(config: AgentConfig) -> dict[str, int]:
+    """What the agent has on its disk, and its bounds, in bytes."""
+    state = config.state
+    return {
+        "runs": sum(path.is_dir() for path in (state / "runs").glob("*")),
+        "keep_runs": config.keep_runs,
+        "runs_bytes": size_of(state / "runs"),
+        "downloads_bytes": size_of(state / "cache"),
+        "cache_bytes": config.cache_bytes,
+        "features": size_of(state / "features"),
+        "features_bytes": config.features_bytes,
+        "free_bytes": shutil.disk_usage(state).free,
+        "min_free_bytes": config.min_free_bytes,
+    }
 
 
 RECEIPTS = "receipts.jsonl"

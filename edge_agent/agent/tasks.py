@@ -29,7 +29,7 @@ from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
 from ..worker import Done, Worker
 from .health import Condition, Kind, disk_error, try_disk, whole_message
-from .local_state import ClientStateFiles, ReleaseRecord, note_receipt, remove_ended_runs
+from .local_state import ClientStateFiles, ReleaseRecord, make_room, note_receipt, remove_ended_runs
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 LAST_ROUND = 9_999_999
 PRECISION_FILE = "precision.json"
 """Beside the client state of a run: the precision of its training steps, and the times that decided it."""
-
-RUNS_KEPT = 3
-"""Runs whose client state stays on a device: the one under way and those before it."""
 
 
 class Resources:
@@ -229,9 +226,9 @@ class TaskRunner:
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
-        folder = self.config.state / "runs"
-        if not (folder / run).is_dir() and (removed := remove_ended_runs(folder, run, RUNS_KEPT)):
-            log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), RUNS_KEPT)
+        folder, keep = self.config.state / "runs", self.config.keep_runs
+        if not (folder / run).is_dir() and (removed := remove_ended_runs(folder, run, keep)):
+            log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), keep)
 
     def declined(self, message: Install) -> Report | None:
         """The report about a release that this device does not install, because it was rolled back by hand."""
@@ -625,6 +622,10 @@ class TaskQueue:
         if job and self._cannot_hold(refs) is not None:
             refs = job
         self._downloads.keep_only(refs)
+        missing = sum(ref.size_bytes for ref in refs if not self._cache.has(ref.digest))
+        if missing:
+            run = self.job.run if self.job is not None else ""
+            make_room(self._tasks.config, missing, {ref.digest for ref in refs}, run)
         self._downloads.fetch(refs)
 
     def _fetch_bundle(self) -> None:

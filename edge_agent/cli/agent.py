@@ -80,7 +80,8 @@ def status(arguments: argparse.Namespace) -> int:
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
-    wait in the watch folder, and how many images or recordings of the data source cannot be used.
+    wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
+    its disk beside the bounds of its configuration.
 
     Example:
       edge-agent status --config agent.toml --json
@@ -106,6 +107,7 @@ def status(arguments: argparse.Namespace) -> int:
         "metrics": None,
         "collected": None,
         "waiting": None,
+        "disk": None,
     }
     result["tier"] = result["tier"] or config.tier
     try:
@@ -116,6 +118,10 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(_added(config))
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("data", error).as_json())
+    if config.state.is_dir():
+        from ..agent.local_state import disk_usage
+
+        result["disk"] = disk_usage(config)
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
@@ -172,6 +178,12 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         f"{it['samples']} samples of {len(it['classes'])} classes, {'' if it['learned'] else 'not '}in the head"
     ),
     "waiting": lambda count: f"{count} files in the watch folder",
+    "disk": lambda it: (
+        f"{it['runs']} runs (at most {it['keep_runs']}) of {it['runs_bytes'] / 1e6:.1f} MB; "
+        f"downloads {it['downloads_bytes'] / 1e6:.1f} of {it['cache_bytes'] / 1e6:.0f} MB; "
+        f"features {it['features'] / 1e6:.1f} of {it['features_bytes'] / 1e6:.0f} MB; "
+        f"{it['free_bytes'] / 1e6:.0f} MB free, {it['min_free_bytes'] / 1e6:.0f} MB stay free"
+    ),
 }
 """How parts of the status are shown, where they are not None."""
 

@@ -1,0 +1,150 @@
+"""What an agent keeps on its disk is bounded by count, size and free space, and its status shows it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from federation_harness import Federation
+
+from edge_agent.agent import local_state
+from edge_agent.agent.local_state import disk_usage, make_room, trim_features
+from edge_agent.cli.agent import status
+from edge_agent.config import AgentConfig, DataConfig
+
+MB = 1 << 20
+LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}
+"""Where the letter is in the name of a file, or of a run's folder."""
+
+
+class FakeDisk:
+    """A disk on which so many bytes are free beside what lies in the state folder."""
+
+    def __init__(self, state, free):
+        self.state, self.total = state, free + self.used(state)
+
+    @staticmethod
+    def used(state):
+        return sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
+
+    def usage(self, _folder):
+        return SimpleNamespace(free=self.total - self.used(self.state))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AgentConfig(state=tmp_path, data=DataConfig(source="none:"), min_free_bytes=10 * MB, features_bytes=2 * MB)
+
+
+def put(path, age, size=MB):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(os.urandom(size))
+    os.utime(path, (10_000 - age, 10_000 - age))
+    return path
+
+
+@pytest.fixture
+def filled(config):
+    """1 MiB each: three downloads and an unfinished one, three files of features, client state of three runs."""
+    state = config.state
+    for number, letter in enumerate("abc"):
+        put(state / "cache" / (letter * 64), age=300 - number)
+        put(state / "features" / f"features-{letter}.safetensors", age=200 - number)
+        put(state / "runs" / f"run-{letter}" / "kept-0000001.safetensors", age=100 - number)
+        os.utime(state / "runs" / f"run-{letter}", (9900 + number, 9900 + number))
+    put(state / "cache" / "partial" / f"{'d' * 64}.part", age=400)
+    return state
+
+
+def left(state):
+    """The files as ``kind/letter``."""
+    files = [path.relative_to(state) for path in state.rglob("*") if path.is_file()]
+    names = [(path.parts[0], path.parts[1] if path.parts[0] == "runs" else path.name) for path in files]
+    return sorted(f"{kind}/{name[LETTER[kind]]}" for kind, name in names)
+
+
+@pytest.mark.parametrize(
+    "free, goes",
+    [
+        (14, set()),
+        (13, {"cache/d"}),
+        (12, {"cache/d", "cache/a"}),
+        (9, {"cache/d", "cache/a", "cache/c", "features/a", "features/b"}),
+        (6, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c", "runs/a", "runs/c"}),
+        (0, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c", "runs/a", "runs/c"}),
+    ],
+)
+def test_what_can_be_had_again_goes_first_and_what_is_in_use_stays(config, filled, monkeypatch, free, goes):
+    """4 MiB are needed, 10 have to stay free; blob b is wanted and run-b is under way."""
+    disk = FakeDisk(filled, free * MB)
+    monkeypatch.setattr(shutil, "disk_usage", disk.usage)
+    before = {*left(filled)}
+    assert make_room(config, 4 * MB, {"b" * 64}, "run-b") == len(goes) * MB
+    assert before - {*left(filled)} == goes
+
+
+def test_client_state_stays_while_no_run_is_under_way(config, filled, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", FakeDisk(filled, 0).usage)
+    make_room(config, 0, ())
+    assert left(filled) == ["runs/a", "runs/b", "runs/c"]
+
+
+def test_the_newest_features_stay_within_their_bound(config, filled):
+    assert trim_features(config) == 1
+    assert [name for name in left(filled) if name.startswith("features")] == ["features/b", "features/c"]
+    put(filled / "features" / "features-large.safetensors", age=0, size=5 * MB)
+    assert trim_features(config) == 2
+    assert (filled / "features" / "features-large.safetensors").exists(), "that of the head in use"
+    assert trim_features(config) == 0
+
+
+def test_an_agent_makes_room_before_it_downloads(tmp_path, monkeypatch):
+    with Federation(tmp_path, agents=1) as fed:
+        old = put(fed.agents["a0"].config.state / "cache" / ("a" * 64), age=0)
+        disk = FakeDisk(fed.agents["a0"].config.state, 64 * MB - 1)
+        monkeypatch.setattr(local_state.shutil, "disk_usage", disk.usage)
+        fed.request(rounds=1)
+        fed.finish()
+        assert not old.exists()
+
+
+def test_many_runs_leave_a_bounded_folder(tmp_path):
+    """Six runs: client state and receipts of the newest three."""
+    from federation_duties import TinyDuties, quick_params
+
+    with Federation(tmp_path, agents=1, tasks=TinyDuties) as fed:
+        for seed in range(6):
+            fed.request("fedper", rounds=1, seed=seed, params=quick_params("fedper"))
+            fed.finish()
+            assert fed.record.status == "finished"
+        names = sorted(path.name[:8] for path in (tmp_path / "a0" / "runs").iterdir())
+        assert names == ["run-0004", "run-0005", "run-0006"]
+
+
+def test_status_shows_what_is_on_the_disk_and_the_bounds(config, filled, monkeypatch, capsys, tmp_path_factory):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=123 * 10**6))
+    assert disk_usage(config) == {
+        "runs": 3,
+        "keep_runs": 3,
+        "runs_bytes": 3 * MB,
+        "downloads_bytes": 4 * MB,
+        "cache_bytes": 512 * MB,
+        "features": 3 * MB,
+        "features_bytes": 2 * MB,
+        "free_bytes": 123 * 10**6,
+        "min_free_bytes": 10 * MB,
+    }
+    file = tmp_path_factory.mktemp("config") / "agent.toml"
+    file.write_text(
+        f'id = "a0"\nstate = "{filled}"\nmin_free_bytes = {10 * MB}\nfeatures_bytes = {2 * MB}\n'
+        '[data]\nsource = "none:"\n'
+    )
+    assert status(argparse.Namespace(config=file, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["disk"] == disk_usage(config)
+    status(argparse.Namespace(config=file, json=False))
+    said = capsys.readouterr().out
+    assert "3 runs (at most 3) of 3.1 MB; downloads 4.2 of 537 MB; features 3.1 of 2 MB; 123 MB free" in said
