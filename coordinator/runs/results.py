@@ -142,6 +142,10 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
         why_not = f"method '{run.method.name}' shares no encoder"
     if released is not None:
         yield from release(run, released, run.request.rounds)
+    for member in context.roster.members():
+        if member.condition == "stalled" and member.id not in run.reports.reports:
+            reason = (member.fault or {}).get("message", "its disk cannot be written")
+            run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
     folder = state.run(run.id)
     agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
     for record in agents:

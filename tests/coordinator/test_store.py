@@ -204,7 +204,7 @@ def test_open_sweeps_old_temporary_files_of_ours_and_nothing_else(tmp_path):
     being_written = tmp_path / "runs/run-0001/.report.html.deadbeef.tmp"
     being_written.touch()
     with StateFolder(tmp_path).open("me"):
-        assert [path for path in (*old, partial) if path.exists()] == []
+        assert [path for path in (*old, partial, partial.parent) if path.exists()] == []
         assert [path for path in (*kept, being_written) if not path.exists()] == []
 
 
