@@ -240,10 +240,13 @@ def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[s
 
 
 def _compare_receipts(entries: Iterable[Entry], receipts: list[_Receipt], result: Audit) -> None:
-    """An update that its agent knows as accepted is in the journal, and one that it knows as rejected is not."""
+    """An update that its agent knows as accepted is in the journal, and one that it knows as rejected is not.
+
+    The last receipt of an update counts: a coordinator on a restored backup rejects those of later rounds first.
+    """
     accepted = {(e.agent, e.round, e.digest): e for e in entries if e.kind == "update_accepted"}
     confirmed = set()
-    for one in receipts:
+    for one in {(one.agent, one.round, one.digest): one for one in receipts}.values():
         entry = accepted.get((one.agent, one.round, one.digest))
         row = f"receipt of {one.agent}, round {one.round}, {one.digest[:16]}"
         if one.is_accepted and entry is None:

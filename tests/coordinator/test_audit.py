@@ -163,6 +163,16 @@ def test_a_rejected_receipt_of_an_accepted_update_breaks(folder):
     assert any("says rejected" in row for row in audited(folder).breaks)
 
 
+def test_of_receipts_of_one_update_the_last_one_counts(folder):
+    """Rejected as late by a coordinator on a restored backup, then accepted in its turn."""
+    (path,) = (folder / "a0" / "runs").glob(f"*/{RECEIPTS}")
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    path.write_bytes(first.replace(b"true", b"false") + path.read_bytes())
+    assert audited(folder).breaks == []
+    path.write_bytes(path.read_bytes() + first.replace(b"true", b"false"))
+    assert len(audited(folder).breaks) == 1
+
+
 def test_a_model_that_is_not_the_aggregation_of_its_updates_breaks(folder):
     """Another model with its own right hash, wherever the journal names the old one."""
     with StateFolder(folder / "coordinator").look() as state:

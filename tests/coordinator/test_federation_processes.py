@@ -166,6 +166,45 @@ def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
         assert site.broker.restarts == 1
 
 
+def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_while_it_trained(tmp_path):
+    """Backup in round 2 of 5, `kill -9` in round 4, the folder is gone; the agents live on. Then audit and prune."""
+
+    def headwater(*command):
+        words = [sys.executable, "-m", "coordinator", *command, "--config", "coordinator.toml", "--json"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    with Site(tmp_path, DIGITS) as site:
+        undisturbed = site.finish(site.request(5, local_epochs=6))
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
+        made = headwater("backup", "backup")
+        assert made["runs"] == 2
+        site.until(lambda: (4, 1) in site.opened(run), "round 4 opens")
+        site.kill("serve")
+        assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
+        shutil.rmtree(tmp_path / "state")
+        shutil.copytree(tmp_path / "backup", tmp_path / "elsewhere")
+        site.state = StateFolder(tmp_path / "elsewhere")
+        config = tmp_path / "coordinator.toml"
+        config.write_text(config.read_text().replace('state = "state"', 'state = "elsewhere"', 1))
+        assert not site.entries(run, "run_finished")
+        site.serve()
+        assert site.finish(run) == undisturbed
+        assert site.opened(run) == [(number, 1) for number in range(1, 6)]
+        result = headwater("audit", run, *(f"--agent={name}" for name in AGENTS))
+        assert (result["ok"], result["agents"], result["encoder"]) == (True, [*AGENTS], "equal")
+        assert all(one["confirmed"] == len(AGENTS) for one in result["rounds"][1:]), "in the backup, or done again"
+        pruned = headwater("prune", "--keep", "1")
+        assert (pruned["removed"], [one["run"] for one in pruned["runs"]]) == (True, ["run-0001"]), "by the coordinator"
+        with site.state.look() as state:
+            assert [entry.run for entry in state.journal.entries(kinds=("prune_requested", "run_pruned"))] == [
+                None,
+                "run-0001",
+            ]
+
+
 def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
     """Rounds as they are shipped; SIGKILL in round 3 of 6. What counts is the time from the last update that came."""
     with Site(tmp_path, DIGITS, rules="") as site:
