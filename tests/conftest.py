@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for file in files:
         dice.shuffle(by_file[file])
     items[:] = [item for file in files for item in by_file[file]]
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A separate file system of 2 MiB."""
+    folder = Path(tempfile.mkdtemp(prefix="headwater-disk-"))
+    mounted = os.name != "nt" and os.geteuid() == 0
+    mounted = (
+        mounted
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
+        ).returncode
+    )
+    if not mounted:
+        folder.rmdir()
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+    folder.rmdir()

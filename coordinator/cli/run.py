@@ -126,7 +126,7 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
         if serving:
             folder = stack.enter_context(StateFolder(settings.state).look())
         else:  # this process is the coordinator
-            service = stack.enter_context(coordinator(settings))
+            service = stack.enter_context(coordinator(settings, stop))
             folder, step = service.state, lambda: service.step(service.idle_s())
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)

@@ -30,7 +30,7 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
     in_child(lambda: check_defaults(without_lost_weights(settings), config))  # models need torch, 190 MB
-    with stop_on_signals() as stop, coordinator(settings) as service:
+    with stop_on_signals() as stop, coordinator(settings, stop) as service:
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
         )

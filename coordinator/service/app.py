@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
+from edge_agent.errors import StateError
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Transport
@@ -29,9 +34,18 @@ START_LIMIT_S = 10.0
 """How long a start waits until it may serve, before it reports what it waits for."""
 
 
+LEAST_FREE_BYTES = 1 << 20
+"""With less than this the journal may not take the entries of a start."""
+
+START_AGAIN_S = 2.0
+"""Pause between two tries of a start on a full disk."""
+
+
 @contextlib.contextmanager
-def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
+def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) -> Iterator[Coordinator]:
     """A started coordinator; it is closed with the context, and the next start resumes.
+
+    With ``stop`` it waits while the disk is full, until that is set.
 
     Raises:
         StateError: another process works in the state folder, or it is damaged.
@@ -39,7 +53,8 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """
     with contextlib.ExitStack() as stack:
-        state = stack.enter_context(StateFolder(config.state).open("headwater serve"))
+        folder = StateFolder(config.state)
+        state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         broker, embedded = config.broker, config.embedded
         if broker is None:
             served = EmbeddedBroker(
@@ -78,8 +93,38 @@ def coordinator(config: CoordinatorConfig) -> Iterator[Coordinator]:
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)
         stack.callback(service.close)
-        service.start()
+        _when_there_is_room(config.state, stop, service.start)
         until = time.monotonic() + START_LIMIT_S
         while not service.is_serving and service.waiting.about != "broker" and time.monotonic() < until:
             service.step(service.idle_s())
         yield service
+
+
+T = TypeVar("T")
+
+
+def _when_there_is_room(folder: Path, stop: threading.Event | None, act: Callable[[], T]) -> T:
+    """The result of ``act``, which is tried again while it fails on a full disk, until ``stop`` is set.
+
+    Raises:
+        StateError: it failed with room on the disk, or without ``stop``.
+    """
+    is_logged = False
+    while True:
+        try:
+            return act()
+        except StateError:
+            free = shutil.disk_usage(folder).free if folder.is_dir() else LEAST_FREE_BYTES
+            if free >= LEAST_FREE_BYTES or stop is None:
+                raise
+            if not is_logged:
+                log.warning(
+                    "start_waits folder=%s free_bytes=%d needed=%d: the disk is full; make room on it, the coordinator "
+                    "starts then",
+                    folder,
+                    free,
+                    LEAST_FREE_BYTES,
+                )
+            is_logged = True
+            if stop.wait(START_AGAIN_S):
+                raise

@@ -205,6 +205,38 @@ def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_
             ]
 
 
+def test_a_coordinator_on_a_full_disk_neither_ends_nor_loses_a_run_and_starts_when_there_is_room(tmp_path, small_disk):
+    """A real file system of 2 MiB, full from round 2 on; killed and started again while it is full."""
+    with Site(tmp_path, DIGITS) as site:
+        undisturbed = site.finish(site.request(5, local_epochs=6))
+        site.kill("serve")
+        shutil.copytree(tmp_path / "state", small_disk / "state")
+        shutil.rmtree(tmp_path / "state")
+        site.state = StateFolder(small_disk / "state")
+        config, log = tmp_path / "coordinator.toml", tmp_path / "serve.log"
+        config.write_text(config.read_text().replace('state = "state"', f'state = "{small_disk}/state"', 1))
+        site.serve()
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
+        with contextlib.suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as fill:
+            while True:
+                fill.write(bytes(4096))
+        site.until(lambda: "files_unusable" in log.read_text(), "the coordinator logs that the disk is full")
+        assert site.processes["serve"].poll() is None
+        site.kill("serve")
+        site.serve()
+        site.until(lambda: "start_waits" in log.read_text(), "the coordinator waits for room")
+        assert site.processes["serve"].poll() is None
+        (small_disk / "fill").unlink()
+        assert site.finish(run) == undisturbed
+        assert [entry.round for entry in site.entries(run, "round_closed")] == [1, 2, 3, 4, 5]
+        accepted = [(entry.round, entry.agent) for entry in site.entries(run, "update_accepted")]
+        assert sorted(accepted) == [(number, name) for number in range(1, 6) for name in AGENTS], (
+            "none lost, none twice"
+        )
+        assert "Traceback" not in log.read_text()
+
+
 def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
     """Rounds as they are shipped; SIGKILL in round 3 of 6. What counts is the time from the last update that came."""
     with Site(tmp_path, DIGITS, rules="") as site:

@@ -63,3 +63,33 @@ def test_status_loads_neither_numpy_nor_pydantic_nor_the_service(tmp_path, optio
 
 def test_help_of_the_device_loads_nothing_but_the_standard_library():
     assert not packages(loaded_by("edge_agent", "--help")) & (HEAVY | {"pydantic", "numpy", "paho"})
+
+
+@pytest.mark.parametrize("free, tries", [(0, 3), (1 << 20, 1)], ids=["full", "with room"])
+def test_a_start_that_fails_on_a_full_disk_is_tried_again_until_there_is_room(tmp_path, monkeypatch, free, tries):
+    from types import SimpleNamespace
+
+    from coordinator.service import app
+    from edge_agent.errors import StateError
+
+    class Stop:
+        pauses = 0
+
+        def wait(self, seconds):
+            assert seconds == app.START_AGAIN_S
+            self.pauses += 1
+            return self.pauses == tries
+
+    def fail():
+        raise StateError("database or disk is full")
+
+    monkeypatch.setattr(app.shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+    stop = Stop()
+    with pytest.raises(StateError):
+        app._when_there_is_room(tmp_path, stop, fail)
+    assert stop.pauses == (tries if free == 0 else 0)
+    results = iter((fail, lambda: "started"))
+    if free == 0:
+        assert app._when_there_is_room(tmp_path, Stop(), lambda: next(results)()) == "started"
+    with pytest.raises(StateError):
+        app._when_there_is_room(tmp_path, None, fail)

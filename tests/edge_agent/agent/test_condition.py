@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from datetime import datetime, timezone
@@ -162,25 +161,6 @@ def test_room_for_less_than_what_is_needed_is_no_room(tmp_path):
         try_disk(tmp_path, 1 << 60)
     assert disk_error(raised.value) is not None
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def small_disk():
-    """A separate file system of 2 MiB."""
-    folder = Path(tempfile.mkdtemp(prefix="headwater-disk-"))
-    mounted = os.name != "nt" and os.geteuid() == 0
-    mounted = (
-        mounted
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
-        ).returncode
-    )
-    if not mounted:
-        folder.rmdir()
-        pytest.skip("file systems cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-    folder.rmdir()
 
 
 def test_a_disk_is_seen_to_be_full_or_read_only_from_outside(small_disk):
