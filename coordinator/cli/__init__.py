@@ -10,7 +10,7 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,8 +139,19 @@ class _Conversion:
         return None if value is None else self._kind(value)
 
 
+class _UnlessDefault:
+    """Leaves a parameter's default as it is; other values are for ``convert``, typer's own way."""
+
+    def __init__(self, default: object, convert: Callable[[], Any]) -> None:
+        self._default, self._convert = default, convert
+
+    def coerce(self, value: Any, **others: Any) -> Any:
+        """The value for the command."""
+        return value if value == self._default else self._convert().coerce(value, **others)
+
+
 def _without_pydantic(base: type[T]) -> type[T]:
-    """A kind of commands whose text, paths and flags are converted without pydantic.
+    """A kind of commands whose text, paths, flags and defaults are converted without pydantic.
 
     typer loads it even where no value is given, which takes as long as everything else that 'headwater status' does.
     """
@@ -152,6 +163,9 @@ def _without_pydantic(base: type[T]) -> type[T]:
                 kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
                 if kind in {str, Path, bool}:
                     parameter.get_runtime_param = functools.partial(_Conversion, kind)
+                elif hasattr(parameter, "get_runtime_param") and not callable(parameter.default):
+                    converted = _UnlessDefault(parameter.default, parameter.get_runtime_param)
+                    parameter.get_runtime_param = lambda converted=converted: converted
             return parameters
 
     return Light
