@@ -147,11 +147,34 @@ def measure(setting: Setting) -> dict[str, float]:
     for name in federation.new:
         for head, value in of_heads(federation, name, shared).items():
             found.setdefault(head, []).append(value)
+    if setting.method == "fedpac":
+        found["combined"] = combined(federation, shared)
     after = federation.run(setting.joined, federation.old + federation.new)
     for name in federation.new:
         federation.method.personalize(federation.clients[name], federation.download(name))
         found.setdefault("full", []).append(max(federation.accuracy(name), after.get(name, 0.0)))
     return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def combined(federation: Federation, shared: Tensors | None) -> list[float]:
+    """Accuracies of FedPAC's combination of all classifiers (Eq. 10) for each new client, whose own is fitted first.
+
+    Everybody sends statistics and classifier of the frozen encoder; nobody trains on.
+    """
+    still = methods.create("fedpac", {**federation.setting.params, "local_epochs": 0, "head_epochs": 0})
+    updates = []
+    for name, client in federation.clients.items():
+        received = federation.download(name)
+        if name in federation.new:
+            rows, own = features_of(federation.model, client.train_inputs).numpy(), heads.create("fedpac")
+            known = FitData(rows, client.train_labels.numpy(), federation.task.num_classes, shared)
+            own.fit(known, np.random.default_rng(0))
+            load_arrays(client.model, {f"head.{part}": own.arrays[part] for part in ("weight", "bias")})
+        updates.append(Update(name, float(client.samples), still.local_update(client, received)))
+    state = still.aggregate(federation.state, updates)
+    for name in federation.new:
+        load_arrays(federation.clients[name].model, dict(still.downlink(state, name)))
+    return [federation.accuracy(name) for name in federation.new]
 
 
 def of_heads(federation: Federation, name: str, shared: Tensors | None) -> dict[str, float]:
