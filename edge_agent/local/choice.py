@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -69,9 +70,14 @@ class Trial:
         """Standard deviation of the accuracies of the folds; None before the first."""
         return float(np.std([right.mean() for right in self.right])) if self.right else None
 
+    def each_loss(self, folds: int) -> np.ndarray:
+        """Log loss (m,) >= 0 of its answers in the first ``folds`` folds, at the temperature that suits them best."""
+        losses = np.concatenate(self.losses[:folds])
+        return np.asarray(losses[:, losses.mean(axis=0).argmin()])
+
     def loss(self, folds: int) -> float:
-        """Mean log loss, >= 0, of its answers in the first ``folds`` folds, at the temperature that suits them best."""
-        return float(np.concatenate(self.losses[:folds]).mean(axis=0).min())
+        """The mean of `each_loss`."""
+        return float(self.each_loss(folds).mean())
 
     def is_surer_than(self, other: Trial) -> bool:
         """Whether its log loss on all folds is smaller, and it is not less accurate beyond noise."""
@@ -144,8 +150,8 @@ def choose(
     ``names`` from the simplest head to the most costly one, which decides between equal ones. All are tried on the
     first fold; afterwards those that are worse than the best one beyond noise are dropped. Those for which there is no
     time, because a fit on all samples has to be possible after the fold, are compared with the others on the folds that
-    they were tried on. A single fit that takes more than `LONGEST_FIT_S` is given up, whatever parameters the bundle
-    suggests.
+    they were tried on, and have to be better there by more than two standard errors. A single fit that takes more than
+    `LONGEST_FIT_S` is given up, whatever parameters the bundle suggests.
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
     trials = [Trial(name) for name in names]
@@ -162,10 +168,11 @@ def choose(
             tuple(trials),
             "no head could be cross-validated",
         )
-    taken, *compared = [*running, *slow]
-    for trial in compared:
+    taken = min(running, key=lambda trial: trial.loss(len(trial.right))) if running else slow.pop(0)
+    for trial in slow:
         both = min(len(trial.right), len(taken.right))
-        if trial.loss(both) < taken.loss(both):
+        gains = taken.each_loss(both) - trial.each_loss(both)
+        if gains.mean() > 2 * gains.std() / math.sqrt(len(gains)):
             taken = trial
     others = [trial for trial in trials if trial is not taken]
     others.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))

@@ -235,6 +235,9 @@ def test_a_slow_head_is_taken_only_where_it_is_better_beyond_noise_on_what_it_wa
     much = scripted({"fast": fast, "slow": list(range(150))}, costs)
     assert much.name == "slow"
     assert len(much.trials[0].right) < 5
+    first = divided(np.arange(150) % 3)[0].test.tolist()
+    one_more = sorted({*fast, next(row for row in first if row % 2)})
+    assert scripted({"fast": fast, "slow": one_more}, costs).name == "fast", "one answer of thirty is noise"
     hardly = scripted({"fast": fast, "slow": fast}, costs)
     assert hardly.name == "fast"
     assert "no time for more than 1 of 5 folds" in hardly.trials[1].dropped
