@@ -28,7 +28,7 @@ from ..text import listed
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
-from .selection import Exclusions, Selection, without
+from .selection import Exclusions, Selection, aim, without
 
 log = logging.getLogger(__name__)
 
@@ -235,14 +235,16 @@ class RunLoop:
             joining = []  # head-tier devices, where the method has a task for them in a round
             if self.run.context.config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
                 joining = without(roster.present("head"), self.selection.left_out(number))
-            opened = OpenRound(number, 1, (*cohort, *joining), {"joining": joining})
+            wanted = aim(len(cohort), self.run.context.config.cohort.over_selection)
+            opened = OpenRound(number, 1, (*cohort, *joining), {"joining": joining, "wanted": wanted})
         if opened.joining:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
         collection = self._open(opened, is_new=resumed is None)
         until, heard_s = self._ask(number, collection.outstanding, joining=opened.joining), roster.heard_s
+        wanted = int(opened.body.get("wanted", 0))
         while True:
-            yield from self.selection.collect(collection, until)
+            yield from self.selection.collect(collection, until, wanted)
             opened = replace(
                 opened,
                 updates=collection.accepted,
@@ -250,6 +252,13 @@ class RunLoop:
                 failed_boots=collection.failed_boots,
                 body={**opened.body, "left_out": collection.left_out},
             )
+            if self.asked is not None and (new := self.selection.replacements(collection, wanted)):
+                opened = self._enlarged(opened, new, {"again": []})
+                log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
+                collection = self._open(opened, is_new=True)
+                until = self.asked.until = heard_s() + self.run.context.config.round.deadline_s
+                self.asked.ask(new)
+                continue
             unanswered = self.selection.unanswered(collection, is_late=heard_s() >= until)
             if self.selection.has_quorum(collection):
                 break
@@ -261,12 +270,17 @@ class RunLoop:
             added = yield from self.selection.more(collection)
             stats.waiting_s += clock() - waits_since
             if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
-                body = {**opened.body, "again": list(added.again), "overdue": overdue}
-                opened = opened.next_attempt((*opened.cohort, *added.new), body)
+                opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
                 collection = self._open(opened, is_new=True)
                 until = self._ask(number, collection.outstanding, joining=opened.joining)
         self._call_off(collection)
         self._close(opened, collection, stats, unanswered)
+
+    @staticmethod
+    def _enlarged(opened: OpenRound, new: Sequence[str], body: dict[str, Any]) -> OpenRound:
+        """Another attempt at the round with ``new`` members, which its record names, too."""
+        added = sorted({*opened.body.get("added", ()), *new})
+        return opened.next_attempt((*opened.cohort, *new), {**opened.body, "added": added, **body})
 
     def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
         """Accept updates of a round, or of another attempt at it, in addition to those that have arrived."""

@@ -173,6 +173,9 @@ class Selection:
     _stuck: set[str] = field(default_factory=set)
     """Agents with at least `IDLE_HEARTBEATS` of ``_idle``."""
 
+    _unreplaced: tuple[object, ...] | None = None
+    """The state of the collection for which `replacements` has found nobody."""
+
     def left_out(self, number: int) -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` leaves out."""
         return self.exclusions.left_out(number, self.boot) if self.context.excludes_failing else {}
@@ -245,13 +248,41 @@ class Selection:
             and (agent in self._stuck or (is_late and agent not in collection.given_up))
         }
 
-    def collect(self, collection: Collection, deadline: float) -> Steps:
-        """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`)."""
+    def replacements(self, collection: Collection, wanted: int) -> tuple[str, ...]:
+        """Agents to ask in place of members that failed, were rejected or are offline; empty where nobody is needed.
+
+        ``wanted``: how many updates the round aims for. Nobody is asked once their quorum has delivered, because the
+        round would wait for a whole training, nor an agent that this round leaves out.
+        """
+        if not (self.context.excludes_failing and (collection.rejected or collection.given_up)):
+            return ()
+        ready = self.context.roster.ready
+        sizes = map(len, (collection.cohort, collection.rejected, ready, self._stuck))
+        state = (*sizes, *sorted(collection.given_up))
+        if state == self._unreplaced:  # after each event: only what may have changed is looked at
+            return ()
+        awaited = set(self.awaited(collection))
+        lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
+        if lacking > 0 and collection.delivered < quorum_of(self.context.config.round.quorum, wanted):
+            others = without(self.context.roster.present("train"), set(collection.cohort))
+            if chosen := self._draw(without(others, self.left_out(collection.round)), lacking, collection.round):
+                return chosen
+        self._unreplaced = state
+        return ()
+
+    def collect(self, collection: Collection, deadline: float, wanted: int = 0) -> Steps:
+        """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`).
+
+        Also until there are `replacements` for members that have failed.
+        """
         grace_s = self.context.config.round.grace_s
         self._idle.clear()
         self._stuck.clear()
+        self._unreplaced = None
         quorum_at: float | None = None
         while awaited := self.awaited(collection):
+            if self.replacements(collection, wanted):
+                return
             now = self.context.roster.heard_s()
             if not self.has_quorum(collection):
                 quorum_at = None
@@ -362,11 +393,24 @@ class Selection:
             able = len(awaited) + len(again) + len(new)
             if able and collection.delivered + able >= least:
                 lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
-                size = min(len(new), max(0, lacking))
-                rng = np.random.default_rng([self.seed, collection.round, len(new)])
-                chosen = rng.choice(new, size=size, replace=False) if size else ()
-                return Addition(tuple(sorted(map(str, chosen))), again)
+                return Addition(self._draw(new, lacking, collection.round), again)
         return None
+
+    def _draw(self, agents: Sequence[str], size: int, number: int) -> tuple[str, ...]:
+        """At most ``size`` of the agents, sorted; the same ones for the same seed, round and agents."""
+        rng = np.random.default_rng([self.seed, number, len(agents)])
+        size = min(len(agents), max(0, size))
+        return tuple(sorted(map(str, rng.choice(agents, size=size, replace=False)))) if size else ()
+
+
+def quorum_of(share: float, agents: int) -> int:
+    """How many updates are ``share`` of those of so many agents; at least one."""
+    return max(1, math.ceil(share * agents - 1e-9))
+
+
+def aim(cohort: int, over_selection: float) -> int:
+    """How many updates a round aims for that asks ``cohort`` agents; the inverse of `choose`."""
+    return max(1, math.floor(cohort / over_selection + 1e-9))
 
 
 def failures(collection: Collection) -> str:
