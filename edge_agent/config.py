@@ -174,6 +174,12 @@ class TrainingConfig(Frozen):
         description="threads of torch, ONNX Runtime and numpy; 0 = their default. 1 keeps results repeatable",
     )
     precision: Precision = Field("float32", description=PRECISION)
+    checkpoint_s: float = Field(
+        30.0,
+        ge=0,
+        le=86_400,
+        description="seconds between checkpoints inside local training, from which a killed agent resumes; 0 = none",
+    )
     share_norm: bool = Field(
         True, description="send batch norm statistics that otherwise stay here once, for the export"
     )

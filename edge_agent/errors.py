@@ -19,6 +19,7 @@ HeadwaterError                  exit 1   something failed
 │   └── ChunkError              exit 1   a chunk of a blob
 ├── UpdateRejected              exit 1   an update does not fit its round
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
+├── TrainingCancelled           exit 1   local training was stopped on request, because its round is over
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
@@ -139,6 +140,10 @@ class UpdateRejected(HeadwaterError):
 
 class TrainingFailed(HeadwaterError):
     """Local training stopped and its result must not be used."""
+
+
+class TrainingCancelled(HeadwaterError):
+    """Local training was stopped on request, because its round is over."""
 
 
 class RunFailed(HeadwaterError):

@@ -14,11 +14,12 @@ import logging
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -192,6 +193,60 @@ class ClientStateFiles:
 
     def _path(self, round_number: int) -> Path:
         return self.folder / f"kept-{round_number:07d}.safetensors"
+
+
+TRAINING_FILE = "training.safetensors"
+"""In the folder of a run: the checkpoint inside the training under way."""
+
+
+class TrainingCheckpointFile:
+    """The checkpoint inside one training (`methods.values.TrainingCheckpoint`), of which the last one stays.
+
+    ``training`` says which training it is, with everything that its result depends on; a checkpoint of another one is
+    ignored. It is due ``every_s`` seconds of ``clock`` after the last one, and never while writing would take more than
+    a twentieth of the time; 0: never.
+    """
+
+    def __init__(self, folder: Path, training: str, every_s: float, clock: Callable[[], float]) -> None:
+        self._path, self._training, self._every_s, self._clock = folder / TRAINING_FILE, training, every_s, clock
+        self._due_at = clock() + every_s
+
+    def is_due(self) -> bool:
+        """Whether the state should be saved now."""
+        return self._every_s > 0 and self._clock() >= self._due_at
+
+    def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+        """Save a state; on disk when this returns. Where it cannot be written, training continues without."""
+        begin = self._clock()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
+        except OSError as error:
+            log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))
+        now = self._clock()
+        self._due_at = now + max(self._every_s, 20 * (now - begin))
+
+    def load(self) -> tuple[Tensors, dict[str, Any]] | None:
+        """The state that was saved last; None where there is none of this training, or it is damaged."""
+        from ..wire.tensors import decode, inspect  # brings numpy, which an idle agent does without
+
+        try:
+            data = self._path.read_bytes()
+            _, metadata = inspect(data)
+            if metadata.get("training") != self._training:
+                return None
+            tensors, notes = decode(data), json.loads(metadata["notes"])
+        except FileNotFoundError:
+            return None
+        except (CodecError, OSError, ValueError, KeyError) as error:
+            log.warning("checkpoint_unreadable path=%s reason=%s: training restarts", self._path, cause(error))
+            return None
+        log.info("training_resumed epoch=%s batch=%s", notes.get("epoch"), notes.get("batch"))
+        return tensors, notes
+
+    def remove(self) -> None:
+        """The training is over."""
+        self._path.unlink(missing_ok=True)
 
 
 def merge(personal: Tensors, memory: Tensors) -> Tensors:

@@ -20,22 +20,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from .. import errors
+from .. import __version__, errors
 from ..config import AgentConfig, Precision
-from ..errors import DataError, HeadwaterError, MissingCapability, StateError, UsageError
+from ..errors import DataError, HeadwaterError, MissingCapability, StateError, TrainingCancelled, UsageError
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
 from ..worker import Done, Worker
 from .health import Condition, Kind, disk_error, try_disk, whole_message
-from .local_state import ClientStateFiles, ReleaseRecord, make_room, note_receipt, remove_ended_runs
+from .local_state import (
+    ClientStateFiles,
+    ReleaseRecord,
+    TrainingCheckpointFile,
+    make_room,
+    note_receipt,
+    remove_ended_runs,
+)
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..client import Built, Outcome, Session
+    from ..client import Built, ClientState, Outcome, Session
     from ..data import Samples
 
 log = logging.getLogger(__name__)
@@ -130,6 +137,7 @@ class TaskRunner:
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
         self.bundle_id = self._running_bundle()
+        self._cancelled: JobKey | None = None
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         """What the coordinator may know of this device."""
@@ -142,6 +150,7 @@ class TaskRunner:
             MissingCapability: this device cannot train.
             DataError: its data do not fit the task.
             TrainingFailed: training stopped.
+            TrainingCancelled: it was stopped by `cancel`.
         """
         if self.tier != "train":
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
@@ -166,8 +175,27 @@ class TaskRunner:
                 raise MissingCapability("training.share_ranges is false: activation ranges of this device stay here")
             train, _ = self._samples(job.task)
             return self.outbox.put(session.activation_ranges(received), job_key(job), len(train), {})
-        outcome = session.train(received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate)
-        return self.deliver(job, outcome)
+        return self._train(job, session, received, kept)
+
+    def _train(self, job: Job, session: Session, received: Tensors, kept: ClientState) -> UpdateManifest:
+        from ..methods.values import TrainingControl
+
+        key, folder = job_key(job), self.resources.state_files(job.run).folder
+        device = (session.precision, str(session.device), __version__)
+        training = json.dumps([*key, *(ref.digest for ref in job.blobs), job.work, *device])
+        checkpoint = TrainingCheckpointFile(folder, training, self.config.training.checkpoint_s, time.monotonic)
+        self._cancelled = None
+        control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
+        outcome = session.train(
+            received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
+        )
+        manifest = self.deliver(job, outcome)
+        checkpoint.remove()
+        return manifest
+
+    def cancel(self, key: JobKey) -> None:
+        """Stop the training of this job at its next step, from another thread; its round is over."""
+        self._cancelled = key
 
     def check(self, task: Task) -> None:
         """Return quietly when local data and head fit the task.
@@ -518,6 +546,7 @@ class TaskQueue:
         """The round is over for this agent."""
         log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
         self._drop(message)
+        self._tasks.cancel(job_key(message))
         self._uploads.drop(job_key(message))
         self._fetch()
 
@@ -672,6 +701,9 @@ class TaskQueue:
             log.warning("blob_damaged run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
             self._fetch()
             return
+        elif isinstance(error, TrainingCancelled):
+            log.info("training_cancelled run=%s round=%d", wire.run_name(job.run), job.round)
+            return  # where the job was asked for again, it begins again
         else:
             self._report(error, job_key(job))
         if wanted and (error is not None or job.purpose == "personalize"):

@@ -11,7 +11,7 @@ import torch
 from ..config import Precision
 from ..errors import DataError
 from ..methods.base import Method
-from ..methods.values import Client
+from ..methods.values import Client, TrainingControl
 from ..task import Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
@@ -119,16 +119,31 @@ class Session:
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
         self._train, self._test = self._on_device(train), self._on_device(test)
 
-    def train(self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, evaluate: bool) -> Outcome:
+    def train(
+        self,
+        received: Tensors,
+        kept: ClientState,
+        *,
+        round_number: int,
+        rounds: int,
+        evaluate: bool,
+        control: TrainingControl | None = None,
+    ) -> Outcome:
         """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
+
+        Methods that do not train in `one_pass` are neither shortened nor resumed; ``control`` can only stop them.
 
         Raises:
             TensorsError: what was received does not fit the model.
             TrainingFailed: training stopped.
+            TrainingCancelled: ``control`` has stopped it.
         """
         client = self.before_round(received, kept, round_number=round_number, rounds=rounds)
         metrics = self.scores(client) if evaluate else {}
+        if control is not None:
+            client.control = control if self.method.one_pass() else TrainingControl(is_cancelled=control.is_cancelled)
         update = self.method.local_update(client, received)
+        client.control = TrainingControl()  # evaluation may fine-tune a copy: that is another training
         return self.after_round(client, update, metrics, evaluate=evaluate)
 
     def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:

@@ -161,6 +161,14 @@ class Method:
         """
         return (cls.local_update, cls.loss, cls.sent) == (Method.local_update, Method.loss, Method.sent)
 
+    @classmethod
+    def one_pass(cls) -> bool:
+        """Whether local training is one call of `train`, set up from the received model and the client's data alone.
+
+        Such training may be shortened for a slow device, and resumed within an epoch after a kill.
+        """
+        return cls.local_update is Method.local_update
+
     def loss(self, client: Client, received: Tensors) -> Loss:
         """The loss of a batch in local training; default: cross entropy of the model's logits."""
         from ..training.loops import cross_entropy

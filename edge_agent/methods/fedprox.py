@@ -31,6 +31,11 @@ class FedProx(Method):
     Params = FedProxParams
     source = "Li et al., FedProx, MLSys 2020"
 
+    @classmethod
+    def one_pass(cls) -> bool:
+        """True: w_t is the received model, and the paper has slow clients do less work."""
+        return True
+
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
         pairs = [(w, w.detach().clone()) for w in client.model.parameters()]

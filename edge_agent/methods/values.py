@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from pydantic import Field
@@ -79,6 +79,32 @@ class MethodParams(Frozen):
     refresh_stats: bool = Field(False, description=REFRESH)
 
 
+class TrainingCheckpoint(Protocol):
+    """Where the state inside local training is saved, so that a killed process resumes it."""
+
+    def is_due(self) -> bool:
+        """Whether the state should be saved now."""
+
+    def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+        """Save a state: named arrays, and what JSON can hold."""
+
+    def load(self) -> tuple[Tensors, dict[str, Any]] | None:
+        """The state that was saved last for this very training; None where there is none."""
+
+
+@dataclass(frozen=True)
+class TrainingControl:
+    """How one local training is shortened, stopped and resumed."""
+
+    share: float = 1.0
+    """Share (0..1] of the steps to do; less on a device that would be late."""
+
+    is_cancelled: Callable[[], bool] = lambda: False
+    """Asked before each step."""
+
+    checkpoint: TrainingCheckpoint | None = None
+
+
 @dataclass
 class Client:
     """What a method's client half works with. Everything random comes from ``rng`` and ``generator``.
@@ -102,6 +128,7 @@ class Client:
     precision: Precision = "float32"
     memory: Tensors = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
+    control: TrainingControl = TrainingControl()
 
     @property
     def samples(self) -> int:

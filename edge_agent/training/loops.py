@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import DataError, StateError, TrainingFailed
+from ..errors import DataError, StateError, TrainingCancelled, TrainingFailed
 from ..methods.values import Client, MethodParams
 from ..task import Tensors
-from .parts import Parts
+from .parts import Parts, load_arrays, to_arrays
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scalar loss of a batch: inputs (b, ...), labels (b,)."""
@@ -100,7 +101,7 @@ def train(
         return value
 
     suspects = {"lr": optimizer.param_groups[0]["lr"], **weights}
-    return train_by_steps(client, step, params, suspects=suspects, frozen=frozen, **options)
+    return train_by_steps(client, step, params, suspects=suspects, frozen=frozen, optimizer=optimizer, **options)
 
 
 def train_by_steps(
@@ -118,6 +119,7 @@ def train_by_steps(
     smallest_batch: int = 2,
     log: str = "loss",
     terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> float:
     """As `train`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
 
@@ -128,32 +130,46 @@ def train_by_steps(
     ``drop_last`` and ``smallest_batch`` are those of `batches`. The mean loss of the last epoch is logged as ``log``,
     and so are the means of ``terms``: parts of the loss by name, which ``step`` puts there for each batch.
 
+    ``client.control`` may shorten the training, stop it, and resume it from a checkpoint with the same bits; the state
+    of ``optimizer`` is in the checkpoint. A shortened training logs its share of the steps as ``work``.
+
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
+        TrainingCancelled: ``client.control`` has stopped it.
     """
     epochs = params.local_epochs if epochs is None else epochs
     batch_size = batch_size or params.batch_size
     if not client.samples:
         raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
-    mean_loss, done = math.nan, 0
+    position, control, mean_loss = Position(), client.control, math.nan
+    loaded = control.checkpoint.load() if control.checkpoint is not None else None
+    if loaded is not None:
+        position = resume(client, optimizer, *loaded)
     with training_mode(client.model, frozen, frozen_norm):
-        for epoch in range(1, (steps or epochs) + 1):
+        for epoch in range(position.epoch, (steps or epochs) + 1):
+            position.begin(client, epoch)
             split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
-            split = split[: steps - done] if steps else split
+            if control.share < 1 and not steps:
+                steps = max(1, round(control.share * epochs * len(split)))
+                client.log["work"] = steps / (epochs * len(split))
+            split = split[: steps - position.before_epoch] if steps else split
+            position.within(client)
             # Sums stay on the device: no wait for the GPU in each step.
-            total, sums = torch.zeros((), device=client.device), dict[str, torch.Tensor]()
-            for indices in split:
+            for indices in split[position.batch :]:
+                if control.is_cancelled():
+                    raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
                 value = _value(client, step, torch.from_numpy(indices).to(client.device))
-                total += value.detach() * len(indices)
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, torch.zeros_like(total)) + term.detach() * len(indices)
+                position.add(value, terms, len(indices))
+                if control.checkpoint is not None and control.checkpoint.is_due():
+                    control.checkpoint.save(*checkpoint_of(client, optimizer, position))
             samples = sum(map(len, split))
-            mean_loss = float(total) / samples
+            sums = {name: float(added) / samples for name, added in position.sums.items()}
+            mean_loss = sums.pop("")
             if not math.isfinite(mean_loss):
                 raise diverged(client, mean_loss, f"{epoch} of {epochs}", suspects)
-            client.log |= {**{name: float(added) / samples for name, added in sums.items()}, log: mean_loss}
-            done += len(split)
-            if done == steps:
+            client.log |= {**sums, log: mean_loss}
+            position.before_epoch += len(split)
+            if position.before_epoch == steps:
                 break
     return mean_loss
 
@@ -178,6 +194,110 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
         raise TrainingFailed(
             f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch"
         ) from error
+
+
+@dataclass
+class Position:
+    """How far `train_by_steps` is: in which epoch, behind which batch of it, and the sums of losses until there."""
+
+    epoch: int = 1
+    batch: int = 0
+    before_epoch: int = 0
+    """Steps done in earlier epochs."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By term, the loss itself under the empty name: sums over the samples of this epoch, on the client's device."""
+
+    order: dict[str, Any] = field(default_factory=dict)
+    """State of the client's random numbers when the epoch began: the order of its batches follows from it."""
+
+    resumed: dict[str, Any] | None = None
+    """State of the client's random numbers at the checkpoint; None where nothing is resumed."""
+
+    def begin(self, client: Client, epoch: int) -> None:
+        """An epoch begins, or is begun again up to the checkpoint."""
+        if self.resumed is not None:
+            client.rng.bit_generator.state = self.order
+            return
+        self.epoch, self.batch, self.order = epoch, 0, dict(client.rng.bit_generator.state)
+        self.sums = {"": torch.zeros((), device=client.device)}
+
+    def within(self, client: Client) -> None:
+        """The order of the epoch's batches is known: what is random continues as at the checkpoint."""
+        if self.resumed is not None:
+            client.rng.bit_generator.state, self.resumed = self.resumed, None
+
+    def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
+        """One batch is done."""
+        for name, term in {"": loss, **terms}.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(self.sums[""])) + term.detach() * samples
+        self.batch += 1
+
+
+def checkpoint_of(
+    client: Client, optimizer: torch.optim.Optimizer | None, position: Position
+) -> tuple[Tensors, dict[str, Any]]:
+    """Everything that the rest of a training depends on: named arrays, and what JSON can hold."""
+    groups: dict[str, Tensors] = {
+        "model": to_arrays(client.model, client.model.state_dict()),
+        "optimizer": moments(optimizer, client.model, "checkpoint") if optimizer is not None else {},
+        "memory": client.memory,
+        "sum": {name: added.cpu().numpy() for name, added in position.sums.items()},
+        "random": {name: state().numpy() for name, (state, _) in _random_states(client).items()},
+    }
+    notes = {
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "before_epoch": position.before_epoch,
+        "order": position.order,
+        "random": client.rng.bit_generator.state,
+        "log": client.log,
+    }
+    return {f"{group}/{name}": array for group, arrays in groups.items() for name, array in arrays.items()}, notes
+
+
+def resume(
+    client: Client, optimizer: torch.optim.Optimizer | None, tensors: Tensors, notes: Mapping[str, Any]
+) -> Position:
+    """Give model, optimizer and random numbers the state of `checkpoint_of`; returns where training continues.
+
+    Raises:
+        TensorsError: the tensors are not those of this model.
+        StateError: the optimizer's are not those of its parameters.
+    """
+
+    def group(name: str) -> Tensors:
+        return {key.split("/", 1)[1]: array for key, array in tensors.items() if key.startswith(f"{name}/")}
+
+    load_arrays(client.model, group("model"))
+    if optimizer is not None:
+        restore(optimizer, client.model, group("optimizer"), "checkpoint")
+    client.memory.clear()
+    client.memory.update({name: array.copy() for name, array in group("memory").items()})
+    client.log |= notes["log"]
+    states = group("random")
+    for name, (_, set_state) in _random_states(client).items():
+        set_state(torch.tensor(states[name]))
+    sums = {name: torch.tensor(array, device=client.device) for name, array in group("sum").items()}
+    return Position(
+        notes["epoch"], notes["batch"], notes["before_epoch"], sums, notes["order"], resumed=notes["random"]
+    )
+
+
+def _random_states(
+    client: Client,
+) -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]]:
+    """Of torch's generators that training may draw from: how to read and to set the state (n,) uint8 of each."""
+    states: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = {
+        "client": (client.generator.get_state, client.generator.set_state),
+        "layers": (torch.get_rng_state, torch.set_rng_state),
+    }
+    if client.device.type == "cuda":
+        states["layers.cuda"] = (
+            lambda: torch.cuda.get_rng_state(client.device),
+            lambda state: torch.cuda.set_rng_state(state, client.device),
+        )
+    return states
 
 
 @contextlib.contextmanager

@@ -436,6 +436,7 @@ class Job(Command):
     blobs: tuple[BlobRef, ...] = Field(max_length=4, description="tensors that the job starts from")
     bundle: BlobRef | None = Field(None, description="encoder for those who do not train it")
     deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
+    work: float = Field(1.0, gt=0, le=1, description="share of local training to do; less on a device that was late")
     evaluate: bool = True
 
     @property

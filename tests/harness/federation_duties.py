@@ -59,6 +59,7 @@ class FakeDuties:
         self.rests = 0
         self.before: Callable[[wire.Job], None] = lambda job: None
         self.after: Callable[[wire.Job], None] = lambda job: None
+        self.cancelled: wire.JobKey | None = None
 
     lacks_head = False
 
@@ -74,6 +75,9 @@ class FakeDuties:
     def release_memory(self) -> None:
         self.rests += 1
 
+    def cancel(self, key: wire.JobKey) -> None:
+        self.cancelled = key
+
     def forget_runs(self) -> int:
         return 0
 
@@ -84,7 +88,8 @@ class FakeDuties:
             return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
         move = np.float32(step_of(self.config.id) * job.round)
         tensors = {name: array + move for name, array in received.items()}
-        manifest = self.outbox.put(tensors, wire.job_key(job), self.samples, {"loss": 1.0})
+        metrics = {"loss": 1.0} if job.work == 1 else {"loss": 1.0, "work": job.work}
+        manifest = self.outbox.put(tensors, wire.job_key(job), self.samples, metrics)
         self.after(job)
         return manifest
 
