@@ -103,6 +103,11 @@ class RoundConfig(Frozen):
         le=3600,
         description="an agent that is silent for this long is offline; without a task up to 360 s in large fleets",
     )
+    adaptive: bool = Field(
+        True,
+        description="shorten grace period and deadline by the agents' own past times, and give slow agents less local "
+        "training where the method allows that; false: grace_s and deadline_s as they are, all work for all",
+    )
     max_attempts: int = Field(
         3, ge=1, le=1000, description="a run fails when a round lacks updates after this many deadlines"
     )

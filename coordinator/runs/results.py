@@ -93,6 +93,7 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected],
         "rejected": reasons(closed.rejected),
         "left_out": reasons(closed.body.get("left_out", {})),
+        "work": metric("work"),
         "added": sorted(closed.body.get("added", ())),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),

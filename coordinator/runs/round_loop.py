@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from edge_agent import heads
@@ -26,6 +27,7 @@ from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
+from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
@@ -48,6 +50,9 @@ class Assignment:
     make: Make
     purpose: Purpose = "train"
     round: int = 0
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Slow agent -> its share of local training."""
+
     _jobs: dict[str, Job] = field(default_factory=dict)
     _on_offer: set[str] = field(default_factory=set)
 
@@ -60,9 +65,17 @@ class Assignment:
 
     def invite(self, agent: str) -> None:
         """Send one agent its job (again), with the time that is left now."""
-        left = max(1.0, self.until - self.context.roster.heard_s())
+        update = {
+            "deadline_s": max(1.0, self.until - self.context.roster.heard_s()),
+            "work": self.work.get(agent, 1.0),
+        }
         self.context.roster.asked(agent)
-        self.context.send(agent, self._prepare(agent).model_copy(update={"deadline_s": left}))
+        self.context.send(agent, self._prepare(agent).model_copy(update=update))
+
+    def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> None:
+        """Ask more agents, with another deadline for all."""
+        self.until, self.work = until, work
+        self.ask(agents)
 
     def withdraw(self) -> None:
         """End the assignment: its blobs are no longer offered."""
@@ -102,8 +115,9 @@ class RunLoop:
 
     def __post_init__(self) -> None:
         run = self.run
-        exclusions = Exclusions.replay(run.context.state.journal, run.id)
-        self.selection = Selection(run.context, run.request.seed, exclusions)
+        journal = run.context.state.journal
+        past = Exclusions.replay(journal, run.id), Pace.replay(journal, run.id)
+        self.selection = Selection(run.context, run.request.seed, *past)
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
@@ -236,15 +250,16 @@ class RunLoop:
             if self.run.context.config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
                 joining = without(roster.present("head"), self.selection.left_out(number))
             wanted = aim(len(cohort), self.run.context.config.cohort.over_selection)
-            opened = OpenRound(number, 1, (*cohort, *joining), {"joining": joining, "wanted": wanted})
+            body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort)}
+            opened = OpenRound(number, 1, (*cohort, *joining), body)
         if opened.joining:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
         collection = self._open(opened, is_new=resumed is None)
-        until, heard_s = self._ask(number, collection.outstanding, joining=opened.joining), roster.heard_s
+        until, heard_s = self._ask_members(opened, collection), roster.heard_s
         wanted = int(opened.body.get("wanted", 0))
         while True:
-            yield from self.selection.collect(collection, until, wanted)
+            late_s = yield from self.selection.collect(collection, until, wanted, opened.body.get("work"))
             opened = replace(
                 opened,
                 updates=collection.accepted,
@@ -252,14 +267,13 @@ class RunLoop:
                 failed_boots=collection.failed_boots,
                 body={**opened.body, "left_out": collection.left_out},
             )
-            if self.asked is not None and (new := self.selection.replacements(collection, wanted)):
+            if new := self.selection.replacements(collection, wanted):
                 opened = self._enlarged(opened, new, {"again": []})
                 log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
                 collection = self._open(opened, is_new=True)
-                until = self.asked.until = heard_s() + self.run.context.config.round.deadline_s
-                self.asked.ask(new)
+                until = self._ask_members(opened, collection, new)
                 continue
-            unanswered = self.selection.unanswered(collection, is_late=heard_s() >= until)
+            unanswered = self.selection.unanswered(collection, late_s)
             if self.selection.has_quorum(collection):
                 break
             overdue = int(opened.body.get("overdue", 0)) + bool(unanswered)
@@ -272,15 +286,36 @@ class RunLoop:
             if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
                 opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
                 collection = self._open(opened, is_new=True)
-                until = self._ask(number, collection.outstanding, joining=opened.joining)
+                until = self._ask_members(opened, collection)
         self._call_off(collection)
         self._close(opened, collection, stats, unanswered)
 
-    @staticmethod
-    def _enlarged(opened: OpenRound, new: Sequence[str], body: dict[str, Any]) -> OpenRound:
+    def _work(self, number: int, cohort: Sequence[str]) -> dict[str, float]:
+        """Slow member -> its share of local training."""
+        work = self.selection.work(cohort, can_shorten=self.run.method.one_pass())
+        if work:
+            shares = ", ".join(f"{agent} {share:g}" for agent, share in sorted(work.items())[:MOST_LISTED])
+            log.info("less_work run=%s round=%d shares=%s: slow in earlier rounds", self.run.id, number, shares)
+        return work
+
+    def _enlarged(self, opened: OpenRound, new: Sequence[str], body: dict[str, Any]) -> OpenRound:
         """Another attempt at the round with ``new`` members, which its record names, too."""
-        added = sorted({*opened.body.get("added", ()), *new})
-        return opened.next_attempt((*opened.cohort, *new), {**opened.body, "added": added, **body})
+        cohort, added = (*opened.cohort, *new), sorted({*opened.body.get("added", ()), *new})
+        shares = {agent: share for agent, share in self._work(opened.round, cohort).items() if agent in new}
+        work = {**opened.body.get("work", {}), **shares}
+        return opened.next_attempt(cohort, {**opened.body, "added": added, "work": work, **body})
+
+    def _ask_members(self, opened: OpenRound, collection: Collection, new: tuple[str, ...] = ()) -> float:
+        """Ask the members that have not delivered, or ``new`` ones beside them; returns the deadline of all."""
+        work = opened.body.get("work", {})
+        if self.asked is not None and new:
+            until = self.run.context.roster.heard_s() + self.run.context.config.round.deadline_s
+            self.asked.extend(until, work, new)
+        else:
+            self.selection.opened(collection)
+            until = self._ask(opened.round, collection.outstanding, joining=opened.joining, work=work)
+        self.selection.asked(new or collection.outstanding)
+        return until
 
     def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
         """Accept updates of a round, or of another attempt at it, in addition to those that have arrived."""
@@ -319,6 +354,7 @@ class RunLoop:
         *,
         joining: tuple[str, ...] = (),
         encoder: Tensors | None = None,
+        work: Mapping[str, float] = MappingProxyType({}),
     ) -> float:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
         run, method, config = self.run, self.run.method, self.run.context.config
@@ -351,7 +387,8 @@ class RunLoop:
             own = method.downlink(run.state, agent) if common and encoder is None else {}
             if agent not in joining:
                 blobs = (*common, Outgoing.of(encode(own))) if own else common
-                return job.model_copy(update={"blobs": tuple(blob.ref for blob in blobs)}), blobs
+                refs = tuple(blob.ref for blob in blobs)
+                return job.model_copy(update={"blobs": refs}), blobs
             if self._frozen is None:
                 raise RunFailed(f"round {number}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
             # A device without torch gets the frozen encoder, and of the shared tensors only what it contributes to.
@@ -361,7 +398,7 @@ class RunLoop:
             return job.model_copy(update=update), (blob, self._frozen)
 
         until = run.context.roster.heard_s() + limit_s
-        self.asked = Assignment(run.context, until, make, purpose, number)
+        self.asked = Assignment(run.context, until, make, purpose, number, work)
         self.asked.ask(agents)
         return until
 
@@ -384,12 +421,21 @@ class RunLoop:
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
         boots = {agent: self.selection.boot(agent) for agent in collection.outstanding}
-        body = {"clients": clients, "unanswered": unanswered, "boots": boots, **figures}
+        times = self.selection.times(collection, closed.body.get("work", {}))
+        slow = self.selection.slowed(times, can_shorten=run.method.one_pass())
+        body = {
+            "clients": clients,
+            "unanswered": unanswered,
+            "boots": boots,
+            "times": times,
+            "slowed": slow,
+            **figures,
+        }
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
         prune_blobs(run.context.state, digest)
-        self.selection.closed(closed, unanswered, boots, run.id)
+        self.selection.closed(closed, body, run.id)
         run.context.state.run(run.id).append_metrics(round_record(closed, figures))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from ..fleet.registry import RETURN_S
 from ..fleet.transfers import Collection
 from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
-from .context import RunContext, Steps, Waiting
+from .context import RunContext, Waiting
+from .pace import Pace, Times, slowed, times_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ class Exclusions:
         result, record = cls(), RunRecord(run, {})
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
-                result.closed(record.open_round, entry.body.get("unanswered", {}), entry.body.get("boots", {}))
+                body, patient = entry.body, frozenset(entry.body.get("slowed", ()))
+                result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient)
             record = step(record, entry)
             if entry.kind == "round_opened" and entry.round is not None:
                 result.opened(entry.round, entry.body.get("left_out", {}))
@@ -83,10 +86,17 @@ class Exclusions:
             rounds, _ = self._rounds.get(agent, (set(), ""))
             self._rounds[agent] = ({*rounds, number}, reason)
 
-    def closed(self, done: OpenRound, unanswered: Mapping[str, str], boots: Mapping[str, str]) -> dict[str, str]:
+    def closed(
+        self,
+        done: OpenRound,
+        unanswered: Mapping[str, str],
+        boots: Mapping[str, str],
+        slow: Container[str] = (),
+    ) -> dict[str, str]:
         """A round has closed. ``unanswered``: agent -> reason, of those that were present and did not deliver.
 
         ``boots``: the starts of those that are present and have not delivered; ``done`` has those of rejected agents.
+        To have missed a round is no failure of those in ``slow``, who will be asked for less work.
         Returns the agents that are left out from now on, each with duration and reason as text.
         """
         excluded = {}
@@ -94,6 +104,8 @@ class Exclusions:
             if agent in done.updates:
                 self.delivered.add(agent)
                 self._failures.pop(agent, None)
+                continue
+            if agent in slow and agent not in done.rejected and agent not in unanswered:
                 continue
             known = self._failures.setdefault(agent, _Failures())
             known.misses = 0 if agent in done.rejected else known.misses + 1
@@ -169,6 +181,22 @@ class Selection:
     context: RunContext
     seed: int
     exclusions: Exclusions = field(default_factory=Exclusions)
+    pace: Pace = field(default_factory=Pace)
+    _asked: dict[str, tuple[float, str, float]] = field(default_factory=dict)
+    """When each member of the open round was asked (`Roster.heard_s`), its start, and `Roster.deaf_s` then."""
+
+    _took: dict[str, float] = field(default_factory=dict)
+    """Seconds from there to its update."""
+
+    _stretched: tuple[bool | None, float] = (None, 1.0)
+    """`Pace.stretch` of the open round, and whether it had its quorum then."""
+
+    _limited: tuple[tuple[float, ...], float] = ((), 0.0)
+    """The state of the open round for which its limit was computed last, and that limit."""
+
+    _seen: int = 0
+    """Updates of the open round that have been looked at."""
+
     _idle: Counter[str] = field(default_factory=Counter)
     _stuck: set[str] = field(default_factory=set)
     """Agents with at least `IDLE_HEARTBEATS` of ``_idle``."""
@@ -234,18 +262,18 @@ class Selection:
                 given_up.setdefault(agent, member.boot if member is not None else "")
         return awaited
 
-    def unanswered(self, collection: Collection, *, is_late: bool) -> dict[str, str]:
-        """Agent -> reason, of those that are present and have not delivered by the deadline.
+    def unanswered(self, collection: Collection, late_s: float | None) -> dict[str, str]:
+        """Agent -> reason, of those that are present and have not delivered by the deadline, ``late_s`` seconds.
 
         An agent that was restarted during the round is not among them.
         """
-        waited = f"no update within {self.context.config.round.deadline_s:g} s"
+        waited = f"no update within {late_s or 0:.3g} s"
         idle = f"did not take up the work of round {collection.round}"
         return {
             agent: idle if agent in self._stuck else waited
             for agent in collection.outstanding
             if agent in self.context.roster.ready
-            and (agent in self._stuck or (is_late and agent not in collection.given_up))
+            and (agent in self._stuck or (late_s is not None and agent not in collection.given_up))
         }
 
     def replacements(self, collection: Collection, wanted: int) -> tuple[str, ...]:
@@ -270,32 +298,69 @@ class Selection:
         self._unreplaced = state
         return ()
 
-    def collect(self, collection: Collection, deadline: float, wanted: int = 0) -> Steps:
+    def asked(self, agents: Iterable[str]) -> None:
+        """These members of the open round are asked now."""
+        now, deaf_s = self.context.roster.heard_s(), self.context.roster.deaf_s
+        self._asked.update((agent, (now, self.boot(agent), deaf_s)) for agent in agents)
+
+    def opened(self, collection: Collection) -> None:
+        """A round is opened, or resumed: nobody has been asked yet."""
+        self._asked.clear()
+        self._took.clear()
+        self._stretched, self._limited = (None, 1.0), ((), 0.0)
+        self._seen = len(collection.accepted)
+
+    def slowed(self, times: Times, *, can_shorten: bool) -> list[str]:
+        """Agents that were late in a round with these times, and will be asked for less work.
+
+        Those that have failed before are not among them: they may hang.
+        """
+        return sorted(slowed(times) - self.on_trial) if can_shorten and self._is_adaptive else []
+
+    def work(self, cohort: Sequence[str], *, can_shorten: bool) -> dict[str, float]:
+        """Slow agent -> its share of local training; ``can_shorten``: whether the method allows that."""
+        for agent in cohort:
+            self.pace.asked(agent, self.boot(agent))
+        return self.pace.work(cohort) if can_shorten and self._is_adaptive else {}
+
+    def times(self, collection: Collection, work: Mapping[str, float]) -> dict[str, list[float]]:
+        """How long the agents of a round took that closes now, for the journal (`pace.Times`)."""
+        now, ready = self.context.roster.heard_s(), self.context.roster.ready
+        self._note_times(collection, now)
+        absent = {*collection.given_up, *self._stuck}
+        working = [a for a in collection.outstanding if a in self._asked and a in ready and a not in absent]
+        return times_of(self._took, {agent: now - self._asked[agent][0] for agent in working}, work)
+
+    def collect(
+        self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
+    ) -> Generator[Waiting, None, float | None]:
         """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`).
 
-        Also until there are `replacements` for members that have failed.
+        Also until there are `replacements` for members that have failed. Returns the seconds after which those who have
+        not answered are late, None where they are not.
         """
-        grace_s = self.context.config.round.grace_s
         self._idle.clear()
         self._stuck.clear()
         self._unreplaced = None
-        quorum_at: float | None = None
+        opened_at, quorum_at = self.context.roster.heard_s(), None
         while awaited := self.awaited(collection):
             if self.replacements(collection, wanted):
-                return
+                return None
             now = self.context.roster.heard_s()
+            self._note_times(collection, now)
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
                 quorum_at = now
-            limit = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
+            limit = self._limit(collection, awaited, deadline, quorum_at, work or {})
             if now >= limit:
-                return
+                return None if quorum_at is not None and limit < deadline else now - opened_at
             offline = without(collection.outstanding, set(awaited))
             got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
             beside = f", without {listed(offline)}" if offline else ""
             about = str(collection)
             yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
+        return None
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
@@ -307,8 +372,7 @@ class Selection:
             RunFailed: it was the last one, and too few have delivered.
         """
         is_last = overdue >= self.context.config.round.max_attempts
-        has_half = 2 * collection.delivered >= len(collection.training)
-        if unanswered and (is_last or has_half) and collection.delivered >= max(1, self.least(collection)):
+        if unanswered and (self._has_half(collection) or (is_last and self._has_least(collection))):
             return True
         if is_last or not (unanswered or self.context.excludes_failing):
             needed = counted(collection.needed(self.context.config.round.quorum, self.least(collection)), "update")
@@ -342,13 +406,16 @@ class Selection:
             what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
             yield Waiting(what, collection.outstanding, None, f"round {number}")
 
-    def closed(self, done: OpenRound, unanswered: dict[str, str], boots: dict[str, str], run: str) -> None:
-        """Record the failures of a round, and log which agents the next ones leave out.
+    def closed(self, done: OpenRound, ended: Mapping[str, Any], run: str) -> None:
+        """Record the failures and times of a round, and log which agents the next ones leave out.
 
-        ``boots``: the start of each agent that has not delivered.
+        ``ended``: as journaled, with ``unanswered``, ``slowed``, ``times``, and ``boots``, the start of each agent that
+        has not delivered.
         """
+        self.pace.closed(ended["times"], ended["boots"])
         if self.context.excludes_failing:
-            for agent, why in self.exclusions.closed(done, unanswered, boots).items():
+            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["slowed"])
+            for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
@@ -379,6 +446,58 @@ class Selection:
         return member.boot if member is not None and member.is_present else ""
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_adaptive(self) -> bool:
+        return self.context.config.round.adaptive and self.context.excludes_failing
+
+    def _has_least(self, collection: Collection) -> bool:
+        return collection.delivered >= max(1, self.least(collection))
+
+    def _has_half(self, collection: Collection) -> bool:
+        return 2 * collection.delivered >= len(collection.training) and self._has_least(collection)
+
+    def _note_times(self, collection: Collection, now: float) -> None:
+        new = len(collection.accepted) - self._seen
+        for agent in islice(reversed(collection.accepted), new):
+            asked_at, _, deaf_s = self._asked.get(agent, (0.0, "", None))
+            if deaf_s == self.context.roster.deaf_s:  # agents work on while the broker is away, unheard
+                self._took[agent] = now - asked_at
+        self._seen += new
+
+    def _limit(
+        self,
+        collection: Collection,
+        awaited: Sequence[str],
+        deadline: float,
+        quorum_at: float | None,
+        work: Mapping[str, float],
+    ) -> float:
+        """Until when the round waits for these agents, by `Roster.heard_s`."""
+        grace_s = self.context.config.round.grace_s
+        until = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
+        if not self._is_adaptive or (quorum_at is None and not self._has_half(collection)):
+            return until
+        state = (len(collection.accepted), len(awaited), until)
+        if self._limited[0] != state:  # after each event: only what may have changed is computed
+            self._limited = state, self._limit_by_pace(awaited, work, until, has_quorum=quorum_at is not None)
+        return self._limited[1]
+
+    def _limit_by_pace(
+        self, awaited: Sequence[str], work: Mapping[str, float], until: float, *, has_quorum: bool
+    ) -> float:
+        for agent in awaited:
+            if agent in self._asked and self.boot(agent) not in {"", self._asked[agent][1]}:
+                self.asked((agent,))  # it was restarted, and was asked again then
+        asked = {agent: self._asked[agent][0] for agent in awaited if agent in self._asked}
+        if len(asked) < len(awaited):
+            return until
+        if self._stretched[0] is not has_quorum:  # twice in a round: at half of the cohort and at the quorum
+            self._stretched = has_quorum, self.pace.stretch(self._took, work)
+        stretch = self._stretched[1]
+        if has_quorum:
+            return self.pace.grace_until(asked, work, stretch, until)
+        return self.pace.deadline(asked, work, stretch, self.context.config.round.grace_s, until)
 
     def _addition(self, collection: Collection) -> Addition | None:
         """The agents to ask in addition, if any; None while the round would still have too few members."""

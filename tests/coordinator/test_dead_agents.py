@@ -59,9 +59,17 @@ def test_dead_agents_delay_a_round_by_less_than_three_seconds(tmp_path, size, de
             assert [number for _, number, purpose in tasks.done if purpose == "train"] == [1, 2, 3], "once each"
 
 
-def test_without_a_last_will_a_round_waits_for_the_lease_and_no_longer(tmp_path):
-    """The network of a device is cut and its broker has not noticed: 45 s of silence, then 2 s."""
+def test_without_a_last_will_a_round_waits_for_three_times_the_past_and_no_longer(tmp_path):
+    """The network of a device is cut and its broker has not noticed: 5 s in round 1, so 15 s in round 2."""
     with fleet(tmp_path, 3) as fed:
+        begin(fed, 3)
+        assert 9 < delay_of_round_2(fed, 1, 1.0, will=False) < 12
+        fed.finish()
+
+
+def test_without_a_last_will_a_round_that_is_not_adaptive_waits_for_the_lease_and_no_longer(tmp_path):
+    """45 s of silence, then 2 s."""
+    with fleet(tmp_path, 3, round={**SHIPPED, "adaptive": False}) as fed:
         begin(fed, 3)
         assert 35 < delay_of_round_2(fed, 1, 1.0, will=False) < 50
         fed.finish()

@@ -21,12 +21,13 @@ from coordinator.service.coordinator import Coordinator
 from coordinator.state.store import StateFolder
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.errors import TrainingCancelled
 from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.tensors import decode
 from edge_agent.wire.transport import MemoryTransport
-from edge_agent.worker import InlineWorker
+from edge_agent.worker import InlineWorker, Worker
 
 LONGEST_PAUSE_S = 0.5
 
@@ -63,6 +64,30 @@ class TimedWorker:
 
     def close(self) -> None:
         self._jobs.clear()
+
+
+class TrainingWorker(TimedWorker):
+    """A training takes its share of ``seconds``, and ends when it is cancelled; all other work takes no time."""
+
+    def __init__(self, clock: Clock, seconds: float, tasks: Any) -> None:
+        super().__init__(clock, seconds)
+        self.tasks = tasks
+
+    def submit(self, name: str, job: Any, done: Any) -> None:
+        asked = job.args[0] if name == "job" else None
+        if asked is None or asked.purpose != "train":
+            InlineWorker().submit(name, job, done)
+            return
+        self.tasks.cancelled = None
+        self._jobs.append((self.clock() + self.seconds * asked.work, job, done))
+
+    def collect(self) -> None:
+        for item in list(self._jobs):
+            _, job, done = item
+            if self.tasks.cancelled == wire.job_key(job.args[0]):
+                self._jobs.remove(item)
+                done(None, TrainingCancelled("its round is over"))
+        super().collect()
 
 
 class Federation:
@@ -173,8 +198,19 @@ class Federation:
 
     # --- agents ----------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, tier: str = "train", *, seconds: float | None = None, **options: Any) -> Agent:
-        """An agent that is new, or starts again on what it has on disk."""
+    def add(
+        self,
+        name: str,
+        tier: str = "train",
+        *,
+        seconds: float | None = None,
+        training_s: float | None = None,
+        **options: Any,
+    ) -> Agent:
+        """An agent that is new, or starts again on what it has on disk.
+
+        ``seconds``: of each of its jobs; ``training_s``: of a whole training, of which it may do a share.
+        """
         config = AgentConfig(
             id=name,
             state=self.folder / name,
@@ -183,8 +219,10 @@ class Federation:
         )
         self.boots += 1
         boot = f"b{self.boots}"
-        worker = InlineWorker() if seconds is None else TimedWorker(self.clock, seconds)
         tasks = self.tasks[name] = self.make_tasks(config, tier, **options)
+        worker: Worker = InlineWorker() if seconds is None else TimedWorker(self.clock, seconds)
+        if training_s is not None:
+            worker = TrainingWorker(self.clock, training_s, tasks)
         transport = self.broker.transport(will_of(config, boot))
         agent = self.agents[name] = Agent(config, transport, tasks, clock=self.clock, worker=worker, boot=boot)
         agent.start()
