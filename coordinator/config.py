@@ -89,6 +89,15 @@ class CohortConfig(Frozen):
 class RoundConfig(Frozen):
     """When a round closes."""
 
+    mode: Literal["synchronous", "buffered"] = Field(
+        "synchronous",
+        description="buffered: a round closes with its first updates, those of slower agents count in later rounds; "
+        "for methods whose server step is a mean",
+    )
+    buffer: PositiveCount = Field(10, description="updates that close a buffered round, or all where agents are fewer")
+    max_staleness: Count = Field(
+        10, description="rounds after which an update that a buffered round still waits for is given up"
+    )
     quorum: float = Field(
         0.8,
         gt=0,
@@ -248,6 +257,15 @@ class CoordinatorConfig(Frozen):
         ids = [client.id for client in self.hosted]
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
             raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each its own id")
+        return self
+
+    @model_validator(mode="after")
+    def _no_release_between_buffered_rounds(self) -> CoordinatorConfig:
+        if self.round.mode == "buffered" and self.export.every:
+            raise ValueError(
+                f"export.every = {self.export.every} needs rounds that end, and buffered ones overlap; "
+                "set export.every = 0"
+            )
         return self
 
     @model_validator(mode="after")

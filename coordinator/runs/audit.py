@@ -23,6 +23,7 @@ from edge_agent.wire.tensors import decode, pieces
 from ..state.journal import Entry
 from ..state.retention import blobs_needed
 from ..state.store import StateFolder
+from .buffered import rebased
 from .release import pooled_before, sha256_of_encoder
 from .request import Request
 
@@ -81,6 +82,15 @@ class _Round:
     cohort: set[str] = field(default_factory=set)
     accepted: dict[str, Entry] = field(default_factory=dict)
     closed: Entry | None = None
+    asked: dict[str, int] = field(default_factory=dict)
+    """Agent -> the earlier round that its update is of, where rounds are buffered."""
+
+    bases: dict[int, str] = field(default_factory=dict)
+    """Round -> digest of the state that the agents asked in it started from, where rounds are buffered."""
+
+    def round_of(self, entry: Entry) -> int:
+        """The number that an entry of this round has."""
+        return self.asked.get(entry.agent or "", self.number) if entry.kind == "update_accepted" else self.number
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
             )
     folders = [*sorted((state.path / "hosted").glob("*/")), *agent_states]
     receipts = [one for folder in folders for one in _receipts(folder / "runs" / str(record.request.get("id")))]
-    _compare_receipts(entries, receipts, result)
+    _compare_receipts(entries, receipts, closed, result)
     return result
 
 
@@ -143,6 +153,8 @@ def _rounds(entries: Iterable[Entry], breaks: Break) -> Iterator[_Round]:
             breaks(f"{_row(entry)}: {why}")
         elif entry.kind == "round_opened":
             current.cohort |= set(entry.body.get("cohort", ()))
+            current.asked = entry.body.get("asked", {})
+            current.bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         elif entry.kind == "update_accepted":
             current.accepted[str(entry.agent)] = entry
         if entry.kind == "round_closed" and entry.round == current.number:
@@ -153,7 +165,7 @@ def _rounds(entries: Iterable[Entry], breaks: Break) -> Iterator[_Round]:
 
 def _contradiction(entry: Entry, current: _Round) -> str:
     """Why an entry cannot be in the round that the entries before it have reached; empty when it can."""
-    if entry.round != current.number or (entry.kind != "round_opened" and not current.cohort):
+    if entry.round != current.round_of(entry) or (entry.kind != "round_opened" and not current.cohort):
         lost = "lost: it was receipted, and no aggregation has it: " if entry.kind == "update_accepted" else ""
         return f"{lost}the journal is at round {current.number}, {'open' if current.cohort else 'not open'}"
     if entry.kind == "update_accepted" and entry.agent in current.accepted:
@@ -214,10 +226,11 @@ def _compare_states(
         if one.closed.digest in sound:
             audited.checkpoint = "ok"
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
-        if before in sound and len(updates) == len(one.accepted):
+        bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
+        if {before, *bases} <= sound and len(updates) == len(one.accepted):
             row = _row(one.closed)
             try:
-                sha = _aggregated(state, method, before or "", updates)
+                sha = _aggregated(state, method, before or "", updates, one)
             except HeadwaterError as error:
                 audited.is_aggregation = False
                 result.breaks.append(f"{row}: its updates cannot be aggregated: {error}")
@@ -228,7 +241,7 @@ def _compare_states(
         before = one.closed.digest
 
 
-def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[str, Entry]) -> str:
+def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[str, Entry], one: _Round) -> str:
     """Hash of the state that these updates give."""
 
     def each() -> Iterator[Update]:
@@ -236,10 +249,14 @@ def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[s
             tensors = decode(mapped(state.blobs.path(entry.digest or "")))
             yield Update(agent, float(entry.body.get("samples", 0)), tensors)
 
-    return sha256_of(*pieces(method.aggregate(decode(state.blobs.read(before)), each())))
+    start = decode(state.blobs.read(before))
+    of_this = rebased(each(), start, one.asked, one.number, lambda number: decode(state.blobs.read(one.bases[number])))
+    return sha256_of(*pieces(method.aggregate(start, of_this)))
 
 
-def _compare_receipts(entries: Iterable[Entry], receipts: list[_Receipt], result: Audit) -> None:
+def _compare_receipts(
+    entries: Iterable[Entry], receipts: list[_Receipt], closed: Iterable[_Round], result: Audit
+) -> None:
     """An update that its agent knows as accepted is in the journal, and one that it knows as rejected is not.
 
     The last receipt of an update counts: a coordinator on a restored backup rejects those of later rounds first.
@@ -256,8 +273,8 @@ def _compare_receipts(entries: Iterable[Entry], receipts: list[_Receipt], result
         elif entry is not None and entry.body.get("purpose") not in OUTSIDE_ROUNDS:
             confirmed.add((one.agent, one.round))
     result.receipts, result.agents = len(receipts), sorted({one.agent for one in receipts})
-    for audited in result.rounds:
-        audited.confirmed = sum(number == audited.round for _, number in confirmed)
+    for one_round, audited in zip(closed, result.rounds, strict=True):
+        audited.confirmed = sum((agent, entry.round) in confirmed for agent, entry in one_round.accepted.items())
 
 
 def _receipts(folder: Path) -> list[_Receipt]:

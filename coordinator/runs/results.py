@@ -85,15 +85,18 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
     def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
         return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
 
+    busy, stale = figures.get("busy", {}), sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
     return {
         "kind": "round",
         "round": closed.round,
         **{name: figures.get(name) for name in FIGURES},
         "agents": sorted(closed.updates),
-        "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected],
+        "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
+        "working": sorted(busy),
         "rejected": reasons(closed.rejected),
         "left_out": reasons(closed.body.get("left_out", {})),
         "work": metric("work"),
+        "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.body.get("added", ())),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),
@@ -116,8 +119,8 @@ def restore(state: StateFolder, run: str) -> None:
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
     for number in sorted(closed.keys() - recorded):
-        record = RunRecord(run, {}, round=number - 1)
-        for entry in state.journal.entries(run, round=number):
+        record, before = RunRecord(run, {}, round=number - 1), closed.get(number - 1)
+        for entry in state.journal.entries(run, after=before.id if before is not None else 0):
             if entry.id < closed[number].id:  # what comes after it was late
                 record = step(record, entry)
         if record.open_round is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -17,15 +17,17 @@ from typing import Any
 
 from edge_agent import heads
 from edge_agent.errors import RunFailed, TrainingFailed
-from edge_agent.task import Tensors
+from edge_agent.methods import Update
+from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
-from ..state.store import prune_blobs, retain_checkpoint
+from ..state.store import blobs_in_use, retain_checkpoint
 from ..text import listed
+from .buffered import BufferedCollection, rebased, refusal
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
@@ -110,6 +112,15 @@ class RunLoop:
     _expected: dict[str, Spec] = field(default_factory=dict)
     _extras: dict[str, Spec] = field(default_factory=dict)
     _frozen: Outgoing | None = None
+    _busy: dict[str, int] = field(default_factory=dict)
+    """Agents that work on, and the round that they were asked in (buffered rounds)."""
+
+    _bases: dict[int, str] = field(default_factory=dict)
+    """Round -> digest of the state that its agents started from, as long as one of them works on."""
+
+    _earlier: dict[int, Assignment] = field(default_factory=dict)
+    """Round -> what its agents were asked to do, as long as one of them works on."""
+
     _cohort: frozenset[str] = frozenset()
     """The members of the collection that was opened last."""
 
@@ -121,10 +132,16 @@ class RunLoop:
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
+        if self.run.context.config.round.mode == "buffered" and (why := refusal(self.run.method)):
+            raise RunFailed(why)
         record = self._journal.replay(self.run.id)
         stats = Stats.begin(self.run.context, self.run.id)
         self._begin(record.checkpoint)
         self.run = yield from self.hooks.before_run(self.run)
+        if record.open_round is None:
+            for entry in self._journal.entries(self.run.id, ("round_closed",))[-1:]:
+                self._busy = entry.body.get("busy", {})
+                self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         last, stopped, export = record.round, "", self.run.context.config.export
         patience = 0 if self.run.method.needs_last_round else export.patience
         for number in range(record.round + 1, self.run.request.rounds + 1):
@@ -147,12 +164,13 @@ class RunLoop:
 
     def invite(self, agent: str) -> None:
         """Send one agent (again) what it is expected to do now, if anything."""
-        if self.asked is not None and self._concerns(agent):
-            self.asked.invite(agent)
+        asked = self._asked_of(agent)
+        if asked is not None and self._concerns(agent):
+            asked.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
-        reason, asked = f"{message.error}: {message.message}", self.asked
+        reason, asked = f"{message.error}: {message.message}", self._asked_of(agent)
         if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if asked is not None and message.purpose not in {None, asked.purpose_of(agent)}:
@@ -164,11 +182,15 @@ class RunLoop:
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
         """Ask an agent again that does not work on its task: it did not receive it."""
-        if self.asked is None:
+        asked = self._asked_of(agent)
+        if asked is None:
             self.run.reports.ask_again(agent)
             return
-        asked = (self.run.id, self.asked.round, self.asked.purpose_of(agent))
-        is_at_work = (message.run, message.round, message.purpose) == asked
+        is_at_work = (message.run, message.round, message.purpose) == (
+            self.run.id,
+            asked.round,
+            asked.purpose_of(agent),
+        )
         if self._concerns(agent):
             self.selection.at_work(agent, is_at_work=is_at_work)
         if not is_at_work:
@@ -176,9 +198,11 @@ class RunLoop:
 
     def withdraw(self) -> None:
         """End the assignment, because another loop replaces this one or the task is done; agents get no message."""
-        if self.asked is not None:
-            self.asked.withdraw()
+        for asked in (self.asked, *self._earlier.values()):
+            if asked is not None:
+                asked.withdraw()
         self.asked = None
+        self._earlier.clear()
 
     def abandon(self) -> None:
         """The run has failed: cancel the tasks of its agents."""
@@ -243,15 +267,7 @@ class RunLoop:
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
         waits_since = clock()
-        opened = resumed
-        if opened is None:
-            cohort = yield from self.selection.first(number)
-            joining = []  # head-tier devices, where the method has a task for them in a round
-            if self.run.context.config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
-                joining = without(roster.present("head"), self.selection.left_out(number))
-            wanted = aim(len(cohort), self.run.context.config.cohort.over_selection)
-            body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort)}
-            opened = OpenRound(number, 1, (*cohort, *joining), body)
+        opened = resumed if resumed is not None else (yield from self._planned(number))
         if opened.joining:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
@@ -287,8 +303,64 @@ class RunLoop:
                 opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
                 collection = self._open(opened, is_new=True)
                 until = self._ask_members(opened, collection)
-        self._call_off(collection)
+        self._dismiss(opened, collection, unanswered)
         self._close(opened, collection, stats, unanswered)
+
+    def _planned(self, number: int) -> Generator[Waiting, None, OpenRound]:
+        """A new round, once enough agents are present."""
+        config = self.run.context.config
+        if self._busy:  # no wait: their updates may come at any time
+            return self._buffered(number, ())
+        cohort = yield from self.selection.first(number)
+        if config.round.mode == "buffered":
+            return self._buffered(number, cohort)
+        joining = []  # head-tier devices, where the method has a task for them in a round
+        if config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
+            joining = without(self.run.context.roster.present("head"), self.selection.left_out(number))
+        wanted = aim(len(cohort), config.cohort.over_selection)
+        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort)}
+        return OpenRound(number, 1, (*cohort, *joining), body)
+
+    def _buffered(self, number: int, cohort: tuple[str, ...]) -> OpenRound:
+        """A round of the agents that work on and of idle ones, or of ``cohort`` where it is the first."""
+        config, asked = self.run.context.config.round, dict(sorted(self._busy.items()))
+        self._bases = {version: self._bases[version] for version in set(asked.values())} | {number: self.run.checkpoint}
+        body = {
+            "joining": [],
+            "buffer": config.buffer,
+            "asked": asked,
+            "bases": {str(n): d for n, d in self._bases.items()},
+        }
+        new = cohort or self.selection.with_idle(number, asked, len(asked))
+        return OpenRound(number, 1, tuple(sorted({*asked, *new})), body)
+
+    def _dismiss(self, opened: OpenRound, collection: Collection, unanswered: Mapping[str, str]) -> None:
+        """Call off the agents that have not delivered; in a buffered round those that failed, or are too late."""
+        self._busy = {}
+        if not opened.body.get("buffer") or opened.round == self.run.request.rounds:
+            self._call_off(collection)
+            return
+        following, most = opened.round + 1, self.run.context.config.round.max_staleness
+        for agent in collection.outstanding:
+            asked = opened.asked_in(agent)
+            if agent in collection.given_up or agent in unanswered or following - asked > most:
+                self._cancel(agent, asked, collection.purpose_of(agent), "the update would come too late")
+            else:
+                self._busy[agent] = asked
+        if not self._busy:
+            self.run.context.collector.close()
+        if self.asked is not None:
+            self._earlier[opened.round] = self.asked
+            self.asked = None
+        for version in self._earlier.keys() - self._busy.values():
+            self._earlier.pop(version).withdraw()
+
+    def _asked_of(self, agent: str) -> Assignment | None:
+        """What the agent is asked to do now; in buffered rounds that may be of an earlier one."""
+        collection = self.run.context.collector.open_round
+        if isinstance(collection, BufferedCollection) and agent in collection.asked_in:
+            return self._earlier.get(collection.asked_in[agent])
+        return self.asked
 
     def _work(self, number: int, cohort: Sequence[str]) -> dict[str, float]:
         """Slow member -> its share of local training."""
@@ -313,20 +385,25 @@ class RunLoop:
             self.asked.extend(until, work, new)
         else:
             self.selection.opened(collection)
-            until = self._ask(opened.round, collection.outstanding, joining=opened.joining, work=work)
+            self._resume_earlier(opened)
+            agents = tuple(without(collection.outstanding, opened.body.get("asked", {})))
+            until = self._ask(opened.round, agents, joining=opened.joining, work=work)
         self.selection.asked(new or collection.outstanding)
         return until
 
     def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
         """Accept updates of a round, or of another attempt at it, in addition to those that have arrived."""
-        number, attempt = opened.round, opened.attempt
+        number, attempt, buffer = opened.round, opened.attempt, opened.body.get("buffer")
         left_out = opened.body.get("left_out", {})
         if is_new:
             left_out = self.selection.spared(number, opened.cohort)
             body = {**opened.body, "attempt": attempt, "cohort": list(opened.cohort), "left_out": left_out}
             self._journal.append("round_opened", run=self.run.id, round=number, body=body)
             self.selection.exclusions.opened(number, left_out)
-        collection = Collection(
+        make: Callable[..., Collection] = Collection
+        if buffer:
+            make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.body["asked"])
+        collection = make(
             self.run.id,
             number,
             opened.cohort,
@@ -346,6 +423,13 @@ class RunLoop:
         )
         return collection
 
+    def _resume_earlier(self, opened: OpenRound) -> None:
+        """After a restart, be able to ask again those who work on a task of an earlier buffered round."""
+        self._bases = {int(number): digest for number, digest in opened.body.get("bases", {}).items()} or self._bases
+        for version in sorted({*opened.body.get("asked", {}).values()} - self._earlier.keys()):
+            then = replace(self.run, state=self._base(version), checkpoint=self._bases[version])
+            self._earlier[version] = self._assignment(version, then)
+
     def _ask(
         self,
         number: int,
@@ -357,7 +441,22 @@ class RunLoop:
         work: Mapping[str, float] = MappingProxyType({}),
     ) -> float:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
-        run, method, config = self.run, self.run.method, self.run.context.config
+        self.asked = self._assignment(number, self.run, purpose, joining=joining, encoder=encoder, work=work)
+        self.asked.ask(agents)
+        return self.asked.until
+
+    def _assignment(
+        self,
+        number: int,
+        run: Run,
+        purpose: Purpose = "train",
+        *,
+        joining: tuple[str, ...] = (),
+        encoder: Tensors | None = None,
+        work: Mapping[str, float] = MappingProxyType({}),
+    ) -> Assignment:
+        """The tasks of agents that start from the state of ``run``."""
+        method, config = run.method, run.context.config
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
         every = config.evaluate_every
         job = Job(
@@ -397,24 +496,30 @@ class RunLoop:
             update = {"purpose": "contribute", "blobs": (blob.ref,), "bundle": self._frozen.ref}
             return job.model_copy(update=update), (blob, self._frozen)
 
-        until = run.context.roster.heard_s() + limit_s
-        self.asked = Assignment(run.context, until, make, purpose, number, work)
-        self.asked.ask(agents)
-        return until
+        return Assignment(run.context, run.context.roster.heard_s() + limit_s, make, purpose, number, work)
 
     def _call_off(self, collection: Collection) -> None:
+        asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
         for agent in collection.outstanding:
-            purpose = collection.purpose_of(agent)
-            cancel = Cancel(run=self.run.id, round=collection.round, purpose=purpose, reason="the round has closed")
-            self.run.context.send(agent, cancel)
+            self._cancel(agent, asked_in.get(agent, collection.round), collection.purpose_of(agent))
         self.run.context.collector.close()
         self.withdraw()
+
+    def _cancel(self, agent: str, number: int, purpose: Purpose, reason: str = "the round has closed") -> None:
+        self.run.context.send(agent, Cancel(run=self.run.id, round=number, purpose=purpose, reason=reason))
+
+    def _base(self, number: int) -> State:
+        """The state that the agents asked in that round have started from."""
+        return decode(self.run.context.state.blobs.read(self._bases[number]))
 
     def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         try:
-            state = run.method.aggregate(run.state, updates_of(blobs, collection))
+            updates: Iterable[Update] = updates_of(blobs, collection)
+            if isinstance(collection, BufferedCollection):
+                updates = rebased(updates, run.state, collection.asked_in, number, functools.cache(self._base))
+            state = run.method.aggregate(run.state, updates)
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
         digest = blobs.put(*pieces(state))
@@ -428,15 +533,17 @@ class RunLoop:
             "unanswered": unanswered,
             "boots": boots,
             "times": times,
-            "slowed": slow,
+            "excused": sorted({*slow, *self._busy}),
+            "busy": self._busy,
+            "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
             **figures,
         }
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
-        prune_blobs(run.context.state, digest)
+        blobs.prune({digest, *body["bases"].values(), *blobs_in_use(journal)})
         self.selection.closed(closed, body, run.id)
-        run.context.state.run(run.id).append_metrics(round_record(closed, figures))
+        run.context.state.run(run.id).append_metrics(round_record(closed, body))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
 

@@ -22,6 +22,7 @@ from ..fleet.registry import RETURN_S
 from ..fleet.transfers import Collection
 from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
+from .buffered import BufferedCollection
 from .context import RunContext, Waiting
 from .pace import Pace, Times, slowed, times_of
 
@@ -70,7 +71,7 @@ class Exclusions:
         result, record = cls(), RunRecord(run, {})
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
-                body, patient = entry.body, frozenset(entry.body.get("slowed", ()))
+                body, patient = entry.body, frozenset(entry.body.get("excused", ()))
                 result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient)
             record = step(record, entry)
             if entry.kind == "round_opened" and entry.round is not None:
@@ -91,12 +92,12 @@ class Exclusions:
         done: OpenRound,
         unanswered: Mapping[str, str],
         boots: Mapping[str, str],
-        slow: Container[str] = (),
+        excused: Container[str] = (),
     ) -> dict[str, str]:
         """A round has closed. ``unanswered``: agent -> reason, of those that were present and did not deliver.
 
         ``boots``: the starts of those that are present and have not delivered; ``done`` has those of rejected agents.
-        To have missed a round is no failure of those in ``slow``, who will be asked for less work.
+        To have missed a round is no failure of those ``excused``: they get less work, or their round is buffered.
         Returns the agents that are left out from now on, each with duration and reason as text.
         """
         excluded = {}
@@ -105,7 +106,7 @@ class Exclusions:
                 self.delivered.add(agent)
                 self._failures.pop(agent, None)
                 continue
-            if agent in slow and agent not in done.rejected and agent not in unanswered:
+            if agent in excused and agent not in done.rejected and agent not in unanswered:
                 continue
             known = self._failures.setdefault(agent, _Failures())
             known.misses = 0 if agent in done.rejected else known.misses + 1
@@ -227,7 +228,7 @@ class Selection:
         Agents that are left out are asked nevertheless where the others are too few. After a restart of the
         coordinator, agents that have delivered get time to reconnect, or the first one would be the whole cohort.
         """
-        config, roster = self.context.config.cohort, self.context.roster
+        roster = self.context.roster
 
         def can_return(agent: str) -> bool:
             return roster.get(agent) is None and (roster.patience(agent) or 0) > 0
@@ -235,11 +236,23 @@ class Selection:
         while returning := tuple(filter(can_return, sorted(self.exclusions.delivered))):
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
-            present = roster.present("train")
-            for available in (without(present, self.left_out(number)), present):
-                if chosen := choose(available, config, seed=self.seed, round_number=number):
-                    return chosen
-            yield Waiting(f"round {number} needs {lack(present, self.context.config)}")
+            if chosen := self.chosen(number):
+                return chosen
+            yield Waiting(f"round {number} needs {lack(roster.present('train'), self.context.config)}")
+
+    def chosen(self, number: int) -> tuple[str, ...]:
+        """The cohort of those who are present now; empty while they are too few."""
+        present = self.context.roster.present("train")
+        for available in (without(present, self.left_out(number)), present):
+            if chosen := choose(available, self.context.config.cohort, seed=self.seed, round_number=number):
+                return chosen
+        return ()
+
+    def with_idle(self, number: int, busy: Container[str], at_work: int) -> tuple[str, ...]:
+        """Idle agents that a buffered round asks beside the ``at_work`` ones of earlier rounds; never waits."""
+        chosen = self.chosen(number)
+        idle = without(chosen, busy)
+        return self._draw(idle, len(chosen) - at_work, number)
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
         """Cohort members that may still deliver. The others are given up: the quorum does not count them.
@@ -409,12 +422,12 @@ class Selection:
     def closed(self, done: OpenRound, ended: Mapping[str, Any], run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
 
-        ``ended``: as journaled, with ``unanswered``, ``slowed``, ``times``, and ``boots``, the start of each agent that
-        has not delivered.
+        ``ended``: as journaled, with ``unanswered``, ``excused``, ``times``, and ``boots``, the start of each agent
+        that has not delivered.
         """
         self.pace.closed(ended["times"], ended["boots"])
         if self.context.excludes_failing:
-            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["slowed"])
+            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["excused"])
             for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 
@@ -449,7 +462,8 @@ class Selection:
 
     @property
     def _is_adaptive(self) -> bool:
-        return self.context.config.round.adaptive and self.context.excludes_failing
+        round_ = self.context.config.round
+        return round_.adaptive and round_.mode == "synchronous" and self.context.excludes_failing
 
     def _has_least(self, collection: Collection) -> bool:
         return collection.delivered >= max(1, self.least(collection))
@@ -474,7 +488,7 @@ class Selection:
         work: Mapping[str, float],
     ) -> float:
         """Until when the round waits for these agents, by `Roster.heard_s`."""
-        grace_s = self.context.config.round.grace_s
+        grace_s = self.context.config.round.grace_s if not isinstance(collection, BufferedCollection) else 0.0
         until = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
         if not self._is_adaptive or (quorum_at is None and not self._has_half(collection)):
             return until

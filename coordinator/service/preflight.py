@@ -16,6 +16,7 @@ from edge_agent.methods import Method
 from edge_agent.task import Task
 
 from ..config import CoordinatorConfig, OwnDataConfig
+from ..runs.buffered import refusal
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def checked_method(
     if created:
         method, weights, patience = created[0], config.run.weights, config.export.patience
         shares_encoder = "encoder" in method.shared
-        check(lambda: method.check(config.task))
+        check(lambda: _check_method(method, config))
         if config.warm_start is not None and not shares_encoder:
             mistakes.append(
                 UsageError(
@@ -95,6 +96,12 @@ def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
 
     model = method.build(task)
     return tuple(sorted(set(set_by_weights(model)) - set(method.shared_names(model))))
+
+
+def _check_method(method: Method, config: CoordinatorConfig) -> None:
+    method.check(config.task)
+    if config.round.mode == "buffered" and (why := refusal(method)):
+        raise UsageError(why)
 
 
 def _check_weights(method: Method, task: Task, path: Path) -> None:

@@ -116,6 +116,16 @@ class OpenRound:
         """Members of the cohort that contribute without training the encoder."""
         return tuple(self.body.get("joining", ()))
 
+    def asked_in(self, agent: str) -> int:
+        """The round that an update of this agent is of: an earlier one where rounds are buffered."""
+        return int(self.body.get("asked", {}).get(agent, self.round))
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether the entry is an update of this round, accepted or rejected."""
+        if entry.kind == "update_accepted" and entry.agent is not None:
+            return entry.round == self.asked_in(entry.agent)
+        return entry.kind == "update_refused" and entry.round == self.round
+
     def next_attempt(self, cohort: tuple[str, ...], body: dict[str, Any]) -> OpenRound:
         """Another attempt that keeps all updates; agents in ``body["again"]`` are asked once more."""
         rejected = {agent: why for agent, why in self.rejected.items() if agent not in body.get("again", ())}
@@ -168,7 +178,7 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         if opened is None or opened.round != number or entry.digest is None:
             raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
         return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None)
-    if entry.kind in {"update_accepted", "update_refused"} and opened is not None and opened.round == number:
+    if opened is not None and opened.takes(entry):
         record = replace(record, open_round=_with_update(opened, entry))
     return record
 

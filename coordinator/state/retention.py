@@ -94,9 +94,14 @@ def usage(state: StateFolder) -> dict[str, int]:
 
 
 def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
-    """Digests that runs other than ``pruned`` need, the accepted updates of open rounds included."""
+    """Digests that runs other than ``pruned`` need.
+
+    The accepted updates of open rounds are among them, and the states that agents of buffered rounds started from.
+    """
     needed = blobs_in_use(state.journal, pruned)
     for run in state.journal.unfinished():
         opened = state.journal.replay(run).open_round
+        for entry in state.journal.entries(run, ("round_opened", "round_closed"))[-1:]:
+            needed |= {*entry.body.get("bases", {}).values()}
         needed |= {update.digest for update in opened.updates.values()} if opened is not None else set()
     return needed

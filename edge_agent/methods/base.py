@@ -151,6 +151,11 @@ class Method:
 
         return weighted_mean(weighted(), **options)
 
+    @classmethod
+    def server_step_is_mean(cls) -> bool:
+        """Whether `aggregate` is a mean of the updates, or a step from it: updates may then be of several rounds."""
+        return cls.aggregate is Method.aggregate
+
     # --- client ----------------------------------------------------------------------------------------------------
 
     @classmethod
