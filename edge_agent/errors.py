@@ -18,6 +18,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── TensorsError            exit 1   a tensor container
 │   └── ChunkError              exit 1   a chunk of a blob
 ├── UpdateRejected              exit 1   an update does not fit its round
+├── TransferTooSlow             exit 1   a blob or an update cannot pass the link before its round closes
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── TrainingCancelled           exit 1   local training was stopped on request, because its round is over
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
@@ -136,6 +137,10 @@ class ChunkError(CodecError):
 
 class UpdateRejected(HeadwaterError):
     """An update does not fit its round; the message is the reason that is sent back and counted."""
+
+
+class TransferTooSlow(HeadwaterError):
+    """A blob or an update cannot pass the link before its round closes."""
 
 
 class TrainingFailed(HeadwaterError):

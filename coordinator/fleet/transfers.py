@@ -19,21 +19,28 @@ from edge_agent.methods import Update
 from edge_agent.storage import mapped, sync_folder
 from edge_agent.task import Tensors
 from edge_agent.wire import chunks
+from edge_agent.wire.flow import AHEAD_BYTES, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
 from edge_agent.wire.messages import (
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
     Ack,
     Command,
     Grant,
+    Listen,
+    Progress,
     Purpose,
+    Queued,
+    Ranges,
     Receipt,
     Topics,
     UpdateManifest,
+    Want,
 )
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 
 from ..state.journal import Accepted, Journal
 from ..state.store import BlobStore
+from .carousel import Carousel, bits_of
 from .registry import Rejections
 
 log = logging.getLogger(__name__)
@@ -43,6 +50,16 @@ GRANT_APART_S = 1.0
 
 MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
 """Smaller chunks than this are accepted up to this number: else a peer could cause lists of millions."""
+
+BUDGET_BYTES = 16 << 20
+"""What all updates under way may have under way together; a broker keeps it in memory while the coordinator is busy."""
+
+QUEUED_AGAIN_S = 30.0
+SILENT_S = 5.0
+"""An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
+
+PROGRESS_WITH_RANGES = 3
+"""The first protocol in which frames hold several chunks, and reports of downloads say what is missing."""
 
 Send = Callable[[str, Command], None]
 
@@ -142,8 +159,17 @@ class Collection:
 @dataclass
 class _Upload:
     manifest: UpdateManifest
-    receiving: chunks.Receiving
+    receiving: Receiving
     granted_at: float = float("-inf")
+    heard_at: float = float("-inf")
+    """When it was granted, or a chunk came."""
+
+    def budget_bytes(self, now: float) -> int:
+        """Its part of the budget: a whole window until its rate is known, then what its link takes in two seconds."""
+        if now - self.heard_at > SILENT_S:
+            return 0
+        window, rate = min(WINDOW_BYTES, self.manifest.blob.size_bytes), self.receiving.meter.rate
+        return min(window, int(2 * rate)) if rate else window
 
 
 class Collector:
@@ -161,6 +187,9 @@ class Collector:
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
         self._is_stalled = is_stalled
         self._uploads: dict[str, _Upload] = {}
+        self._queue: dict[str, UpdateManifest] = {}
+        """Updates that wait for their turn, in the order in which they were announced."""
+
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
         self.finished_uploads = 0
@@ -176,6 +205,7 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.discard()
         self._uploads.clear()
+        self._queue.clear()
         self.open_round = None
 
     def pause(self) -> None:
@@ -206,7 +236,7 @@ class Collector:
         if already:
             self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
         else:
-            self._grant(agent, message)
+            self._admit(agent, message)
 
     def chunk(self, agent: str, frame: chunks.Frame) -> None:
         """One chunk from an agent; acknowledged from time to time; after the last one the update is checked.
@@ -218,16 +248,18 @@ class Collector:
         if upload is None:
             raise ChunkError("no upload was granted")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
-        if upload.receiving.add(frame, self._clock()):
+        upload.heard_at = self._clock()
+        if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
             self.finished_uploads += 1
             self._finish(agent, upload)
+            self._admit_next()
         elif upload.receiving.report_due(self._clock()):
             self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
-        """Whether an update of this agent is being uploaded."""
-        return agent in self._uploads
+        """Whether an update of this agent is being uploaded, or waits for its turn."""
+        return agent in self._uploads or agent in self._queue
 
     def greet(self, agent: str) -> None:
         """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
@@ -242,11 +274,12 @@ class Collector:
             self._note_rejection(collection, agent, reason, boot)
 
     def tick(self) -> None:
-        """Acknowledge what has not been acknowledged for a while."""
+        """Acknowledge what has not been acknowledged for a while, and begin uploads for which there is room now."""
         now = self._clock()
         for agent, upload in self._uploads.items():
             if upload.receiving.report_due(now):
                 self._acknowledge(agent, upload)
+        self._admit_next()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -281,29 +314,49 @@ class Collector:
         if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
             raise UpdateRejected(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
 
+    def _admit(self, agent: str, message: UpdateManifest) -> None:
+        """Grant an upload, or queue it: what is under way together is bounded."""
+        if agent not in self._uploads and (agent in self._queue or not self._has_room(message)):
+            self._queue[agent] = message
+            before = list(self._queue).index(agent) + len(self._uploads)
+            digest = message.blob.digest
+            self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
+        else:
+            self._grant(agent, message)
+
+    def _admit_next(self) -> None:
+        """Grant uploads to those who have waited longest, as long as there is room."""
+        while self._queue and self._has_room(next(iter(self._queue.values()))):
+            agent = next(iter(self._queue))
+            self._grant(agent, self._queue.pop(agent))
+
+    def _has_room(self, message: UpdateManifest) -> bool:
+        now = self._clock()
+        used = sum(upload.budget_bytes(now) for upload in self._uploads.values())
+        return used + min(WINDOW_BYTES, message.blob.size_bytes) <= BUDGET_BYTES
+
     def _grant(self, agent: str, message: UpdateManifest) -> None:
         upload = self._uploads.get(agent)
         if upload is None or upload.manifest.blob != message.blob:
             if upload is not None:
                 upload.receiving.incoming.discard()
             incoming = chunks.Incoming(message.blob, self._folder(agent))
-            upload = self._uploads[agent] = _Upload(message, chunks.Receiving(incoming, self._clock()))
+            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
-        upload.granted_at = self._clock()
+        upload.granted_at = upload.heard_at = self._clock()
         upload.receiving.restart(upload.granted_at)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
             self._finish(agent, upload)
             return
-        credit = min(MAX_CREDITS, max(1, chunks.WINDOW_BYTES // message.blob.chunk_bytes))
-        missing = upload.receiving.incoming.chunks.missing()
+        credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
+        missing = upload.receiving.missing
         self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        receiving, manifest = upload.receiving, upload.manifest
-        missing = receiving.gaps()
-        self._send(agent, Ack(run=manifest.run, digest=manifest.blob.digest, received=receiving.seen, missing=missing))
+        run, digest, receiving = upload.manifest.run, upload.manifest.blob.digest, upload.receiving
+        self._send(agent, Ack(run=run, digest=digest, received=receiving.seen, missing=receiving.missing))
 
     def _finish(self, agent: str, upload: _Upload) -> None:
         message, collection = upload.manifest, self.open_round
@@ -395,7 +448,16 @@ def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
 
 
 GATHER_S = 0.05
-"""How long the first request waits for others; it does not wait once all agents with the offer have answered."""
+"""A blob that several agents need waits for the next one so long, unless all agents with the offer have answered."""
+
+LONGEST_GATHER_S = 2.0
+OVERSHOOT = 0.1
+"""Share of a blob that an agent may receive by broadcast though it has it."""
+
+SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
+"""A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
+
+SWEEP_S = 0.5
 
 Publish = Callable[[str, bytes], None]
 
@@ -405,53 +467,81 @@ class _Offer:
     """One blob and the agents that it is offered to."""
 
     blob: chunks.Outgoing
+    carousel: Carousel
     unanswered: set[str] = field(default_factory=set)
-    waiting: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    waiting: dict[str, Want] = field(default_factory=dict)
     start_at: float = 0.0
-    sendings: list[chunks.Sending] = field(default_factory=list)
+    last_start_at: float = 0.0
+    direct: dict[str, Sending] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
+    """Agents that were asked not to listen to the broadcast."""
+
+    invited: set[str] = field(default_factory=set)
+    """Agents that were asked to listen to it; one that requests the blob for itself again cannot."""
+
+    def sending_to(self, agent: str) -> Sending | None:
+        """What is sent to an agent now."""
+        return self.direct.get(agent) or self.carousel.listeners.get(agent)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is to be sent, or waits for others."""
+        return bool(self.waiting or self.direct or self.carousel.listeners)
 
 
 class Distributor:
     """All blobs on offer. `pump` does the sending; call it after each event and when it says."""
 
-    def __init__(self, topics: Topics, publish: Publish, clock: Callable[[], float]) -> None:
-        self._topics, self._publish, self._clock = topics, publish, clock
+    def __init__(self, topics: Topics, publish: Publish, send: Send, clock: Callable[[], float]) -> None:
+        self._topics, self._publish, self._say, self._clock = topics, publish, send, clock
         self._offers: dict[str, _Offer] = {}
+        self._busy: dict[str, _Offer] = {}
+        self._touched: dict[str, _Offer] = {}
+        self._sweep_at = 0.0
+        self._paces: dict[str, Pace] = {}
         self.bytes_to: dict[str, int] = {}
 
     def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
         """These agents may ask for the blob from now on, and are expected to answer."""
-        offer = self._offers.setdefault(blob.ref.digest, _Offer(blob))
+        offer = self._offers.setdefault(blob.ref.digest, _Offer(blob, Carousel(blob)))
         offer.unanswered.update(agents)
 
     def withdraw(self, digests: Iterable[str]) -> None:
         """These blobs are not needed any more."""
         for digest in digests:
-            self._offers.pop(digest, None)
+            if offer := self._offers.pop(digest, None):
+                for sending in (*offer.direct.values(), *offer.carousel.listeners.values()):
+                    sending.cut()
+            self._busy.pop(digest, None)
+            self._touched.pop(digest, None)
 
     def have(self, agent: str, digest: str) -> None:
         """An agent has the blob, from its cache or because it has just received it."""
         if offer := self._offers.get(digest):
-            offer.unanswered.discard(agent)
+            if sending := offer.sending_to(agent):
+                sending.arrived(self._clock())
+            self._answered(offer, agent)
             self._leave(offer, agent)
+            self._touch(offer)
 
-    def want(self, agent: str, digest: str, ranges: Iterable[tuple[int, int]]) -> bool:
-        """An agent lacks these chunks; False when no such blob is on offer.
+    def want(self, agent: str, message: Want) -> bool:
+        """An agent lacks chunks; False when no such blob is on offer.
 
         Raises:
             ChunkError: ranges outside the blob.
         """
-        offer = self._offers.get(digest)
+        offer = self._offers.get(message.digest)
         if offer is None:
             return False
-        wanted = list(ranges)
-        for _ in chunks.expand(wanted, offer.blob.count):
-            pass  # only checks them, before anything is changed
-        offer.unanswered.discard(agent)
-        self._leave(offer, agent)
-        if not offer.waiting:
-            offer.start_at = self._clock() + GATHER_S
-        offer.waiting[agent] = wanted
+        sending = offer.sending_to(agent)
+        if sending is not None and (agent in offer.direct) == message.direct:
+            self._lacks(offer, sending, message.ranges)
+        else:
+            chunks.flags_of(message.ranges, offer.blob.count)  # only checks them, before anything is changed
+            self._leave(offer, agent)
+            offer.waiting[agent] = message
+        self._answered(offer, agent)
+        self._touch(offer)
         return True
 
     def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
@@ -463,58 +553,141 @@ class Distributor:
         self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
         return offer.blob
 
-    def progress(self, agent: str, digest: str, seen: int) -> None:
-        """An agent reports how many frames it has seen since it asked."""
-        if offer := self._offers.get(digest):
-            for sending in offer.sendings:
-                sending.saw(agent, seen, self._clock())
+    def progress(self, agent: str, message: Progress) -> None:
+        """An agent reports what has arrived since it asked.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        offer = self._offers.get(message.digest)
+        sending = None if offer is None else offer.sending_to(agent)
+        if offer is None or sending is None:
+            return
+        if message.missing:
+            self._lacks(offer, sending, message.missing)
+        else:
+            sending.saw(message.seen, self._clock())
+        if agent in offer.carousel.listeners and self._is_slow(agent, offer):
+            self._separate(offer, agent)
+        self._touch(offer)
 
     def forget(self, agent: str) -> None:
-        """An agent is offline: nothing waits for it."""
+        """An agent is offline, or has a new connection: nothing waits for it, and its link may be another one."""
         for offer in self._offers.values():
-            offer.unanswered.discard(agent)
+            self._answered(offer, agent)
             self._leave(offer, agent)
+            offer.apart.discard(agent)
+            offer.invited.discard(agent)
+        self._paces.pop(agent, None)
+
+    def disconnected(self) -> None:
+        """The coordinator's own connection is lost, and what was under way with it."""
+        for offer in self._busy.values():
+            for sending in (*offer.direct.values(), *offer.carousel.listeners.values()):
+                sending.cut()
+            offer.carousel.changed()
 
     def pump(self) -> float | None:
         """Publish what flow control allows; seconds until it wants to be called again, None when only events matter."""
-        now, due = self._clock(), list[float]()
-        for offer in self._offers.values():
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_S
+            self._touched.update(self._busy)
+        touched, self._touched = self._touched, {}
+        for digest, offer in touched.items():
             if offer.waiting and (not offer.unanswered or now >= offer.start_at):
-                ranges = _union(offer.waiting.values())
-                offer.sendings.append(
-                    chunks.Sending(offer.blob, ranges, offer.waiting, ahead_bytes=chunks.AHEAD_BYTES, now=now)
-                )
-                offer.waiting = {}
-            for sending in offer.sendings:
-                self._send(offer, sending, now)
-            offer.sendings = [sending for sending in offer.sendings if sending.receivers]
-            if offer.waiting:
-                due.append(offer.start_at - now)
-            if any(not sending.done for sending in offer.sendings):
-                due.append(0.5)
-        return max(0.0, min(due)) if due else None
+                self._start(offer)
+            self._send(offer, now)
+            if not offer.is_busy:
+                self._busy.pop(digest, None)
+            elif offer.waiting:
+                self._touched[digest] = offer
+        due = [offer.start_at for offer in self._touched.values()]
+        return max(0.0, min([self._sweep_at, *due]) - now) if self._busy else None
 
-    def _send(self, offer: _Offer, sending: chunks.Sending, now: float) -> None:
-        receivers = sending.receivers
-        one = len(receivers) == 1
-        topic = self._topics.down_chunks(receivers[0]) if one else self._topics.broadcast(offer.blob.ref.digest)
-        for frame in sending.due(now):
-            self._publish(topic, frame)
-            for agent in receivers:
-                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _touch(self, offer: _Offer) -> None:
+        digest = offer.blob.ref.digest
+        self._touched[digest] = offer
+        if offer.is_busy:
+            self._busy[digest] = offer
+
+    def _answered(self, offer: _Offer, agent: str) -> None:
+        """While answers keep coming, the first of those who wait goes on waiting, up to a limit."""
+        now = self._clock()
+        offer.unanswered.discard(agent)
+        if len(offer.waiting) == 1 and agent in offer.waiting:
+            offer.last_start_at = now + LONGEST_GATHER_S
+        offer.start_at = min(now + GATHER_S, offer.last_start_at)
 
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)
-        for sending in offer.sendings:
-            sending.leave(agent)
+        for sending in (offer.direct.pop(agent, None), offer.carousel.leave(agent)):
+            if sending is not None:
+                sending.cut()
 
+    def _lacks(self, offer: _Offer, sending: Sending, ranges: Ranges) -> None:
+        before = sending.need
+        sending.lacks(ranges, self._clock())
+        if sending.need != before:
+            offer.carousel.changed()
 
-def _union(wanted: Iterable[Iterable[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The ranges that cover all of ``wanted``, merged."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(piece for ranges in wanted for piece in ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
+    def _start(self, offer: _Offer) -> None:
+        """Send to all who wait: by broadcast to those who need the same."""
+        waiting, offer.waiting = offer.waiting, {}
+        others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
+        needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
+        wanted = offer.carousel.wanted
+        for need in needs.values():
+            wanted |= need
+        for agent, want in waiting.items():
+            overshoot = (wanted & ~needs[agent]).bit_count()
+            is_apart = agent in offer.apart or overshoot > OVERSHOOT * offer.blob.count or self._is_slow(agent, offer)
+            is_old = want.v < PROGRESS_WITH_RANGES
+            if want.direct and (is_apart or not others or agent in offer.invited):
+                offer.direct[agent] = self._begin(offer, agent, want, is_old=False)
+            elif want.direct:
+                self._say(agent, Listen(digest=want.digest, broadcast=True))
+                offer.invited.add(agent)
+                offer.unanswered.add(agent)
+            elif is_apart and others and not is_old:
+                self._separate(offer, agent)
+            else:
+                offer.carousel.join(agent, self._begin(offer, agent, want, is_old=is_old), self._clock())
+
+    def _begin(self, offer: _Offer, agent: str, want: Want, *, is_old: bool) -> Sending:
+        sending = Sending(offer.blob, self._pace(agent), is_old=is_old)
+        sending.lacks(want.ranges, self._clock())
+        return sending
+
+    def _pace(self, agent: str) -> Pace:
+        return self._paces.setdefault(agent, Pace(AHEAD_BYTES))
+
+    def _is_slow(self, agent: str, offer: _Offer) -> bool:
+        """Whether the others would have to wait for this agent's link."""
+        mine = self._pace(agent)
+        if mine.samples < SLOW_SAMPLES:
+            return False
+        agents = {*offer.waiting, *offer.carousel.listeners, *offer.direct, agent}
+        rates = sorted(pace.rate for other in agents if (pace := self._paces.get(other)) is not None and pace.rate)
+        return mine.rate < SLOW_SHARE * rates[len(rates) // 2]
+
+    def _separate(self, offer: _Offer, agent: str) -> None:
+        """Have an agent request the blob for itself."""
+        if agent not in offer.apart:
+            offer.apart.add(agent)
+            self._say(agent, Listen(digest=offer.blob.ref.digest, broadcast=False))
+
+    def _send(self, offer: _Offer, now: float) -> None:
+        for agent, sending in offer.direct.items():
+            for frame in sending.due(now):
+                self._publish(self._topics.down_chunks(agent), frame)
+                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+        listeners = offer.carousel.listeners
+        digest = offer.blob.ref.digest
+        topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
+        for frame in offer.carousel.due(now):
+            self._publish(topic, frame)
+            for agent in listeners:
+                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)

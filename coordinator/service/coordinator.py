@@ -93,7 +93,7 @@ class Coordinator:
         self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
-        self.distributor = Distributor(self.topics, self._publish, clock)
+        self.distributor = Distributor(self.topics, self._publish, self.send, clock)
         self.storage = Storage(clock)
         self.limits = limits
         self.receipts = ReceiptMemory(self._send_durable)
@@ -105,7 +105,7 @@ class Coordinator:
             wire.UpdateManifest: self._on_manifest,
             wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
             wire.Want: self._on_want,
-            wire.Progress: lambda agent, message: self.distributor.progress(agent, message.digest, message.seen),
+            wire.Progress: self.distributor.progress,
             wire.Fault: self._on_fault,
             wire.Heartbeat: self._on_heartbeat,
             wire.Report: self._on_report,
@@ -184,6 +184,7 @@ class Coordinator:
             what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
             self._broker_wait = Waiting(what, about="broker")
             self.roster.disconnected()
+            self.distributor.disconnected()
         self._advance()
         return event is not None
 
@@ -378,7 +379,7 @@ class Coordinator:
             self.receipts.answer(agent, message, self.collector.manifest)
 
     def _on_want(self, agent: str, message: wire.Want) -> None:
-        if not self.distributor.want(agent, message.digest, message.ranges):
+        if not self.distributor.want(agent, message):
             self.releases.offer_again(agent, message.digest)
 
     def _on_fault(self, agent: str, message: wire.Fault) -> None:
@@ -413,8 +414,10 @@ class Coordinator:
         before = self.roster.get(agent)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
-        if before is None or before.boot != message.boot or not before.is_present:
+        is_back = before is None or before.boot != message.boot or not before.is_present
+        if before is None or is_back or before.connection != message.connection:
             self.distributor.forget(agent)
+        if is_back:
             event = "agent_joined" if before is None else "agent_back"
             log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
         heartbeat_s = self.roster.heartbeat_s()

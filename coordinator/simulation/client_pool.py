@@ -19,7 +19,8 @@ import numpy as np
 from edge_agent import __version__
 from edge_agent.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, Sending
+from edge_agent.wire.chunks import Outgoing
+from edge_agent.wire.flow import Pace, Sending
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.transport import MemoryBroker, Message
 
@@ -124,13 +125,12 @@ class SimulatedClients:
         elif isinstance(message, wire.Grant):
             blob = self._held.get(client)
             if blob is not None and blob.ref.digest == message.digest:
-                ahead = message.credits * blob.ref.chunk_bytes
-                self._sendings[client] = Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=0.0)
-                self._send_chunks(client)
+                pace = Pace(message.credits * blob.ref.chunk_bytes)
+                self._sendings[client] = Sending(blob, pace)
+                self._send_chunks(client, message.missing)
         elif isinstance(message, wire.Ack):
             if client in self._sendings:
-                self._sendings[client].saw("coordinator", message.received, 0.0)
-                self._send_chunks(client)
+                self._send_chunks(client, message.missing)
         elif isinstance(message, wire.Receipt | wire.Cancel):
             self._sendings.pop(client, None)
             self._held.pop(client, None)
@@ -175,7 +175,8 @@ class SimulatedClients:
         stamped = message.model_copy(update={"boot": BOOT, "seq": self._seq})
         self._transport.publish(self._topics.up(client), wire.encode(stamped))
 
-    def _send_chunks(self, client: str) -> None:
+    def _send_chunks(self, client: str, missing: wire.Ranges) -> None:
+        self._sendings[client].lacks(missing, 0.0)
         for frame in self._sendings[client].due(0.0):
             self._transport.publish(self._topics.up_chunks(client), frame)
 

@@ -91,7 +91,9 @@ class Agent:
             wire.Job: self.jobs.on_job,
             wire.Install: self.jobs.on_install,
             wire.Cancel: self.jobs.on_cancel,
+            wire.Listen: self.downloads.listen,
             wire.Grant: self._on_grant,
+            wire.Queued: self.uploads.queued,
             wire.Ack: self.uploads.ack,
             wire.Receipt: self.jobs.on_receipt,
         }
@@ -167,6 +169,7 @@ class Agent:
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
+        self.disk.safely(self.jobs.give_up_late)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
             self.jobs.collect(self._hello, self._new_samples.tried)
@@ -193,6 +196,8 @@ class Agent:
 
     def _begin_alone(self) -> None:
         self.welcomed = False
+        self.downloads.cut()
+        self.uploads.cut()
         self._silence.begin()
 
     def _hello(self, answers: str = "") -> None:
@@ -378,7 +383,7 @@ class Agent:
             "id": self.config.id,
             "tier": self.tasks.tier,
             "welcomed": self.welcomed,
-            "waits_for": None if self.welcomed else self._silence.waits_for(self.config),
+            "waits_for": self.uploads.waits_for or None if self.welcomed else self._silence.waits_for(self.config),
             "federation_id": membership.federation or None,
             "epoch": membership.epoch,
             "other_coordinator": membership.note(),

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from .. import __version__, errors
 from ..config import AgentConfig, Precision
-from ..errors import DataError, HeadwaterError, MissingCapability, StateError, TrainingCancelled, UsageError
+from ..errors import (
+    DataError,
+    HeadwaterError,
+    MissingCapability,
+    StateError,
+    TrainingCancelled,
+    TransferTooSlow,
+    UsageError,
+)
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
@@ -486,6 +494,7 @@ class TaskQueue:
         self._tasks, self._cache, self._downloads, self._uploads = tasks, downloads.cache, downloads, uploads
         self._worker, self._link, self.condition = worker, link, Condition()
         self.job: wire.Job | None = None
+        self._closes_at = float("inf")
         self._install: wire.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
@@ -504,6 +513,7 @@ class TaskQueue:
         if job.boot and stamp in self._heard:
             return
         self._heard.append(stamp)
+        self._closes_at = self._downloads.clock() + job.deadline_s
         if self._uploads.holds(key):
             self._uploads.offer_again()
             return
@@ -549,6 +559,21 @@ class TaskQueue:
         self._tasks.cancel(job_key(message))
         self._uploads.drop(job_key(message))
         self._fetch()
+
+    def give_up_late(self) -> None:
+        """Drop a job whose model or update cannot pass the link before the round closes, and say so at once."""
+        job, left_s = self.job, self._closes_at - self._downloads.clock()
+        if job is None or self._working_on == job_key(job):
+            return
+        if self._uploads.holds(job_key(job)):
+            why = self._uploads.objection(left_s)
+        else:
+            why = self._downloads.objection(job.refs, left_s)
+        if why:
+            self._uploads.drop(job_key(job))
+            self.job = None
+            self._report(TransferTooSlow(why), job_key(job))
+            self._fetch()
 
     def on_receipt(self, message: wire.Receipt) -> None:
         """The coordinator has the update, or has rejected it: the job is done."""

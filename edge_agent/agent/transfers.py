@@ -13,7 +13,7 @@ from ..config import AgentConfig
 from ..errors import ChunkError, HeadwaterError, StateError
 from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
-from ..wire import chunks
+from ..wire import chunks, flow
 from ..wire import messages as wire
 from ..wire.messages import JobKey, Topics, job_key
 from ..wire.transport import Transport
@@ -131,14 +131,55 @@ class Outbox:
                 path.unlink(missing_ok=True)
 
 
+RATE_VALID_S = 600.0
+"""How long a measured rate is taken for that of the next transfer, too."""
+
+
+ACCURACY = 1.1
+"""By how much the rate of the rest of a transfer may exceed the measured one."""
+
+
+class Budget:
+    """The rate of one direction of the link, and whether a transfer can be over in time.
+
+    A transfer of less than some seconds does not tell the rate; it is that of an earlier one then, if it is not old.
+    """
+
+    def __init__(self) -> None:
+        self._rate, self._noted_at = 0.0, float("-inf")
+
+    def note(self, rate: float, now: float) -> None:
+        """A transfer was measured, in bytes per second; 0: it was too short."""
+        if rate:
+            self._rate, self._noted_at = rate, now
+
+    def forget(self) -> None:
+        """The link is a new one."""
+        self._noted_at = float("-inf")
+
+    def objection(self, what: str, size_bytes: int, left_s: float, now: float) -> str:
+        """Why ``size_bytes`` cannot pass within ``left_s`` seconds; empty where they can, or the rate is unknown."""
+        is_known = self._rate > 0 and now - self._noted_at <= RATE_VALID_S
+        if not is_known or left_s <= 0 or size_bytes <= ACCURACY * self._rate * left_s:
+            return ""
+        return (
+            f"{what}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at the "
+            f"measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
+            "or a smaller model, or raise round.deadline_s"
+        )
+
+
 class Uploads:
     """The update in the outbox, if any, and how far it has come."""
 
     def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
         self._outbox, self._link, self._clock = outbox, link, clock
         self._manifest = outbox.get()
-        self._sending: chunks.Sending | None = None
-        self._heard_at = clock()
+        self._sending: flow.Sending | None = None
+        self._pace, self._budget = flow.Pace(flow.WINDOW_BYTES), Budget()
+        self._again_at = clock() + OFFER_AGAIN_S
+        self.waits_for = ""
+        """What the update waits for; empty where it is under way, or there is none."""
 
     def holds(self, job: JobKey) -> bool:
         """Whether the update of that job waits here."""
@@ -146,53 +187,66 @@ class Uploads:
 
     def offer(self, manifest: wire.UpdateManifest) -> None:
         """Announce a new update, which is in the outbox."""
-        self._manifest, self._sending = manifest, None
+        self._stop_sending()
+        self._manifest = manifest
         self.offer_again()
 
     def offer_again(self) -> None:
         """Announce what waits, if anything does."""
         if self._manifest is not None:
-            self._heard_at = self._clock()
+            self._wait(OFFER_AGAIN_S, "the coordinator's answer to the announcement of its update")
             self._link.send(self._manifest)
 
+    def cut(self) -> None:
+        """A new connection: what was under way is lost, and the link may be another one."""
+        if self._sending is not None:
+            self._sending.cut()
+        self._pace.restart()
+        self._budget.forget()
+
+    def queued(self, message: wire.Queued) -> None:
+        """The coordinator receives other updates first."""
+        if self._is_ours(message):
+            self._wait(
+                message.again_s, f"the turn of its update: the coordinator receives {message.before} others first"
+            )
+            log.info("update_queued before=%d run=%s", message.before, wire.run_name(message.run))
+
     def grant(self, message: wire.Grant) -> None:
-        """Send the chunks that the coordinator requests.
+        """Send the chunks that the coordinator requests, except those that are under way.
 
         Raises:
             ChunkError: ranges outside the blob.
         """
         if not self._is_ours(message):
             return
-        try:
-            blob = chunks.Outgoing.open(self._outbox.path_of(message.digest), message.digest)
-        except StateError as error:
-            log.warning("outbox_damaged reason=%s", error)
-            self._forget()
-            return
-        self._heard_at = now = self._clock()
-        ahead = message.credits * blob.ref.chunk_bytes
-        self._sending = chunks.Sending(blob, message.missing, ("coordinator",), ahead_bytes=ahead, now=now)
-        self._pump()
+        if self._sending is None:
+            try:
+                path, size = self._outbox.path_of(message.digest), self._chunk_bytes
+                self._sending = flow.Sending(chunks.Outgoing.open(path, message.digest, size), self._pace)
+            except StateError as error:
+                log.warning("outbox_damaged reason=%s", error)
+                self._forget()
+                return
+        self._pace.limit_bytes = min(flow.WINDOW_BYTES, message.credits * self._sending.blob.ref.chunk_bytes)
+        self._continue(self._sending, message.missing)
 
     def ack(self, message: wire.Ack) -> None:
-        """The coordinator has received so many frames, and some are missing.
+        """The coordinator has received chunks, and some are missing.
 
         Raises:
             ChunkError: ranges outside the blob.
         """
-        if self._sending is None or not self._is_ours(message):
-            return
-        self._heard_at = now = self._clock()
-        self._sending.saw("coordinator", message.received, now)
-        if message.missing:
-            self._sending.again(message.missing)
-        self._pump()
+        if self._sending is not None and message.missing and self._is_ours(message):
+            self._continue(self._sending, message.missing)
 
     def receipt(self, message: wire.Receipt) -> wire.UpdateManifest | None:
         """The coordinator has the update, or has rejected it: remove it. Returns what was removed."""
         done = self._manifest
         if done is None or not self._is_ours(message):
             return None
+        if self._sending is not None:
+            self._sending.arrived(self._clock())
         self._forget()
         return done
 
@@ -207,39 +261,75 @@ class Uploads:
         self._forget()
         return dropped
 
+    def objection(self, left_s: float) -> str:
+        """Why what waits cannot be at the coordinator within ``left_s`` seconds; empty where it can, or none does."""
+        if self._manifest is None:
+            return ""
+        size, now = self._manifest.blob.size_bytes, self._clock()
+        if self._sending is not None:
+            size = self._sending.remaining_bytes
+            self._budget.note(self._sending.meter.rate, now)
+        return self._budget.objection("the update cannot arrive in time", size, left_s, now)
+
     def tick(self) -> None:
         """Announce again after silence."""
-        if self._manifest is not None and self._clock() - self._heard_at >= OFFER_AGAIN_S:
+        if self._manifest is not None and self._clock() >= self._again_at:
             self.offer_again()
 
-    def _is_ours(self, message: wire.Grant | wire.Ack | wire.Receipt) -> bool:
+    @property
+    def _chunk_bytes(self) -> int:
+        return chunks.CHUNK_BYTES if self._manifest is None else self._manifest.blob.chunk_bytes
+
+    def _is_ours(self, message: wire.Grant | wire.Queued | wire.Ack | wire.Receipt) -> bool:
         """Whether it is about the update that waits: two runs may have made the same tensors."""
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
+    def _wait(self, seconds: float, what: str) -> None:
+        self._again_at, self.waits_for = self._clock() + seconds, what
+
     def _forget(self) -> None:
         if self._manifest is not None:
             self._outbox.forget(self._manifest.blob.digest)
-        self._manifest = self._sending = None
+        self._stop_sending()
+        self._manifest, self.waits_for = None, ""
 
-    def _pump(self) -> None:
+    def _stop_sending(self) -> None:
         if self._sending is not None:
-            for frame in self._sending.due(self._clock()):
-                self._link.send_chunk(frame)
+            self._budget.note(self._sending.meter.rate, self._clock())
+            self._sending.cut()
+        self._sending = None
+
+    def _continue(self, sending: flow.Sending, missing: wire.Ranges) -> None:
+        now = self._clock()
+        self._wait(OFFER_AGAIN_S, "")
+        sending.lacks(missing, now)
+        for frame in sending.due(now):
+            self._link.send_chunk(frame)
 
 
 @dataclass
 class _Download:
     ref: wire.BlobRef
-    receiving: chunks.Receiving
+    receiving: flow.Receiving
+    is_direct: bool
+    """Whether the chunks are requested for this agent alone."""
+
     is_listening: bool = False
+    """Whether the broker has confirmed the subscription to the broadcast."""
 
 
 class Downloads:
-    """All downloads under way into ``cache``. A blob is requested only when its broadcast is subscribed to."""
+    """All downloads under way into ``cache``.
+
+    A blob is requested for this agent alone until the coordinator asks it to listen to the broadcast, which it does
+    where others need the blob, too, and the link is not much slower than theirs. That holds for one connection.
+    """
 
     def __init__(self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float]) -> None:
-        self.cache, self._link, self._clock = cache, link, clock
+        self.cache, self._link, self.clock = cache, link, clock
+        self._listens = False
+        self._budget = Budget()
         self._under_way: dict[int, _Download] = {}
 
     def fetch(self, refs: Iterable[wire.BlobRef]) -> None:
@@ -248,8 +338,7 @@ class Downloads:
             if self.cache.has(ref.digest):
                 self._link.send(wire.Have(digest=ref.digest))
             elif chunks.transfer_id(ref.digest) not in self._under_way:
-                self._begin(ref)
-                self._link.listen(ref.digest)
+                self._request(self._begin(ref, is_direct=not self._listens))
 
     def keep_only(self, refs: Iterable[wire.BlobRef]) -> None:
         """Request no other blobs than these any more; what has arrived of the others stays on disk."""
@@ -257,22 +346,44 @@ class Downloads:
         for number in [number for number in self._under_way if number not in wanted]:
             download = self._under_way.pop(number)
             download.receiving.incoming.close()
-            self._link.unlisten(download.ref.digest)
+            self._leave(download)
 
     def has_all(self, refs: Sequence[wire.BlobRef]) -> bool:
         """Whether all of them are in the cache."""
         return all(self.cache.has(ref.digest) for ref in refs)
 
+    def cut(self) -> None:
+        """A new connection: the link may be another one, so nothing is requested by broadcast until it is known."""
+        self._listens = False
+        self._budget.forget()
+        for download in self._under_way.values():
+            self._leave(download)
+            download.is_direct = True
+
     def listening(self, filters: Iterable[str]) -> None:
-        """The broker has confirmed these filters: request their blobs."""
+        """The broker has confirmed these filters: request what comes on their topics."""
         ends = {f.rsplit("/", 1)[-1] for f in filters}
         for download in list(self._under_way.values()):
-            if download.ref.digest[:16] in ends:
-                download.is_listening = True
+            if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
+                download.is_listening = not download.is_direct
                 self._ask(download)
 
+    def listen(self, message: wire.Listen) -> None:
+        """The coordinator asks this agent to listen to broadcasts, or not to."""
+        self._listens = message.broadcast
+        download = self._under_way.get(chunks.transfer_id(message.digest))
+        if download is None or download.ref.digest != message.digest:
+            return
+        if download.is_direct and message.broadcast:
+            download.is_direct = False
+            self._link.listen(message.digest)
+        elif not message.broadcast:
+            self._leave(download)
+            download.is_direct = True
+            self._ask(download)
+
     def frame(self, frame: chunks.Frame) -> bool:
-        """Handle one chunk; True when it was the last one of its blob.
+        """Handle one frame; True when it was the last one of its blob.
 
         Raises:
             ChunkError: not of a blob under way, or the finished blob has the wrong hash (it is requested again).
@@ -280,26 +391,35 @@ class Downloads:
         download = self._under_way.get(frame.transfer)
         if download is None:
             return False  # of a blob that is here, or for other agents: broadcasts may overshoot
-        if download.receiving.add(frame, self._clock()):
+        if download.receiving.add(frame, self.clock()):
             self._finish(download)
             return True
-        if download.receiving.report_due(self._clock()):
-            self._link.send(wire.Progress(digest=download.ref.digest, seen=download.receiving.seen))
+        if download.receiving.report_due(self.clock()):
+            self._report(download)
         return False
+
+    def objection(self, refs: Sequence[wire.BlobRef], left_s: float) -> str:
+        """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown."""
+        size, now = 0, self.clock()
+        for download in self._under_way.values():
+            if download.ref in refs:
+                size += download.receiving.missing_bytes
+                self._budget.note(download.receiving.meter.rate, now)
+        return self._budget.objection("the model cannot arrive in time", size, left_s, now) if size else ""
 
     def tick(self) -> None:
         """Report progress, and request again what does not arrive."""
-        now = self._clock()
+        now = self.clock()
         for download in list(self._under_way.values()):
             if download.receiving.ask_due(now):
-                self._ask(download) if download.is_listening else self._link.listen(download.ref.digest)
+                self._request(download)
             elif download.receiving.report_due(now):
-                self._link.send(wire.Progress(digest=download.ref.digest, seen=download.receiving.seen))
+                self._report(download)
 
     def due_in(self) -> float:
         """Seconds until `tick` may have something to do."""
-        now = self._clock()
-        return min((d.receiving.due_in(now) for d in self._under_way.values()), default=chunks.IDLE_S)
+        now = self.clock()
+        return min((d.receiving.due_in(now) for d in self._under_way.values()), default=flow.IDLE_S)
 
     def pause(self) -> None:
         """The agent stops: what has arrived stays on disk."""
@@ -307,23 +427,36 @@ class Downloads:
             download.receiving.incoming.close()
         self._under_way.clear()
 
-    def _begin(self, ref: wire.BlobRef) -> _Download:
-        download = _Download(
-            ref, chunks.Receiving(self.cache.receive(ref), self._clock(), chunks.DOWNLOAD_REPORT_EVERY)
-        )
-        self._under_way[chunks.transfer_id(ref.digest)] = download
+    def _begin(self, ref: wire.BlobRef, *, is_direct: bool) -> _Download:
+        receiving = flow.Receiving(self.cache.receive(ref), self.clock(), flow.DOWNLOAD_REPORT_BYTES)
+        download = self._under_way[chunks.transfer_id(ref.digest)] = _Download(ref, receiving, is_direct)
         return download
 
+    def _request(self, download: _Download) -> None:
+        if download.is_direct or download.is_listening:
+            self._ask(download)
+        else:
+            self._link.listen(download.ref.digest)
+
+    def _leave(self, download: _Download) -> None:
+        if not download.is_direct:
+            self._link.unlisten(download.ref.digest)
+            download.is_listening = False
+
+    def _report(self, download: _Download) -> None:
+        digest, receiving = download.ref.digest, download.receiving
+        self._link.send(wire.Progress(digest=digest, seen=receiving.seen, missing=receiving.missing))
+
     def _ask(self, download: _Download) -> None:
-        incoming = download.receiving.incoming
-        if incoming.chunks.complete:  # everything was on disk from before a restart
+        if download.receiving.incoming.chunks.complete:  # everything was on disk from before a restart
             try:
                 self._finish(download)
             except ChunkError as error:  # it is requested again
                 log.warning("chunk_refused reason=%s", error)
             return
-        download.receiving.restart(self._clock())
-        self._link.send(wire.Want(digest=download.ref.digest, ranges=incoming.chunks.missing()))
+        download.receiving.restart(self.clock())
+        digest, missing = download.ref.digest, download.receiving.missing
+        self._link.send(wire.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:
         ref = download.ref
@@ -331,9 +464,10 @@ class Downloads:
         try:
             self.cache.finish(download.receiving.incoming)
         except ChunkError:
-            again = self._begin(ref)
-            again.is_listening = True
+            again = self._begin(ref, is_direct=download.is_direct)
+            again.is_listening = download.is_listening
             self._ask(again)
             raise
-        self._link.unlisten(ref.digest)
+        self._budget.note(download.receiving.meter.rate, self.clock())
+        self._leave(download)
         self._link.send(wire.Have(digest=ref.digest))

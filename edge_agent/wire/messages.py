@@ -296,19 +296,21 @@ class Have(Control):
 
 
 class Want(Control):
-    """These chunks are missing; the agent is subscribed to the blob's broadcast topic."""
+    """These chunks are missing."""
 
     type: Literal["want"] = "want"
     digest: Digest
     ranges: Ranges
+    direct: bool = Field(False, description="the agent is not subscribed to the blob's broadcast topic")
 
 
 class Progress(Control):
-    """How many frames of the blob this agent has seen since its `Want`."""
+    """How many chunks of the blob this agent has seen since its `Want`, and those that are missing."""
 
     type: Literal["progress"] = "progress"
     digest: Digest
     seen: int = Field(ge=0)
+    missing: Ranges = ()
 
 
 class UpdateManifest(Control):
@@ -468,6 +470,17 @@ def job_key(message: Job | Cancel | UpdateManifest) -> JobKey:
     return JobKey(message.run, message.round, message.purpose)
 
 
+class Listen(Command):
+    """Subscribe to the blob's broadcast topic, or unsubscribe from it, and request the blob then.
+
+    An agent on a slow link gets its chunks alone: the broadcast would wait for it, or fill the queue of its link.
+    """
+
+    type: Literal["listen"] = "listen"
+    digest: Digest
+    broadcast: bool
+
+
 class Grant(Command):
     """Send the update: ``missing`` chunks, at most ``credits`` of them unacknowledged."""
 
@@ -478,8 +491,18 @@ class Grant(Command):
     missing: Ranges
 
 
+class Queued(Command):
+    """The update has to wait until others are here; a `Grant` follows."""
+
+    type: Literal["queued"] = "queued"
+    run: RunId
+    digest: Digest
+    before: int = Field(ge=0, description="how many updates come first")
+    again_s: float = Field(gt=0, le=3600, description="announce it again after so many seconds without a grant")
+
+
 class Ack(Command):
-    """Chunks that have arrived, counted, and the gaps below the highest of them."""
+    """How many chunks have arrived since the `Grant`, and those that are missing."""
 
     type: Literal["ack"] = "ack"
     run: RunId
@@ -532,7 +555,9 @@ class Present(Command):
 
 
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
-FromCoordinator = Announce | Who | Welcome | Refused | Job | Cancel | Grant | Ack | Receipt | Install | TaskNotice
+FromCoordinator = (
+    Announce | Who | Welcome | Refused | Job | Cancel | Listen | Grant | Queued | Ack | Receipt | Install | TaskNotice
+)
 
 
 def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:

@@ -1,4 +1,4 @@
-"""Blobs on their way down: once for all, again only for those who lack something."""
+"""Blobs on their way down: once for all who need them, again only for those who lack something."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.fleet.transfers import GATHER_S, Distributor
+from coordinator.fleet.transfers import GATHER_S, LONGEST_GATHER_S, Distributor
 from edge_agent.errors import ChunkError
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import AHEAD_BYTES, STALL_S, Outgoing, decode_frame
-from edge_agent.wire.messages import Topics
+from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.flow import STALL_S
+from edge_agent.wire.messages import Listen, Progress, Topics, Want
 
 TOPICS = Topics("home")
 
@@ -21,16 +22,37 @@ class Bench:
 
     def __init__(self):
         self.now = 0.0
-        self.published = []
+        self.published, self.said = [], []
         self.distributor = Distributor(
-            TOPICS, lambda topic, frame: self.published.append((topic, frame)), lambda: self.now
+            TOPICS,
+            lambda topic, frame: self.published.append((topic, frame)),
+            lambda agent, message: self.said.append((agent, message)),
+            lambda: self.now,
         )
+
+    def want(self, agent, offered, *ranges, direct=False, version=wire.PROTOCOL):
+        ranges = ranges or ((0, offered.count),)
+        return self.distributor.want(agent, Want(v=version, digest=offered.ref.digest, ranges=ranges, direct=direct))
+
+    def report(self, agent, offered, *missing):
+        self.distributor.progress(agent, Progress(digest=offered.ref.digest, seen=1, missing=missing))
 
     def taken(self):
         """(topic, chunk number) of everything published since the last call."""
-        found = [(topic, decode_frame(frame).index) for topic, frame in self.published]
+        self.distributor.pump()
+        found = []
+        for topic, payload in self.published:
+            frame = decode_frame(payload)
+            chunk = -(-len(frame.data) // self.chunk_bytes)
+            found += [(topic, frame.index + number) for number in range(chunk)]
         self.published.clear()
         return found
+
+    def heard(self):
+        found, self.said[:] = list(self.said), []
+        return found
+
+    chunk_bytes = 1000
 
 
 @pytest.fixture
@@ -38,154 +60,311 @@ def bench():
     return Bench()
 
 
-def blob(chunks=3, chunk_bytes=1000):
-    return Outgoing.of(bytes(range(250)) * (4 * chunks), chunk_bytes)
+def blob(chunks=3):
+    return Outgoing.of(bytes(range(250)) * (4 * chunks), 1000)
+
+
+def large(chunks=200):
+    return Outgoing.of(bytes(chunks * 4000), 4000)
 
 
 def test_what_all_lack_goes_out_once_on_the_broadcast_topic(bench):
     offered = blob()
     digest = offered.ref.digest
     bench.distributor.offer(offered, ("a", "b"))
-    bench.distributor.want("a", digest, [(0, 3)])
-    bench.distributor.pump()
+    bench.want("a", offered)
     assert bench.taken() == [], "the other one may answer too"
-    bench.distributor.want("b", digest, [(0, 3)])
-    bench.distributor.pump()
+    bench.want("b", offered)
     assert bench.taken() == [(TOPICS.broadcast(digest), index) for index in range(3)]
-    assert bench.distributor.bytes_to == {"a": 3 * 1040, "b": 3 * 1040}
+    assert bench.distributor.bytes_to["a"] == bench.distributor.bytes_to["b"] == 3000 + 40 * 2
+
+
+def test_agents_whose_link_is_unknown_are_asked_to_listen_where_others_need_the_blob_too(bench):
+    offered = blob()
+    bench.distributor.offer(offered, ("a", "b"))
+    for agent in ("a", "b"):
+        bench.want(agent, offered, direct=True)
+    assert bench.taken() == []
+    listen = Listen(digest=offered.ref.digest, broadcast=True)
+    assert bench.heard() == [("a", listen), ("b", listen)]
+    bench.want("a", offered)
+    assert bench.taken() == [], "the other one is about to listen too"
+    bench.want("b", offered)
+    assert bench.taken() == [(TOPICS.broadcast(offered.ref.digest), index) for index in range(3)]
+
+
+def test_an_agent_that_cannot_listen_gets_the_blob_alone(bench):
+    offered = blob()
+    bench.distributor.offer(offered, ("a", "b"))
+    bench.want("a", offered, direct=True)
+    bench.now += GATHER_S
+    assert bench.taken() == []
+    bench.want("a", offered, direct=True)
+    bench.now += GATHER_S
+    assert bench.taken() == [(TOPICS.down_chunks("a"), index) for index in range(3)]
 
 
 def test_it_waits_only_a_moment_for_those_who_do_not_answer(bench):
     offered = blob()
     bench.distributor.offer(offered, ("a", "b", "mute"))
-    bench.distributor.want("a", offered.ref.digest, [(0, 3)])
-    bench.distributor.want("b", offered.ref.digest, [(1, 2)])
-    assert bench.distributor.pump() == pytest.approx(GATHER_S)
+    bench.want("a", offered)
+    bench.now += GATHER_S / 2
+    bench.want("b", offered)
+    assert bench.distributor.pump() == pytest.approx(GATHER_S), "while answers keep coming, it waits for the next"
     bench.now += GATHER_S
-    bench.distributor.pump()
     assert [index for _, index in bench.taken()] == [0, 1, 2]
 
 
-def test_have_is_an_answer(bench):
+def test_the_first_does_not_wait_for_ever_for_answers_that_keep_coming(bench):
+    offered = blob()
+    bench.distributor.offer(offered, [f"a{number}" for number in range(200)])
+    for number in range(200):
+        bench.want(f"a{number}", offered)
+        bench.now += 0.9 * GATHER_S
+        if bench.taken():
+            break
+    assert bench.now == pytest.approx(LONGEST_GATHER_S, abs=GATHER_S)
+
+
+def test_have_is_an_answer_and_one_alone_gets_it_alone(bench):
     offered = blob()
     bench.distributor.offer(offered, ("a", "b"))
     bench.distributor.have("b", offered.ref.digest)
-    bench.distributor.want("a", offered.ref.digest, [(0, 3)])
-    bench.distributor.pump()
-    assert [topic for topic, _ in bench.taken()] == [TOPICS.down_chunks("a")] * 3, "one alone gets it alone"
+    bench.want("a", offered, direct=True)
+    assert bench.taken() == [(TOPICS.down_chunks("a"), index) for index in range(3)]
+    assert bench.heard() == []
 
 
-def test_whoever_misses_a_chunk_gets_that_chunk_alone(bench):
+def test_whoever_misses_a_chunk_gets_that_chunk_again(bench):
     offered = blob()
     digest = offered.ref.digest
     bench.distributor.offer(offered, ("a", "b"))
     for agent in ("a", "b"):
-        bench.distributor.want(agent, digest, [(0, 3)])
-    bench.distributor.pump()
+        bench.want(agent, offered)
     bench.taken()
     bench.distributor.have("a", digest)
-    bench.distributor.want("b", digest, [(1, 2)])
-    bench.now += GATHER_S
-    bench.distributor.pump()
-    assert bench.taken() == [(TOPICS.down_chunks("b"), 1)]
+    bench.report("b", offered, (1, 2))
+    assert bench.taken() == [(TOPICS.down_chunks("b"), 1)], "chunk 2, sent later, has arrived"
 
 
 def test_what_several_lack_is_merged(bench):
-    offered = blob(chunks=10)
-    digest = offered.ref.digest
+    offered = blob(chunks=100)
     bench.distributor.offer(offered, ("a", "b"))
-    bench.distributor.want("a", digest, [(0, 2), (5, 7)])
-    bench.distributor.want("b", digest, [(1, 3), (9, 10)])
-    bench.distributor.pump()
+    bench.want("a", offered, (0, 2), (5, 7))
+    bench.want("b", offered, (1, 3), (9, 10))
     assert [index for _, index in bench.taken()] == [0, 1, 2, 5, 6, 9]
 
 
-def test_the_sender_stays_within_reach_of_the_slowest_that_moves(bench):
-    """61,400-byte chunks: 4 MiB ahead are 68 of them, until progress is reported or the receiver stalls."""
-    chunk = 61_400
-    offered = Outgoing.of(bytes(200 * chunk), chunk)
-    digest = offered.ref.digest
-    ahead = AHEAD_BYTES // chunk
-    bench.distributor.offer(offered, ("a", "b"))
-    for agent in ("a", "b"):
-        bench.distributor.want(agent, digest, [(0, 200)])
-    bench.distributor.pump()
-    assert len(bench.taken()) == ahead
-    bench.distributor.progress("a", digest, ahead)
-    bench.distributor.pump()
-    assert bench.taken() == [], "b has not moved"
-    bench.now += STALL_S / 2
-    bench.distributor.progress("a", digest, ahead)
-    bench.distributor.progress("b", digest, 10)
-    bench.distributor.pump()
-    assert len(bench.taken()) == 10
-
-
-def test_a_receiver_that_stalls_does_not_hold_up_the_others(bench):
-    chunk = 61_400
-    offered = Outgoing.of(bytes(200 * chunk), chunk)
-    digest, ahead = offered.ref.digest, AHEAD_BYTES // chunk
-    bench.distributor.offer(offered, ("a", "b"))
-    for agent in ("a", "b"):
-        bench.distributor.want(agent, digest, [(0, 200)])
-    bench.distributor.pump()
+def test_an_agent_that_has_most_of_a_blob_does_not_get_it_again_by_broadcast(bench):
+    """It lacks 10 of 100 chunks, the others all: 90 would come for nothing, 10 are tolerated."""
+    offered = blob(chunks=100)
+    bench.distributor.offer(offered, ("a", "b", "c"))
+    bench.want("a", offered)
+    bench.want("b", offered, (10, 100))
+    bench.want("c", offered, (0, 10))
     bench.taken()
-    bench.now += STALL_S + 0.1
-    bench.distributor.progress("a", digest, ahead)
-    bench.distributor.pump()
-    assert len(bench.taken()) == ahead
+    assert bench.heard() == [("c", Listen(digest=offered.ref.digest, broadcast=False))]
+    bench.want("c", offered, (0, 10), direct=True)
+    bench.now += GATHER_S
+    alone = [index for topic, index in bench.taken() if topic == TOPICS.down_chunks("c")]
+    assert alone == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_lie_about_progress_brings_nobody_further_ahead(bench):
-    chunk = 61_400
-    offered = Outgoing.of(bytes(200 * chunk), chunk)
+def drive(bench, agents, offered, *, rate=1e9, until=120.0, rates=None):
+    """Receivers that store what comes at ``rate``, report when asked, and say when they have all.
+
+    ``agents`` are names and when they ask. Returns how many chunks were published, and what each agent received.
+    """
+    rates = {name: (rates or {}).get(name, rate) for name in agents}
+    lacking = {name: set(range(offered.count)) for name in agents}
+    listening, asked, received, queue = set(), set(), dict.fromkeys(agents, 0), []
+    published = 0
+    free = dict.fromkeys(agents, 0.0)
+    bench.distributor.offer(offered, agents)
+    while bench.now < until and any(lacking.values()):
+        for name, at in agents.items():
+            if bench.now >= at and name not in asked:
+                asked.add(name)
+                bench.want(name, offered, direct=True)
+        bench.distributor.pump()
+        for name, message in bench.heard():
+            (listening.add if message.broadcast else listening.discard)(name)
+            bench.want(name, offered, *ranges_of(lacking[name]), direct=not message.broadcast)
+        bench.distributor.pump()
+        for topic, payload in bench.published:
+            frame = decode_frame(payload)
+            span = range(frame.index, frame.index - (-len(frame.data) // offered.ref.chunk_bytes))
+            published += len(span)
+            hearers = listening if "/b/" in topic else [topic.split("/")[-2]]
+            for name in sorted(hearers):
+                free[name] = max(free[name], bench.now) + len(payload) / rates[name]
+                queue.append((free[name], name, span, frame.report))
+                received[name] += len(span)
+        bench.published.clear()
+        arrived = sorted((item for item in queue if item[0] <= bench.now), key=lambda item: item[0])
+        queue = [item for item in queue if item[0] > bench.now]
+        for _, name, span, report in arrived:
+            if not lacking[name]:
+                continue
+            lacking[name] -= set(span)
+            if not lacking[name]:
+                listening.discard(name)
+                bench.distributor.have(name, offered.ref.digest)
+            elif report:
+                bench.report(name, offered, *ranges_of(lacking[name]))
+        bench.now += 0.01
+    assert not any(lacking.values()), {name: len(left) for name, left in lacking.items()}
+    return published, received
+
+
+def ranges_of(numbers):
+    found = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
+
+
+@pytest.mark.parametrize("spread_s", [0.0, 0.3, 2.0])
+def test_a_cohort_that_asks_at_different_times_shares_one_carousel(bench, spread_s):
+    """1.2 MB at 100 kB/s take 12 s; 30 agents ask within the first 2 s."""
+    offered = large(300)
+    agents = {f"a{number:02}": number * spread_s / 30 for number in range(30)}
+    published, received = drive(bench, agents, offered, rate=100_000)
+    assert published <= 1.2 * 300
+    assert max(received.values()) <= 1.1 * 300
+
+
+def test_agents_that_come_when_others_are_done_get_the_beginning_alone(bench):
+    """The second asks when half is out: it gets the second half with the first, then the first half."""
+    offered = large(300)
+    published, received = drive(bench, {"a": 0.0, "b": 7.0}, offered, rate=100_000)
+    assert 400 < published < 500
+    assert max(received.values()) <= 1.1 * 300
+
+
+def test_a_slow_agent_gets_the_blob_for_itself_and_does_not_hold_up_the_others(bench):
+    """8 kB/s of one of five: the others have 0.8 MB after seconds, it after 100 s; each receives it once."""
+    offered = large(200)
+    agents = dict.fromkeys(("a", "b", "c", "d", "slow"), 0.0)
+    done = {}
+    real = bench.distributor.have
+    bench.distributor.have = lambda agent, digest: done.setdefault(agent, bench.now) and real(agent, digest)
+    published, received = drive(bench, agents, offered, rate=1e6, rates={"slow": 8000}, until=300.0)
+    assert max(done[name] for name in "abcd") < 8
+    assert done["slow"] < 1.25 * 200 * 4040 / 8000
+    assert published <= 2.1 * 200
+    assert max(received.values()) <= 1.1 * 200
+
+
+def test_an_agent_whose_link_hangs_does_not_hold_up_the_others(bench):
+    offered = large(50)
+    bench.distributor.offer(offered, ("a", "stuck"))
+    for agent in ("a", "stuck"):
+        bench.want(agent, offered)
+    bench.chunk_bytes = 4000
+    assert [index for _, index in bench.taken()] == [0, 1]
+    bench.now += 0.1
+    bench.report("a", offered, (2, 50))
+    assert bench.taken() == []
+    bench.now += STALL_S
+    assert [index for _, index in bench.taken()][:2] == [2, 3]
+
+
+def test_nothing_is_published_again_because_it_is_asked_for_again(bench):
+    """Below 61 kB/s each agent asked every second, and each question had up to 4 MiB sent again."""
+    offered = large(50)
+    bench.chunk_bytes = 4000
     bench.distributor.offer(offered, ("a",))
-    bench.distributor.want("a", offered.ref.digest, [(0, 200)])
+    bench.want("a", offered, direct=True)
+    assert len(bench.taken()) == 2
+    for _ in range(3):
+        bench.now += 0.3
+        bench.want("a", offered, direct=True)
+        assert bench.taken() == []
+
+
+def test_a_new_connection_gets_what_was_lost_with_the_old_one_at_once(bench):
+    offered = large(50)
+    bench.chunk_bytes = 4000
+    bench.distributor.offer(offered, ("a",))
+    bench.want("a", offered, direct=True)
+    bench.taken()
+    bench.distributor.forget("a")
+    bench.want("a", offered, direct=True)
+    assert [index for _, index in bench.taken()] == [0, 1]
+    bench.distributor.disconnected()
+    assert [index for _, index in bench.taken()] == []
+    bench.want("a", offered, direct=True)
+    assert [index for _, index in bench.taken()] == [0, 1], "the coordinator's own connection counts too"
+
+
+def test_an_agent_of_protocol_2_gets_one_chunk_in_each_frame_and_is_not_asked_to_listen(bench):
+    offered = blob(chunks=100)
+    bench.distributor.offer(offered, ("old", "new"))
+    bench.want("old", offered, version=2)
+    bench.want("new", offered)
     bench.distributor.pump()
-    sent = len(bench.taken())
-    bench.distributor.progress("a", offered.ref.digest, 10**9)
-    bench.distributor.pump()
-    assert len(bench.taken()) == sent, "at most what has been sent counts as seen"
+    frames = [decode_frame(payload) for _, payload in bench.published]
+    assert {len(frame.data) for frame in frames} == {1000}
+    assert not any(frame.report for frame in frames)
+    assert bench.heard() == []
+
+
+def test_a_lie_about_what_arrived_brings_nobody_beyond_the_window(bench):
+    offered = large(2000)
+    bench.chunk_bytes = 4000
+    bench.distributor.offer(offered, ("a",))
+    bench.want("a", offered, direct=True)
+    assert len(bench.taken()) == 2
+    bench.report("a", offered, (1999, 2000))
+    assert len(bench.taken()) == 1, "what it says to have is not sent to it"
 
 
 def test_nothing_is_sent_to_those_who_are_gone(bench):
     offered = blob()
     bench.distributor.offer(offered, ("a", "b"))
     for agent in ("a", "b"):
-        bench.distributor.want(agent, offered.ref.digest, [(0, 3)])
+        bench.want(agent, offered)
     bench.distributor.forget("a")
     bench.distributor.forget("b")
     bench.now += 1
+    bench.distributor.pump()
     assert bench.distributor.pump() is None
     assert bench.taken() == []
 
 
 def test_a_blob_that_is_not_on_offer_is_not_sent(bench):
     offered = blob()
-    assert not bench.distributor.want("a", offered.ref.digest, [(0, 1)])
+    assert not bench.want("a", offered)
     bench.distributor.offer(offered, ("a",))
     bench.distributor.withdraw({offered.ref.digest})
-    assert not bench.distributor.want("a", offered.ref.digest, [(0, 1)])
+    assert not bench.want("a", offered)
 
 
 @pytest.mark.parametrize("ranges", [[(0, 4)], [(-1, 2)], [(2, 2)], [(2, 1)], [(0, 1), (3, 9)]])
-def test_ranges_outside_the_blob_are_refused_and_change_nothing(bench, ranges):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_ranges_outside_the_blob_are_refused_and_change_nothing(bench, ranges, is_known):
     offered = blob()
-    bench.distributor.offer(offered, ("a", "b"))
+    bench.distributor.offer(offered, ("a", "b") if not is_known else ("a",))
+    if is_known:
+        bench.want("a", offered, (0, 1), direct=True)
+        assert len(bench.taken()) == 1
     with pytest.raises(ChunkError):
-        bench.distributor.want("a", offered.ref.digest, ranges)
+        bench.want("a", offered, *ranges, direct=True)
     bench.now += 1
-    bench.distributor.pump()
     assert bench.taken() == []
 
 
 def test_ten_agents_cost_one_broadcast(tmp_path):
-    """Nine chunks for each of two rounds and the last model, however many listen."""
+    """Each chunk of two rounds and the last model once, however many listen."""
     with Federation(tmp_path, agents=10, task=WIDE_TASK, capture=True) as fed:
         fed.request(rounds=2)
         fed.finish()
-        chunks = [topic for topic, _ in fed.broker.captured if "/b/" in topic or topic.endswith("/db")]
-        assert len(chunks) == 3 * 9
+        frames = [decode_frame(p) for topic, p in fed.broker.captured if "/b/" in topic or topic.endswith("/db")]
+        assert sum(len(frame.data) for frame in frames) == 3 * len(fed.state.blobs.read(fed.record.checkpoint))
         assert fed.coordinator.distributor._offers == {}
 
 

@@ -28,7 +28,7 @@ TASK = Task(
 WIDE_TASK = TASK.model_copy(
     update={"input": ImageInput(channels=1, height=64, width=64), "encoder_params": {"feature_dim": 32}}
 )
-"""Nine chunks: 4096 * 32 numbers and some more, 524 kB."""
+"""103 chunks, nine full frames: 4096 * 32 numbers and some more, 524 kB."""
 
 SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.05}
 QUICK = {"augment": False, "local_steps": 2, "tune_epochs": 1, "tune_rounds": 1, "head_epochs": 1, "ala_most_epochs": 2}

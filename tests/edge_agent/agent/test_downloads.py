@@ -7,8 +7,9 @@ import pytest
 
 from edge_agent.agent.transfers import Downloads
 from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import IDLE_S, REPORT_AFTER_S, BlobCache, Outgoing, decode_frame
-from edge_agent.wire.messages import Have, Progress, Want
+from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S
+from edge_agent.wire.messages import Have, Listen, Progress, Want
 
 
 class Bench:
@@ -24,7 +25,8 @@ class Bench:
 
     def begin(self, blob):
         self.downloads.fetch((blob.ref,))
-        self.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
+        if blob.ref.digest in self.listening:
+            self.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
 
     def frame(self, blob, index):
         self.downloads.frame(decode_frame(blob.frame(index)))
@@ -40,7 +42,54 @@ def blob():
     return Outgoing.of(bytes(range(256)) * 20, 1000)
 
 
+def want(blob, *ranges, direct=True):
+    return Want(digest=blob.ref.digest, ranges=ranges, direct=direct)
+
+
+def listen(bench, blob, broadcast=True):
+    bench.downloads.listen(Listen(digest=blob.ref.digest, broadcast=broadcast))
+
+
+def test_a_blob_is_requested_for_this_agent_alone_until_it_is_asked_to_listen(bench, blob):
+    """Else a broadcast could fill the queue of a slow link before the coordinator knows that it is slow."""
+    bench.downloads.fetch((blob.ref,))
+    assert (bench.heard(), bench.listening) == ([want(blob, (0, 6))], [])
+    listen(bench, blob)
+    assert (bench.heard(), bench.listening) == ([], [blob.ref.digest])
+    bench.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
+    assert bench.heard() == [want(blob, (0, 6), direct=False)]
+    listen(bench, blob, broadcast=False)
+    assert (bench.heard(), bench.listening) == ([want(blob, (0, 6))], [])
+    other = Outgoing.of(b"other" * 1000, 1000)
+    bench.downloads.fetch((other.ref,))
+    assert (bench.heard(), bench.listening) == ([want(other, (0, 5))], []), "that holds for the next blob"
+
+
+def test_a_new_connection_begins_anew(bench, blob):
+    listen(bench, blob)
+    bench.downloads.fetch((blob.ref,))
+    assert bench.listening == [blob.ref.digest]
+    bench.downloads.cut()
+    assert bench.listening == []
+    bench.downloads.listening(("fl/1/home/a/a0/dn", "fl/1/home/a/a0/db"))
+    assert bench.heard() == [want(blob, (0, 6))]
+
+
+def test_a_model_that_cannot_arrive_in_time_says_so_with_the_figures(bench):
+    """40 chunks of 1000 bytes; one each second is 1 kB/s, and a quarter of the first ten seconds is not enough."""
+    blob = Outgoing.of(bytes(40_000), 1000)
+    bench.downloads.fetch((blob.ref,))
+    for index in range(5):
+        assert index > 2 or not bench.downloads.objection((blob.ref,), 10)
+        bench.frame(blob, index)
+        bench.now += 1.0
+    assert bench.downloads.objection((blob.ref,), 40) == ""
+    why = bench.downloads.objection((blob.ref,), 20)
+    assert "0.035 MB are still to come, which take 35 s at the measured 1 kB/s, and the round closes in 20 s" in why
+
+
 def test_nothing_is_asked_for_before_it_can_be_heard(bench, blob):
+    listen(bench, blob)
     bench.downloads.fetch((blob.ref,))
     assert bench.heard() == []
     assert bench.listening == [blob.ref.digest]
@@ -50,10 +99,11 @@ def test_nothing_is_asked_for_before_it_can_be_heard(bench, blob):
     bench.downloads.listening(("fl/1/home/b/0000000000000000",))
     assert bench.heard() == []
     bench.downloads.listening((f"fl/1/home/b/{blob.ref.digest[:16]}",))
-    assert bench.heard() == [Want(digest=blob.ref.digest, ranges=((0, 6),))]
+    assert bench.heard() == [want(blob, (0, 6), direct=False)]
 
 
 def test_all_chunks_make_the_blob_and_it_is_said_to_be_here(bench, blob):
+    listen(bench, blob)
     bench.begin(blob)
     bench.heard()
     for index in (5, 0, 3, 3, 1, 4, 2):
@@ -81,7 +131,7 @@ def test_silence_makes_it_ask_again_for_what_is_missing(bench, blob):
     bench.heard()
     bench.now += IDLE_S
     bench.downloads.tick()
-    assert bench.heard() == [Want(digest=blob.ref.digest, ranges=((2, 4), (5, 6)))]
+    assert bench.heard() == [want(blob, (2, 4), (5, 6))]
 
 
 def test_progress_is_reported_so_that_the_sender_goes_on(bench, blob):
@@ -91,7 +141,7 @@ def test_progress_is_reported_so_that_the_sender_goes_on(bench, blob):
     bench.heard()
     bench.now += REPORT_AFTER_S
     bench.downloads.tick()
-    assert bench.heard() == [Progress(digest=blob.ref.digest, seen=2)]
+    assert bench.heard() == [Progress(digest=blob.ref.digest, seen=2, missing=((2, 6),))]
 
 
 def test_a_restart_goes_on_where_it_was(bench, blob, tmp_path):
@@ -101,7 +151,7 @@ def test_a_restart_goes_on_where_it_was(bench, blob, tmp_path):
     bench.downloads.pause()
     again = Bench(tmp_path / "cache")
     again.begin(blob)
-    assert again.heard() == [Want(digest=blob.ref.digest, ranges=((3, 6),))]
+    assert again.heard() == [want(blob, (3, 6))]
     for index in (3, 4, 5):
         again.frame(blob, index)
     assert again.downloads.has_all((blob.ref,))
@@ -118,11 +168,11 @@ def test_a_blob_whose_chunks_had_all_arrived_before_a_restart_is_checked_at_once
     again = Bench(tmp_path / "cache")
     again.begin(blob)
     assert again.downloads.has_all((blob.ref,)) != is_damaged
-    want = Want(digest=blob.ref.digest, ranges=((0, 6),))
-    assert again.heard() == [want if is_damaged else Have(digest=blob.ref.digest)]
+    assert again.heard() == [want(blob, (0, 6)) if is_damaged else Have(digest=blob.ref.digest)]
 
 
 def test_a_wrong_whole_is_thrown_away_and_asked_for_again(bench, blob):
+    listen(bench, blob)
     bench.begin(blob)
     bench.heard()
     for index in range(5):
@@ -132,7 +182,7 @@ def test_a_wrong_whole_is_thrown_away_and_asked_for_again(bench, blob):
         bench.downloads.frame(wrong)
     assert not bench.downloads.has_all((blob.ref,))
     assert bench.listening == [blob.ref.digest], "subscribed once; the broker need not confirm it again"
-    assert Want(digest=blob.ref.digest, ranges=((0, 6),)) in bench.heard()
+    assert want(blob, (0, 6), direct=False) in bench.heard()
     for index in range(6):
         bench.frame(blob, index)
     assert bench.downloads.has_all((blob.ref,))
@@ -147,6 +197,7 @@ def test_chunks_of_blobs_that_nobody_asked_for_are_ignored(bench, blob):
 def test_blobs_that_are_no_longer_needed_are_no_longer_asked_for(bench, blob):
     """A round that closed without us: its model would be asked for every second for ever."""
     other = Outgoing.of(b"x" * 3000, 1000)
+    listen(bench, blob)
     bench.begin(blob)
     bench.begin(other)
     bench.frame(blob, 0)
@@ -157,7 +208,7 @@ def test_blobs_that_are_no_longer_needed_are_no_longer_asked_for(bench, blob):
     bench.downloads.tick()
     assert {message.digest for message in bench.heard()} == {other.ref.digest}
     bench.begin(blob)
-    assert Want(digest=blob.ref.digest, ranges=((1, 6),)) in bench.heard(), "what had arrived was kept"
+    assert want(blob, (1, 6), direct=False) in bench.heard(), "what had arrived was kept"
 
 
 def test_one_chunk_arriving_twice_is_one_chunk(bench):

@@ -11,7 +11,8 @@ import pytest
 from edge_agent.agent.transfers import OFFER_AGAIN_S, Outbox, Uploads
 from edge_agent.errors import ChunkError, UsageError
 from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
-from edge_agent.wire.messages import Ack, Grant, JobKey, Receipt, UpdateManifest
+from edge_agent.wire.flow import MEASURED_S
+from edge_agent.wire.messages import Ack, Grant, JobKey, Queued, Receipt, UpdateManifest
 from edge_agent.wire.tensors import decode
 
 
@@ -111,9 +112,9 @@ class Bench:
         self.uploads = Uploads(outbox, link, lambda: self.now)
 
     def sent(self):
-        found = [decode_frame(frame).index for frame in self.frames]
+        frames = [decode_frame(frame) for frame in self.frames]
         self.frames.clear()
-        return found
+        return [frame.index + i for frame in frames for i in range(-(-len(frame.data) // CHUNK_BYTES))]
 
 
 @pytest.fixture
@@ -129,6 +130,10 @@ def grant(manifest, *ranges, at_most=16):
     return Grant(run=manifest.run, digest=manifest.blob.digest, credits=at_most, missing=ranges)
 
 
+def ack(manifest, *missing):
+    return Ack(run=manifest.run, digest=manifest.blob.digest, received=1, missing=missing)
+
+
 def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
     manifest = put(outbox)
     bench = Bench(outbox)
@@ -142,8 +147,8 @@ def test_only_what_was_granted_is_sent(bench):
     manifest = put(bench.outbox, size=BIG)
     bench.uploads.offer(manifest)
     assert bench.sent() == []
-    bench.uploads.grant(grant(manifest, (1, 3), (5, 6)))
-    assert bench.sent() == [1, 2, 5]
+    bench.uploads.grant(grant(manifest, (1, 2), (5, 6)))
+    assert bench.sent() == [1, 5]
 
 
 def test_credits_bound_what_is_under_way(bench):
@@ -151,9 +156,10 @@ def test_credits_bound_what_is_under_way(bench):
     bench.uploads.offer(manifest)
     bench.uploads.grant(grant(manifest, (0, 6), at_most=2))
     assert bench.sent() == [0, 1]
-    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=1))
+    bench.now += 0.1
+    bench.uploads.ack(ack(manifest, (1, 6)))
     assert bench.sent() == [2]
-    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=3))
+    bench.uploads.ack(ack(manifest, (3, 6)))
     assert bench.sent() == [3, 4]
 
 
@@ -161,9 +167,63 @@ def test_a_gap_is_sent_again(bench):
     manifest = put(bench.outbox, size=BIG)
     bench.uploads.offer(manifest)
     bench.uploads.grant(grant(manifest, (0, 6)))
-    bench.sent()
-    bench.uploads.ack(Ack(run=manifest.run, digest=manifest.blob.digest, received=5, missing=((2, 3),)))
-    assert bench.sent() == [2]
+    assert bench.sent() == [0, 1]
+    bench.now += 0.1
+    bench.uploads.ack(ack(manifest, (0, 1), (2, 6)))
+    assert bench.sent()[0] == 0
+
+
+def test_a_second_grant_sends_nothing_again_that_is_under_way(bench):
+    """Below 60 kB/s each announcement that was repeated had the whole window sent again."""
+    manifest = put(bench.outbox, size=BIG)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 6)))
+    assert bench.sent() == [0, 1]
+    bench.now += 1.0
+    bench.uploads.grant(grant(manifest, (0, 6)))
+    assert bench.sent() == []
+    bench.uploads.cut()
+    bench.uploads.grant(grant(manifest, (0, 6)))
+    assert bench.sent() == [0, 1], "a new connection: what was under way is lost"
+
+
+def test_an_update_that_has_to_wait_for_its_turn_is_not_announced_meanwhile(bench):
+    manifest = put(bench.outbox)
+    bench.uploads.offer(manifest)
+    bench.said.clear()
+    bench.uploads.queued(Queued(run=manifest.run, digest=manifest.blob.digest, before=17, again_s=30))
+    assert "17 others first" in bench.uploads.waits_for
+    bench.now += 29.9
+    bench.uploads.tick()
+    assert bench.said == []
+    bench.now += 0.2
+    bench.uploads.tick()
+    assert bench.said == [manifest]
+    bench.uploads.grant(grant(manifest, (0, 1)))
+    assert bench.sent() == [0]
+    assert bench.uploads.waits_for == ""
+
+
+def test_an_update_that_cannot_arrive_in_time_says_so_with_the_figures(bench):
+    """100 chunks of 5116 bytes; one each second is 5.1 kB/s."""
+    manifest = put(bench.outbox, size=100 * CHUNK_BYTES // 4 - 100)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 100)))
+    for number in range(1, 5):
+        assert bench.uploads.objection(20) == "" or number > MEASURED_S
+        bench.now += 1.0
+        bench.uploads.ack(ack(manifest, (number, 100)))
+    assert bench.uploads.objection(100) == ""
+    assert "0.491 MB are still to come, which take 96 s at the measured 5.12 kB/s" in bench.uploads.objection(50)
+    assert "the round closes in 50 s" in bench.uploads.objection(50)
+    bench.uploads.drop_all()
+    assert bench.uploads.objection(1) == ""
+    bench.uploads.offer(put(bench.outbox, 2.0, size=100 * CHUNK_BYTES // 4 - 100))
+    assert "which take 100 s" in bench.uploads.objection(50), (
+        "the rate is that of the link, also before the first chunk"
+    )
+    bench.uploads.cut()
+    assert bench.uploads.objection(50) == "", "the link is a new one"
 
 
 def test_words_about_another_blob_change_nothing(bench):

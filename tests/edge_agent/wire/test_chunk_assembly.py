@@ -25,8 +25,8 @@ class Assembly(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 7), rest=st.integers(1, CHUNK), noted_every=st.integers(1, 4))
     def begin(self, count, rest, noted_every):
         self.folder = Path(tempfile.mkdtemp(prefix="headwater-assembly-"))
-        self.noted_every, self.usual = noted_every, chunks_module._SAVE_EVERY
-        chunks_module._SAVE_EVERY = noted_every
+        self.noted_every, self.usual = noted_every, chunks_module._SAVE_BYTES
+        chunks_module._SAVE_BYTES = noted_every * CHUNK
         self.data = np.random.default_rng(count * 100 + rest).bytes((count - 1) * CHUNK + rest)
         self.blob = Outgoing.of(self.data, CHUNK)
         self.incoming = Incoming(self.blob.ref, self.folder)
@@ -35,8 +35,13 @@ class Assembly(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def send(self, data):
-        """The sender puts a chunk on the way; it may arrive at any time, or never."""
-        self.waiting.append(self.blob.frame(data.draw(st.integers(0, self.blob.count - 1))))
+        """The sender puts chunks on the way; they may arrive at any time, or never."""
+        start = data.draw(st.integers(0, self.blob.count - 1))
+        self.waiting.append(self.blob.frame(start, data.draw(st.integers(start + 1, self.blob.count))))
+
+    @staticmethod
+    def held(frame):
+        return set(range(frame.index, frame.index - (-len(frame.data) // CHUNK)))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), copies=st.integers(1, 2))
@@ -44,10 +49,10 @@ class Assembly(RuleBasedStateMachine):
         payload = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
         for _ in range(copies):
             frame = decode_frame(payload)
-            assert self.incoming.add(frame) is (frame.index not in self.present)
-            if frame.index not in self.present:
-                self.present.add(frame.index)
-                if len(self.present) % self.noted_every == 0:
+            self.incoming.add(frame)
+            if not self.held(frame) <= self.present:
+                self.present |= self.held(frame)
+                if len(self.present) - len(self.noted) >= self.noted_every:
                     self.noted = set(self.present)
 
     @precondition(lambda self: self.waiting)
@@ -115,7 +120,7 @@ class Assembly(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "incoming"):
-            chunks_module._SAVE_EVERY = self.usual
+            chunks_module._SAVE_BYTES = self.usual
             self.incoming.discard()
             shutil.rmtree(self.folder)
 

@@ -19,8 +19,9 @@ from edge_agent.wire.chunks import (
     Frame,
     Outgoing,
     chunk_count,
+    chunks_per_frame,
     decode_frame,
-    expand,
+    flags_of,
     transfer_id,
 )
 
@@ -30,11 +31,17 @@ u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 
 
-@given(u64, st.tuples(u32, u32).map(sorted).filter(lambda pair: pair[0] < pair[1]), u64, st.binary(max_size=200))
-def test_a_frame_makes_the_round_trip(transfer, place, offset, data):
+@given(
+    u64,
+    st.tuples(u32, u32).map(sorted).filter(lambda pair: pair[0] < pair[1]),
+    u64,
+    st.binary(max_size=200),
+    st.booleans(),
+)
+def test_a_frame_makes_the_round_trip(transfer, place, offset, data, report):
     index, count = place
-    payload = Frame(transfer, index, count, offset, data).encode()
-    assert decode_frame(payload) == Frame(transfer, index, count, offset, data)
+    payload = Frame(transfer, index, count, offset, data, report).encode()
+    assert decode_frame(payload) == Frame(transfer, index, count, offset, data, report)
     assert len(payload) == 40 + len(data)
 
 
@@ -44,12 +51,21 @@ def test_the_frame_is_the_one_of_the_protocol_page():
     fields = b"HW" + b"\x01\x00" + place + b"\x03\x00\x00\x00" + bytes(4)
     expected = fields + zlib.crc32(fields + b"abc").to_bytes(4, "little") + b"abc"
     assert Frame(0x0102030405060708, 2, 5, 128, b"abc").encode() == expected
+    reporting = Frame(0x0102030405060708, 2, 5, 128, b"abc", report=True).encode()
+    assert reporting[:4] == b"HW\x01\x01"
 
 
 def test_a_full_frame_is_below_the_lowest_limit_of_the_cloud_services():
-    _, outgoing = blob(CHUNK_BYTES + 1, chunk_bytes=CHUNK_BYTES)
-    assert (len(outgoing.frame(0)), len(outgoing.frame(1))) == (FRAME_BYTES, HEADER_BYTES + 1)
+    _, outgoing = blob(12 * CHUNK_BYTES + 1, chunk_bytes=CHUNK_BYTES)
+    assert chunks_per_frame(outgoing.ref) == 12
+    assert FRAME_BYTES - 12 < len(outgoing.frame(0, 12)) <= FRAME_BYTES
+    assert len(outgoing.frame(12, 13)) == HEADER_BYTES + 1
     assert FRAME_BYTES == 60 * 1024 < 64_000
+    assert outgoing.wire_bytes == 12 * CHUNK_BYTES + 1 + 2 * HEADER_BYTES
+
+
+def test_two_chunks_pass_a_link_of_64_kbit_in_less_than_1_5_seconds():
+    assert 1.0 < 2 * (CHUNK_BYTES + HEADER_BYTES) / 8000 < 1.5
 
 
 def test_every_flipped_bit_of_a_frame_is_refused():
@@ -116,25 +132,29 @@ def ranges_of(numbers: set[int]) -> list[tuple[int, int]]:
     return found
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 39)), st.integers(0, 40), st.integers(1, 6))
-def test_chunks_behave_like_a_set(count, adds, below, limit):
+spans = st.tuples(st.integers(0, 39), st.integers(1, 40)).map(lambda pair: (min(pair), max(pair[1], pair[0] + 1)))
+
+
+@given(st.integers(1, 40), st.lists(spans), spans, st.integers(1, 6))
+def test_chunks_behave_like_a_set(count, adds, between, limit):
     chunks, twin = Chunks(count), set[int]()
-    for index in (index for index in adds if index < count):
-        assert chunks.add(index) is (index not in twin)
-        twin.add(index)
+    for start, stop in adds:
+        if stop <= count:
+            chunks.add(start, stop)
+            twin.update(range(start, stop))
     lacking = set(range(count)) - twin
-    below = min(below, count)
+    low, high = (min(number, count) for number in between)
     assert {index for index in range(count) if index in chunks} == twin
     assert (chunks.present, chunks.complete) == (len(twin), not lacking)
     assert list(chunks.missing(limit=count)) == ranges_of(lacking)
-    assert list(chunks.missing(below=below, limit=limit)) == ranges_of({i for i in lacking if i < below})[:limit]
-    assert set(expand(chunks.missing(limit=count), count)) == lacking
+    assert list(chunks.missing(low, high, limit)) == ranges_of({i for i in lacking if low <= i < high})[:limit]
+    assert {i for i, flag in enumerate(flags_of(chunks.missing(limit=count), count)) if flag} == lacking
 
 
 @pytest.mark.parametrize("bad", [(-1, 2), (2, 2), (3, 2), (0, 6), (5, 6), (0, 2**62)])
 def test_ranges_outside_the_blob_are_refused(bad):
     with pytest.raises(ChunkError):
-        list(expand([(0, 1), bad], 5))
+        flags_of([(0, 1), bad], 5)
 
 
 @pytest.mark.parametrize("size, count", [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3)])

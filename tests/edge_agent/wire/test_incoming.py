@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edge_agent.errors import ChunkError
 from edge_agent.wire import chunks as chunks_module
-from edge_agent.wire.chunks import Frame, Incoming, expand
+from edge_agent.wire.chunks import Frame, Incoming, decode_frame, flags_of
 from edge_agent.wire.messages import BlobRef
 
 
@@ -27,17 +27,46 @@ def test_any_order_with_duplicates_gives_the_blob(tmp_path_factory, size, dice, 
     dice.shuffle(frames)
     incoming, seen = Incoming(outgoing.ref, folder), set[int]()
     for frame in frames:
-        assert incoming.add(frame) is (frame.index not in seen)
+        assert incoming.add(frame) == 1
         seen.add(frame.index)
+        assert incoming.chunks.present == len(seen)
     incoming.finish(folder / "whole", durable=False)
     assert (folder / "whole").read_bytes() == data
     assert [path.name for path in folder.iterdir()] == ["whole"]
 
 
+@given(st.integers(1, 700), st.lists(st.tuples(st.integers(0, 10), st.integers(1, 5)), max_size=12), st.randoms())
+@settings(max_examples=40)
+def test_frames_of_several_chunks_that_overlap_give_the_blob(tmp_path_factory, size, cuts, dice):
+    folder = tmp_path_factory.mktemp("in")
+    data, outgoing = blob(size)
+    spans = [(start, min(start + count, outgoing.count)) for start, count in cuts if start < outgoing.count]
+    spans += [(index, index + 1) for index in range(outgoing.count)]
+    dice.shuffle(spans)
+    incoming, seen = Incoming(outgoing.ref, folder), set[int]()
+    for start, stop in spans:
+        assert incoming.add(decode_frame(outgoing.frame(start, stop))) == stop - start
+        seen.update(range(start, stop))
+        assert incoming.chunks.present == len(seen)
+    incoming.finish(folder / "whole", durable=False)
+    assert (folder / "whole").read_bytes() == data
+
+
+def test_a_frame_with_other_bytes_cannot_change_chunks_that_have_been_hashed(tmp_path):
+    """Else a file could pass the check of its hash, and hold other bytes."""
+    data, outgoing = blob(3 * CHUNK)
+    incoming = Incoming(outgoing.ref, tmp_path)
+    incoming.add(decode_frame(outgoing.frame(0, 2)))
+    other = Frame(frames_of(outgoing)[0].transfer, 0, 3, 0, bytes(2 * CHUNK) + data[2 * CHUNK :])
+    incoming.add(other)
+    incoming.finish(tmp_path / "whole", durable=False)
+    assert (tmp_path / "whole").read_bytes() == data
+
+
 @pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("crash_after", range(10))
 def test_a_crash_after_any_chunk_costs_at_most_what_was_not_noted(tmp_path, monkeypatch, crash_after, durable):
-    monkeypatch.setattr(chunks_module, "_SAVE_EVERY", 4)
+    monkeypatch.setattr(chunks_module, "_SAVE_BYTES", 4 * CHUNK)
     data, outgoing = blob(9 * CHUNK)
     frames = frames_of(outgoing)
     order = [4, 0, 8, 1, 7, 2, 3, 6, 5]
@@ -49,8 +78,9 @@ def test_a_crash_after_any_chunk_costs_at_most_what_was_not_noted(tmp_path, monk
     resumed = Incoming(outgoing.ref, tmp_path)
     noted = crash_after // 4 * 4
     assert {i for i in range(9) if i in resumed.chunks} == set(order[:noted])
-    for index in expand(resumed.chunks.missing(), 9):
-        resumed.add(frames[index])
+    for index, is_missing in enumerate(flags_of(resumed.chunks.missing(), 9)):
+        if is_missing:
+            resumed.add(frames[index])
     resumed.finish(tmp_path / "whole", durable=durable)
     assert (tmp_path / "whole").read_bytes() == data
 
@@ -106,6 +136,7 @@ def test_a_wrong_hash_is_refused_and_everything_forgotten(tmp_path):
         {"offset": 65},
         {"offset": 2**63},
         {"index": 2},
+        {"index": 2, "offset": 128, "data": b"x" * 123},
         {"data": b"x" * 63},
         {"data": b"x" * 65},
         {"data": b""},
@@ -248,7 +279,7 @@ def test_notes_for_which_the_disk_has_no_room_do_not_stop_a_download(tmp_path, m
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(chunks_module, "_SAVE_EVERY", 1)
+    monkeypatch.setattr(chunks_module, "_SAVE_BYTES", CHUNK)
     monkeypatch.setattr(chunks_module, "write_atomic", full)
     assert_becomes(data, incoming, outgoing, tmp_path / "whole")
 

@@ -103,6 +103,10 @@ FIELDS = {
     "reason": text,
     "credits": st.integers(1, 4096),
     "received": counts,
+    "direct": st.booleans(),
+    "broadcast": st.booleans(),
+    "before": counts,
+    "again_s": st.floats(0.1, 3600),
     "accepted": st.booleans(),
 }
 DIRECTIONS = [(kind, wire.parse_from_agent) for kind in get_args(wire.FromAgent)] + [
