@@ -19,7 +19,7 @@ from edge_agent.methods import Update
 from edge_agent.storage import mapped, sync_folder
 from edge_agent.task import Tensors
 from edge_agent.wire import chunks
-from edge_agent.wire.flow import AHEAD_BYTES, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
+from edge_agent.wire.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
 from edge_agent.wire.messages import (
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
@@ -479,6 +479,9 @@ class _Offer:
     invited: set[str] = field(default_factory=set)
     """Agents that were asked to listen to it; one that requests the blob for itself again cannot."""
 
+    joining: dict[str, float] = field(default_factory=dict)
+    """Those of them that have yet to answer, and when they were asked: they may listen already, over slow links."""
+
     def sending_to(self, agent: str) -> Sending | None:
         """What is sent to an agent now."""
         return self.direct.get(agent) or self.carousel.listeners.get(agent)
@@ -486,7 +489,7 @@ class _Offer:
     @property
     def is_busy(self) -> bool:
         """Whether anything is to be sent, or waits for others."""
-        return bool(self.waiting or self.direct or self.carousel.listeners)
+        return bool(self.waiting or self.joining or self.direct or self.carousel.listeners)
 
 
 class Distributor:
@@ -540,6 +543,7 @@ class Distributor:
             chunks.flags_of(message.ranges, offer.blob.count)  # only checks them, before anything is changed
             self._leave(offer, agent)
             offer.waiting[agent] = message
+        offer.joining.pop(agent, None)
         self._answered(offer, agent)
         self._touch(offer)
         return True
@@ -623,6 +627,7 @@ class Distributor:
 
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)
+        offer.joining.pop(agent, None)
         for sending in (offer.direct.pop(agent, None), offer.carousel.leave(agent)):
             if sending is not None:
                 sending.cut()
@@ -650,6 +655,7 @@ class Distributor:
             elif want.direct:
                 self._say(agent, Listen(digest=want.digest, broadcast=True))
                 offer.invited.add(agent)
+                offer.joining[agent] = self._clock()
                 offer.unanswered.add(agent)
             elif is_apart and others and not is_old:
                 self._separate(offer, agent)
@@ -684,7 +690,14 @@ class Distributor:
             for frame in sending.due(now):
                 self._publish(self._topics.down_chunks(agent), frame)
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+        for agent in [agent for agent, at in offer.joining.items() if now - at >= STALL_S]:
+            del offer.joining[agent]
+            self._separate(offer, agent)
+        if offer.joining:
+            return
         listeners = offer.carousel.listeners
+        for agent in [agent for agent, sending in listeners.items() if not sending.is_moving(now)]:
+            self._separate(offer, agent)
         digest = offer.blob.ref.digest
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):

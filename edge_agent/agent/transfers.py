@@ -131,6 +131,9 @@ class Outbox:
                 path.unlink(missing_ok=True)
 
 
+SETTLED_S = 10.0
+"""A broadcast may begin at the rate of a slow link, which leaves it within seconds."""
+
 RATE_VALID_S = 600.0
 """How long a measured rate is taken for that of the next transfer, too."""
 
@@ -318,6 +321,8 @@ class _Download:
     is_listening: bool = False
     """Whether the broker has confirmed the subscription to the broadcast."""
 
+    listening_at: float = float("-inf")
+
 
 class Downloads:
     """All downloads under way into ``cache``.
@@ -365,7 +370,7 @@ class Downloads:
         ends = {f.rsplit("/", 1)[-1] for f in filters}
         for download in list(self._under_way.values()):
             if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
-                download.is_listening = not download.is_direct
+                download.is_listening, download.listening_at = not download.is_direct, self.clock()
                 self._ask(download)
 
     def listen(self, message: wire.Listen) -> None:
@@ -375,12 +380,10 @@ class Downloads:
         if download is None or download.ref.digest != message.digest:
             return
         if download.is_direct and message.broadcast:
-            download.is_direct = False
+            download.is_direct, download.receiving.meter = False, flow.Meter()
             self._link.listen(message.digest)
         elif not message.broadcast:
-            self._leave(download)
-            download.is_direct = True
-            self._ask(download)
+            self._separate(download)
 
     def frame(self, frame: chunks.Frame) -> bool:
         """Handle one frame; True when it was the last one of its blob.
@@ -399,12 +402,23 @@ class Downloads:
         return False
 
     def objection(self, refs: Sequence[wire.BlobRef], left_s: float) -> str:
-        """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown."""
+        """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown.
+
+        The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
+        agent alone, which shows the rate of its own link.
+        """
         size, now = 0, self.clock()
         for download in self._under_way.values():
-            if download.ref in refs:
-                size += download.receiving.missing_bytes
-                self._budget.note(download.receiving.meter.rate, now)
+            if download.ref not in refs:
+                continue
+            rate, missing = download.receiving.meter.rate, download.receiving.missing_bytes
+            if download.is_direct:
+                size += missing
+                self._budget.note(rate, now)
+            elif (
+                download.is_listening and rate and now - download.listening_at >= SETTLED_S and missing > rate * left_s
+            ):
+                self._separate(download)
         return self._budget.objection("the model cannot arrive in time", size, left_s, now) if size else ""
 
     def tick(self) -> None:
@@ -438,6 +452,12 @@ class Downloads:
         else:
             self._link.listen(download.ref.digest)
 
+    def _separate(self, download: _Download) -> None:
+        """Request a blob for this agent alone."""
+        self._leave(download)
+        download.is_direct, download.receiving.meter = True, flow.Meter()
+        self._ask(download)
+
     def _leave(self, download: _Download) -> None:
         if not download.is_direct:
             self._link.unlisten(download.ref.digest)
@@ -468,6 +488,7 @@ class Downloads:
             again.is_listening = download.is_listening
             self._ask(again)
             raise
-        self._budget.note(download.receiving.meter.rate, self.clock())
+        if download.is_direct:
+            self._budget.note(download.receiving.meter.rate, self.clock())
         self._leave(download)
         self._link.send(wire.Have(digest=ref.digest))

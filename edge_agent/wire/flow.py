@@ -2,8 +2,8 @@
 
 A sender measures the rate at which a link delivers, and keeps about one second of it under way, so that a control
 message never waits much longer behind chunks. It begins with two chunks and at most triples with each round trip. The
-receiver says which chunks it lacks; those of them that are under way are sent again only when a later frame has
-arrived, when the link has had twice the time that it needs, or when the connection was lost.
+receiver says which chunks it lacks; those of them that are under way are sent again only when two later frames
+have arrived, when the link has had twice the time that it needs, or when the connection was lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRACE_S = 0.5
 LONGEST_PATIENCE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flown:
     """A frame under way: its chunks ``start..stop``, and what its link had delivered when it was sent."""
 
@@ -46,6 +46,8 @@ class Flown:
     delivered: int
     delivered_at: float
     is_again: bool
+    passed_by: int = 0
+    """How many frames that were sent later have arrived."""
 
 
 MEASURED_S = 2.0
@@ -153,6 +155,9 @@ class Pace:
         return min((GRACE_S + 2 * (needed + trip)) * 2.0 ** min(self._expired, 8), LONGEST_PATIENCE_S + 2 * needed)
 
 
+PASSED_BY = 2
+"""So many later frames have arrived when one counts as lost: some brokers exchange neighbours."""
+
 STALL_S = 2.0
 """Time without progress after which a receiver no longer holds up the others of a broadcast."""
 
@@ -203,14 +208,14 @@ class Sending:
         missing = flags_of(ranges, self.blob.count)
         known = self.blob.count if len(ranges) < MAX_RANGES else ranges[-1][1]
         missing[known:] = self.need[known:]
-        arrived, left, lost = list[Flown](), list[Flown](), list[Flown]()
-        for frame in self._flight:
-            if frame.start < known and not missing[frame.start]:
-                lost += left  # links keep the order
-                left.clear()
-                arrived.append(frame)
-            else:
-                left.append(frame)
+        is_here = [frame.start < known and not missing[frame.start] for frame in self._flight]
+        arrived = [frame for frame, here in zip(self._flight, is_here, strict=True) if here]
+        later, lost, left = len(arrived), list[Flown](), list[Flown]()
+        for frame, here in zip(self._flight, is_here, strict=True):
+            later -= here
+            if not here:
+                frame.passed_by += later
+                (lost if frame.passed_by >= PASSED_BY else left).append(frame)
         waited = [(frame, now - frame.sent_at >= self.pace.patience_s(frame)) for frame in left]
         left, late = (
             [frame for frame, is_late in waited if not is_late],

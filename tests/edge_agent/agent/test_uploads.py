@@ -170,6 +170,8 @@ def test_a_gap_is_sent_again(bench):
     assert bench.sent() == [0, 1]
     bench.now += 0.1
     bench.uploads.ack(ack(manifest, (0, 1), (2, 6)))
+    assert bench.sent() == [2, 3]
+    bench.uploads.ack(ack(manifest, (0, 1), (3, 6)))
     assert bench.sent()[0] == 0
 
 
