@@ -54,7 +54,9 @@ MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
 BUDGET_BYTES = 16 << 20
 """What all updates under way may have under way together; a broker keeps it in memory while the coordinator is busy."""
 
+LEAST_BUDGET_BYTES = 128 << 10
 QUEUED_AGAIN_S = 30.0
+LEAST_UPLOAD_S = 0.01
 SILENT_S = 5.0
 """An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
 
@@ -164,12 +166,23 @@ class _Upload:
     heard_at: float = float("-inf")
     """When it was granted, or a chunk came."""
 
-    def budget_bytes(self, now: float) -> int:
-        """Its part of the budget: a whole window until its rate is known, then what its link takes in two seconds."""
+    begun_at: float = 0.0
+    received_bytes: int = 0
+
+    def budget_bytes(self, now: float, before: float) -> int:
+        """Its part of the budget; ``before``: the rate of the agent's last upload, 0 without one."""
         if now - self.heard_at > SILENT_S:
             return 0
-        window, rate = min(WINDOW_BYTES, self.manifest.blob.size_bytes), self.receiving.meter.rate
-        return min(window, int(2 * rate)) if rate else window
+        return budget_bytes(self.manifest, self.receiving.meter.rate, before, self.received_bytes)
+
+
+def budget_bytes(update: UpdateManifest, rate: float, before: float, received: int) -> int:
+    """How much of an update may be under way: what its link takes in two seconds, at most a window.
+
+    While the rate is unknown: as at the last upload, or three times what has arrived, as senders begin slowly.
+    """
+    expected = 2 * rate or max(2 * before, 3 * received, LEAST_BUDGET_BYTES)
+    return min(WINDOW_BYTES, update.blob.size_bytes, int(expected))
 
 
 class Collector:
@@ -189,6 +202,9 @@ class Collector:
         self._uploads: dict[str, _Upload] = {}
         self._queue: dict[str, UpdateManifest] = {}
         """Updates that wait for their turn, in the order in which they were announced."""
+
+        self._rates: dict[str, float] = {}
+        """Bytes per second of each agent's last upload."""
 
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
@@ -249,8 +265,10 @@ class Collector:
             raise ChunkError("no upload was granted")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
         upload.heard_at = self._clock()
+        upload.received_bytes += len(frame.data)
         if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
+            self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
             self.finished_uploads += 1
             self._finish(agent, upload)
             self._admit_next()
@@ -316,7 +334,7 @@ class Collector:
 
     def _admit(self, agent: str, message: UpdateManifest) -> None:
         """Grant an upload, or queue it: what is under way together is bounded."""
-        if agent not in self._uploads and (agent in self._queue or not self._has_room(message)):
+        if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
             self._queue[agent] = message
             before = list(self._queue).index(agent) + len(self._uploads)
             digest = message.blob.digest
@@ -326,14 +344,18 @@ class Collector:
 
     def _admit_next(self) -> None:
         """Grant uploads to those who have waited longest, as long as there is room."""
-        while self._queue and self._has_room(next(iter(self._queue.values()))):
+        while self._queue and self._has_room(*next(iter(self._queue.items()))):
             agent = next(iter(self._queue))
             self._grant(agent, self._queue.pop(agent))
 
-    def _has_room(self, message: UpdateManifest) -> bool:
-        now = self._clock()
-        used = sum(upload.budget_bytes(now) for upload in self._uploads.values())
-        return used + min(WINDOW_BYTES, message.blob.size_bytes) <= BUDGET_BYTES
+    def _has_room(self, agent: str, message: UpdateManifest) -> bool:
+        more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+        return self.under_way_bytes() + more <= BUDGET_BYTES
+
+    def under_way_bytes(self) -> int:
+        """About how much of all updates may be under way."""
+        now, rates = self._clock(), self._rates
+        return sum(upload.budget_bytes(now, rates.get(agent, 0.0)) for agent, upload in self._uploads.items())
 
     def _grant(self, agent: str, message: UpdateManifest) -> None:
         upload = self._uploads.get(agent)
@@ -342,6 +364,7 @@ class Collector:
                 upload.receiving.incoming.discard()
             incoming = chunks.Incoming(message.blob, self._folder(agent))
             upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
+            upload.begun_at = self._clock()
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
         upload.granted_at = upload.heard_at = self._clock()
@@ -473,6 +496,9 @@ class _Offer:
     start_at: float = 0.0
     last_start_at: float = 0.0
     direct: dict[str, Sending] = field(default_factory=dict)
+    held: dict[str, Sending] = field(default_factory=dict)
+    """What is under way to agents that wait."""
+
     apart: set[str] = field(default_factory=set)
     """Agents that were asked not to listen to the broadcast."""
 
@@ -484,7 +510,12 @@ class _Offer:
 
     def sending_to(self, agent: str) -> Sending | None:
         """What is sent to an agent now."""
-        return self.direct.get(agent) or self.carousel.listeners.get(agent)
+        return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
+
+    @property
+    def sendings(self) -> tuple[Sending, ...]:
+        """What is sent to all agents."""
+        return (*self.direct.values(), *self.carousel.listeners.values(), *self.held.values())
 
     @property
     def is_busy(self) -> bool:
@@ -513,7 +544,7 @@ class Distributor:
         """These blobs are not needed any more."""
         for digest in digests:
             if offer := self._offers.pop(digest, None):
-                for sending in (*offer.direct.values(), *offer.carousel.listeners.values()):
+                for sending in offer.sendings:
                     sending.cut()
             self._busy.pop(digest, None)
             self._touched.pop(digest, None)
@@ -536,12 +567,17 @@ class Distributor:
         offer = self._offers.get(message.digest)
         if offer is None:
             return False
+        if message.direct and agent in offer.joining:
+            return True  # sent before it was asked to listen
         sending = offer.sending_to(agent)
-        if sending is not None and (agent in offer.direct) == message.direct:
+        if sending is not None and agent not in offer.held and (agent in offer.direct) == message.direct:
             self._lacks(offer, sending, message.ranges)
         else:
             chunks.flags_of(message.ranges, offer.blob.count)  # only checks them, before anything is changed
-            self._leave(offer, agent)
+            if sending is not None:  # what is under way to it arrives also when it listens otherwise from now on
+                offer.direct.pop(agent, None)
+                offer.carousel.leave(agent)
+                offer.held[agent] = sending
             offer.waiting[agent] = message
         offer.joining.pop(agent, None)
         self._answered(offer, agent)
@@ -587,7 +623,7 @@ class Distributor:
     def disconnected(self) -> None:
         """The coordinator's own connection is lost, and what was under way with it."""
         for offer in self._busy.values():
-            for sending in (*offer.direct.values(), *offer.carousel.listeners.values()):
+            for sending in offer.sendings:
                 sending.cut()
             offer.carousel.changed()
 
@@ -628,7 +664,7 @@ class Distributor:
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)
         offer.joining.pop(agent, None)
-        for sending in (offer.direct.pop(agent, None), offer.carousel.leave(agent)):
+        for sending in (offer.direct.pop(agent, None), offer.held.pop(agent, None), offer.carousel.leave(agent)):
             if sending is not None:
                 sending.cut()
 
@@ -663,7 +699,7 @@ class Distributor:
                 offer.carousel.join(agent, self._begin(offer, agent, want, is_old=is_old), self._clock())
 
     def _begin(self, offer: _Offer, agent: str, want: Want, *, is_old: bool) -> Sending:
-        sending = Sending(offer.blob, self._pace(agent), is_old=is_old)
+        sending = offer.held.pop(agent, None) or Sending(offer.blob, self._pace(agent), is_old=is_old)
         sending.lacks(want.ranges, self._clock())
         return sending
 

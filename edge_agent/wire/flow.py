@@ -136,8 +136,11 @@ class Pace:
         self._round_trip_s = min(self._round_trip_s, took_s)
         measured = (self._delivered - newest.delivered) / max(now - newest.delivered_at, LEAST_ELAPSED_S)
         self.rate = max(measured, self.rate * SLOW_DECLINE if is_queued else self.rate)
-        target = self.rate * max(QUEUE_S, 2 * self._round_trip_s)
-        self._window = int(max(FIRST_BYTES, min(target, self._window + 2 * size, self.limit_bytes)))
+        if is_queued or self.samples == 1:
+            target = self.rate * max(QUEUE_S, 2 * self._round_trip_s)
+            self._window = int(max(FIRST_BYTES, min(target, self._window + 2 * size)))
+        elif 2 * newest.ahead >= self._window:  # it was used, and the link had no queue
+            self._window = min(self._window + 2 * size, self.limit_bytes)
 
     def lost(self, frames: Iterable[Flown]) -> None:
         """These will not arrive any more."""
@@ -252,7 +255,8 @@ class Sending:
     def cut(self) -> None:
         """The connection was lost, and what was under way with it: it is to be sent again."""
         for frame in self._flight:
-            self.need[frame.start : frame.stop] = b"\1" * (frame.stop - frame.start)
+            for flags in (self.need, self._doubtful):
+                flags[frame.start : frame.stop] = b"\1" * (frame.stop - frame.start)
         self.pace.lost(self._flight)
         self._flight.clear()
         self._first = self._counted = 0
@@ -260,7 +264,7 @@ class Sending:
     def sent(self, start: int, stop: int, size: int, now: float) -> None:
         """A frame of these chunks was published to the receiver."""
         self.need[start:stop] = bytes(stop - start)
-        is_again = bool(self._doubtful[start])
+        is_again = self._doubtful.find(1, start, stop) >= 0
         self.meter.begin(now)
         if not self._flight:
             self.moved_at = now

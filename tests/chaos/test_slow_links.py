@@ -205,8 +205,9 @@ def test_a_transfer_that_cannot_be_over_in_time_is_refused_within_seconds_with_t
 
 
 def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice(tmp_path, monkeypatch):
-    """Room for two full windows: of eight agents at 200 kB/s at most a few send at a time, and all of them know why."""
+    """Room for two full windows: of eight fast agents some send at a time, and the others know why they wait."""
     monkeypatch.setattr(transfers, "BUDGET_BYTES", 2 << 20)
+    monkeypatch.setattr(transfers, "LEAST_BUDGET_BYTES", 1 << 20)
     names = [f"a{number}" for number in range(8)]
     with federation(tmp_path, dict.fromkeys(names, 200_000), capture=True) as fed:
         fed.settle()
@@ -215,9 +216,7 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
 
         def step():
             nonlocal most
-            now = fed.clock.now
-            uploads = fed.coordinator.collector._uploads.values()
-            most = max(most, sum(upload.budget_bytes(now) for upload in uploads))
+            most = max(most, fed.coordinator.collector.under_way_bytes())
             told.update(name for name in names if "turn of its update" in fed.agents[name].uploads.waits_for)
             return fed.entries("round_closed")
 
