@@ -495,6 +495,7 @@ class _Offer:
     waiting: dict[str, Want] = field(default_factory=dict)
     start_at: float = 0.0
     last_start_at: float = 0.0
+    answered_at: float = 0.0
     direct: dict[str, Sending] = field(default_factory=dict)
     held: dict[str, Sending] = field(default_factory=dict)
     """What is under way to agents that wait."""
@@ -635,7 +636,7 @@ class Distributor:
             self._touched.update(self._busy)
         touched, self._touched = self._touched, {}
         for digest, offer in touched.items():
-            if offer.waiting and (not offer.unanswered or now >= offer.start_at):
+            if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
                 self._start(offer)
             self._send(offer, now)
             if not offer.is_busy:
@@ -659,7 +660,15 @@ class Distributor:
         offer.unanswered.discard(agent)
         if len(offer.waiting) == 1 and agent in offer.waiting:
             offer.last_start_at = now + LONGEST_GATHER_S
-        offer.start_at = min(now + GATHER_S, offer.last_start_at)
+        offer.answered_at, offer.start_at = now, min(now + GATHER_S, offer.last_start_at)
+
+    def _gathered_at(self, offer: _Offer, now: float) -> float:
+        """When to stop waiting for more requests: the next one takes as long as the longest known round trip."""
+        if offer.start_at <= now < offer.last_start_at:
+            paces = (self._paces.get(agent) for agent in offer.unanswered)
+            longest = max((pace.round_trip_s for pace in paces if pace is not None and pace.samples), default=0.0)
+            offer.start_at = min(max(offer.answered_at + longest, offer.start_at), offer.last_start_at)
+        return offer.start_at
 
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)

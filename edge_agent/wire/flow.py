@@ -98,7 +98,10 @@ class Pace:
         """Bytes per second; 0: unknown."""
 
         self.under_way = self.samples = 0
-        self._window, self._round_trip_s = FIRST_BYTES, float("inf")
+        self.round_trip_s = float("inf")
+        """The shortest time until a frame was reported to have arrived."""
+
+        self._window = FIRST_BYTES
         self._delivered, self._delivered_at = 0, 0.0
         self._expired = 0
 
@@ -132,12 +135,12 @@ class Pace:
         self._expired = 0
         self.samples += 1
         took_s = max(now - newest.sent_at, LEAST_ELAPSED_S)
-        is_queued = took_s > 1.5 * self._round_trip_s + 0.05  # else the window may have been the limit, not the link
-        self._round_trip_s = min(self._round_trip_s, took_s)
+        is_queued = took_s > 1.5 * self.round_trip_s + 0.05  # else the window may have been the limit, not the link
+        self.round_trip_s = min(self.round_trip_s, took_s)
         measured = (self._delivered - newest.delivered) / max(now - newest.delivered_at, LEAST_ELAPSED_S)
         self.rate = max(measured, self.rate * SLOW_DECLINE if is_queued else self.rate)
         if is_queued or self.samples == 1:
-            target = self.rate * max(QUEUE_S, 2 * self._round_trip_s)
+            target = self.rate * max(QUEUE_S, 2 * self.round_trip_s)
             self._window = int(max(FIRST_BYTES, min(target, self._window + 2 * size)))
         elif 2 * newest.ahead >= self._window:  # it was used, and the link had no queue
             self._window = min(self._window + 2 * size, self.limit_bytes)
@@ -154,7 +157,7 @@ class Pace:
     def patience_s(self, frame: Flown) -> float:
         """Seconds after which a frame that has not arrived counts as lost: twice what the link needs, and a little."""
         needed = frame.ahead / (self.rate or FIRST_BYTES / QUEUE_S)
-        trip = self._round_trip_s if self.rate else 0.0
+        trip = self.round_trip_s if self.rate else 0.0
         return min((GRACE_S + 2 * (needed + trip)) * 2.0 ** min(self._expired, 8), LONGEST_PATIENCE_S + 2 * needed)
 
 

@@ -102,6 +102,21 @@ def test_agents_at_the_same_slow_rate_share_one_broadcast(tmp_path):
             assert fed.line(name, "down").slowest_control_s < 2.0
 
 
+def test_agents_that_ask_at_different_times_share_one_broadcast_in_every_round(tmp_path):
+    """Their requests take 10 ms to 1 s; known or not, each blob is published once, and each agent receives it once."""
+    names = [f"a{number:02}" for number in range(20)]
+    with federation(tmp_path, dict.fromkeys(names, 1e6), capture=True) as fed:
+        for number, name in enumerate(names):
+            fed.line(name, "up").delay_s = 0.01 + number / 20
+        fed.settle()
+        fed.request(rounds=2)
+        fed.finish(900)
+        size = len(fed.state.blobs.read(fed.record.checkpoint))
+        assert published(fed) < 1.2 * 3 * size
+        for name in names:
+            assert fed.line(name, "down").bytes < 1.1 * 3 * size
+
+
 def test_a_connection_that_breaks_after_every_100_kb_costs_what_was_under_way(tmp_path, undisturbed):
     """40 kB/s: about one second of it, 40 kB, is lost each time; nothing that has arrived comes again."""
     with federation(tmp_path, {"a0": 1e9, "a1": 40_000}) as fed:

@@ -106,7 +106,7 @@ def test_reports_are_asked_for_after_each_half_of_the_window_and_at_the_end():
 
 def test_a_rate_that_falls_is_followed_and_one_late_report_is_not_believed_at_once():
     pace = Pace(WINDOW_BYTES)
-    pace.rate, pace._round_trip_s = 100_000.0, 0.05
+    pace.rate, pace.round_trip_s = 100_000.0, 0.05
     frame = pace.sent(0, 1, SIZE, 0.0)
     pace.arrived([frame], 4.0)
     assert pace.rate == pytest.approx(70_000)
