@@ -222,7 +222,7 @@ def _own_password(password_file: Path) -> Path:
 
 MAX_PACKET_BYTES = 1 << 20
 MAX_INFLIGHT = 256
-"""Unacknowledged messages for one client: more than the 16 chunks of 16 uploads at once that a coordinator grants."""
+"""Unacknowledged messages for one client: about as many frames as a coordinator has of updates under way at once."""
 
 MAX_QUEUED = 8192
 """Messages kept for one slow client. Mosquitto's own limit of 1,000 silently drops chunks of a 60 MB download."""

@@ -479,6 +479,9 @@ def answer() -> None:
     sys.stdout.write(json.dumps(result) + "\n")
 
 
+JUDGED_APART_S = 0.5
+"""Between two looks at whether a transfer can be over in time."""
+
 REMEMBERED = 32
 """Jobs of which a repeated message is recognised; more than one round ever sends to one agent."""
 
@@ -494,7 +497,7 @@ class TaskQueue:
         self._tasks, self._cache, self._downloads, self._uploads = tasks, downloads.cache, downloads, uploads
         self._worker, self._link, self.condition = worker, link, Condition()
         self.job: wire.Job | None = None
-        self._closes_at = float("inf")
+        self._closes_at, self._judged_at = float("inf"), float("-inf")
         self._install: wire.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
@@ -562,9 +565,10 @@ class TaskQueue:
 
     def give_up_late(self) -> None:
         """Drop a job whose model or update cannot pass the link before the round closes, and say so at once."""
-        job, left_s = self.job, self._closes_at - self._downloads.clock()
-        if job is None or self._working_on == job_key(job):
+        job, now = self.job, self._downloads.clock()
+        if job is None or now < self._judged_at + JUDGED_APART_S or self._working_on == job_key(job):
             return
+        self._judged_at, left_s = now, self._closes_at - now
         if self._uploads.holds(job_key(job)):
             why = self._uploads.objection(left_s)
         else:
