@@ -67,7 +67,6 @@ class Carousel:
         room = min(sending.pace.room(size) for sending in moving)
         window = min(sending.pace.window(size) for sending in moving)
         most = min(sending.frame_chunks for sending in moving)
-        is_old = any(sending.is_old for sending in moving)
         while (start := self._next(now)) is not None:
             stop = start + min(most, _run(self.wanted >> start))
             if (stop - start) * size > room:
@@ -80,7 +79,7 @@ class Carousel:
             self._unasked += (stop - start) * size
             report = 2 * self._unasked >= window or most * size > room or not self._wanted >> stop
             self._unasked = 0 if report else self._unasked
-            yield self.blob.frame(start, stop, report=report and not is_old)
+            yield self.blob.frame(start, stop, report=report)
 
     def _next(self, now: float) -> int | None:
         """The first chunk to publish from the position on; None: none, or those who have all are still listening."""

@@ -60,9 +60,6 @@ LEAST_UPLOAD_S = 0.01
 SILENT_S = 5.0
 """An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
 
-PROGRESS_WITH_RANGES = 3
-"""The first protocol in which frames hold several chunks, and reports of downloads say what is missing."""
-
 Send = Callable[[str, Command], None]
 
 
@@ -379,7 +376,7 @@ class Collector:
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
         run, digest, receiving = upload.manifest.run, upload.manifest.blob.digest, upload.receiving
-        self._send(agent, Ack(run=run, digest=digest, received=receiving.seen, missing=receiving.missing))
+        self._send(agent, Ack(run=run, digest=digest, missing=receiving.missing))
 
     def _finish(self, agent: str, upload: _Upload) -> None:
         message, collection = upload.manifest, self.open_round
@@ -604,10 +601,7 @@ class Distributor:
         sending = None if offer is None else offer.sending_to(agent)
         if offer is None or sending is None:
             return
-        if message.missing:
-            self._lacks(offer, sending, message.missing)
-        else:
-            sending.saw(message.seen, self._clock())
+        self._lacks(offer, sending, message.missing)
         if agent in offer.carousel.listeners and self._is_slow(agent, offer):
             self._separate(offer, agent)
         self._touch(offer)
@@ -694,21 +688,20 @@ class Distributor:
         for agent, want in waiting.items():
             overshoot = (wanted & ~needs[agent]).bit_count()
             is_apart = agent in offer.apart or overshoot > OVERSHOOT * offer.blob.count or self._is_slow(agent, offer)
-            is_old = want.v < PROGRESS_WITH_RANGES
             if want.direct and (is_apart or not others or agent in offer.invited):
-                offer.direct[agent] = self._begin(offer, agent, want, is_old=False)
+                offer.direct[agent] = self._begin(offer, agent, want)
             elif want.direct:
                 self._say(agent, Listen(digest=want.digest, broadcast=True))
                 offer.invited.add(agent)
                 offer.joining[agent] = self._clock()
                 offer.unanswered.add(agent)
-            elif is_apart and others and not is_old:
+            elif is_apart and others:
                 self._separate(offer, agent)
             else:
-                offer.carousel.join(agent, self._begin(offer, agent, want, is_old=is_old), self._clock())
+                offer.carousel.join(agent, self._begin(offer, agent, want), self._clock())
 
-    def _begin(self, offer: _Offer, agent: str, want: Want, *, is_old: bool) -> Sending:
-        sending = offer.held.pop(agent, None) or Sending(offer.blob, self._pace(agent), is_old=is_old)
+    def _begin(self, offer: _Offer, agent: str, want: Want) -> Sending:
+        sending = offer.held.pop(agent, None) or Sending(offer.blob, self._pace(agent))
         sending.lacks(want.ranges, self._clock())
         return sending
 

@@ -240,7 +240,7 @@ class Uploads:
         Raises:
             ChunkError: ranges outside the blob.
         """
-        if self._sending is not None and message.missing and self._is_ours(message):
+        if self._sending is not None and self._is_ours(message):
             self._continue(self._sending, message.missing)
 
     def receipt(self, message: wire.Receipt) -> wire.UpdateManifest | None:
@@ -465,7 +465,7 @@ class Downloads:
 
     def _report(self, download: _Download) -> None:
         digest, receiving = download.ref.digest, download.receiving
-        self._link.send(wire.Progress(digest=digest, seen=receiving.seen, missing=receiving.missing))
+        self._link.send(wire.Progress(digest=digest, missing=receiving.missing))
 
     def _ask(self, download: _Download) -> None:
         if download.receiving.incoming.chunks.complete:  # everything was on disk from before a restart

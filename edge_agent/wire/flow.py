@@ -171,9 +171,8 @@ STALL_S = 2.0
 class Sending:
     """What one receiver lacks of a blob, and what of it is under way."""
 
-    def __init__(self, blob: Outgoing, pace: Pace, *, is_old: bool = False) -> None:
-        """``is_old``: the receiver speaks protocol 2, with one chunk in each frame, and counts what it has seen."""
-        self.blob, self.pace, self.is_old = blob, pace, is_old
+    def __init__(self, blob: Outgoing, pace: Pace) -> None:
+        self.blob, self.pace = blob, pace
         self.need = bytearray(blob.count)
         """One byte for each chunk, 1: it is to be sent."""
 
@@ -181,7 +180,7 @@ class Sending:
         """When something was last heard to have arrived, or was sent after a pause."""
 
         self.meter = Meter()
-        self._first = self._counted = self._unasked = 0
+        self._first = self._unasked = 0
         self._flight = deque[Flown]()
         self._doubtful = bytearray(blob.count)  # sent again though the first try may still arrive
 
@@ -203,7 +202,7 @@ class Sending:
     def frame_chunks(self) -> int:
         """How many chunks a frame has: a quarter of the window, so that the next one is here when one is done."""
         size = self.blob.ref.chunk_bytes
-        return 1 if self.is_old else max(1, min(self.pace.window(size) // 4 // size, chunks_per_frame(self.blob.ref)))
+        return max(1, min(self.pace.window(size) // 4 // size, chunks_per_frame(self.blob.ref)))
 
     def lacks(self, ranges: Sequence[tuple[int, int]], now: float) -> None:
         """The receiver lacks these chunks, and has all others up to the last of `MAX_RANGES` ranges.
@@ -232,20 +231,11 @@ class Sending:
             missing[unknown : frame.stop] = b"\1" * (frame.stop - unknown)
         for frame in left:
             missing[frame.start : frame.stop] = bytes(frame.stop - frame.start)
-        self._flight, self.need, self._first, self._counted = deque(left), missing, 0, 0
+        self._flight, self.need, self._first = deque(left), missing, 0
         self.pace.lost(lost)
         self.pace.expired(late)
         for frame in late:
             self._doubtful[frame.start : frame.stop] = b"\1" * (frame.stop - frame.start)
-        self._settle(arrived, now)
-
-    def saw(self, seen: int, now: float) -> None:
-        """A receiver of protocol 2 has seen so many chunks since it asked: the first of those under way."""
-        arrived = list[Flown]()
-        while self._flight and self._counted + self._flight[0].stop - self._flight[0].start <= seen:
-            frame = self._flight.popleft()
-            self._counted += frame.stop - frame.start
-            arrived.append(frame)
         self._settle(arrived, now)
 
     def arrived(self, now: float) -> None:
@@ -262,7 +252,7 @@ class Sending:
                 flags[frame.start : frame.stop] = b"\1" * (frame.stop - frame.start)
         self.pace.lost(self._flight)
         self._flight.clear()
-        self._first = self._counted = 0
+        self._first = 0
 
     def sent(self, start: int, stop: int, size: int, now: float) -> None:
         """A frame of these chunks was published to the receiver."""
@@ -290,7 +280,7 @@ class Sending:
             is_half = 2 * self._unasked >= self.pace.window(size)
             report = is_half or self.is_over or most * size > self.pace.room(size)
             self._unasked = 0 if report else self._unasked
-            yield self.blob.frame(start, stop, report=report and not self.is_old)
+            yield self.blob.frame(start, stop, report=report)
 
     def _settle(self, frames: Sequence[Flown], now: float) -> None:
         if frames:
@@ -324,7 +314,7 @@ class Receiving:
 
     def restart(self, now: float) -> None:
         """What is missing has just been asked for."""
-        self.seen, self._unreported, self._is_wanted = 0, 0, False
+        self._unreported, self._is_wanted = 0, False
         self._reported_at = self._heard_at = now
 
     def add(self, frame: Frame, now: float) -> bool:
@@ -333,7 +323,7 @@ class Receiving:
         Raises:
             ChunkError: the frame is not of this blob.
         """
-        self.seen += self.incoming.add(frame)
+        self.incoming.add(frame)
         size = len(frame.data)
         if self._frame_at is None:
             self.meter.begin(now)

@@ -305,12 +305,11 @@ class Want(Control):
 
 
 class Progress(Control):
-    """How many chunks of the blob this agent has seen since its `Want`, and those that are missing."""
+    """Chunks have arrived since the agent's `Want`; these are still missing."""
 
     type: Literal["progress"] = "progress"
     digest: Digest
-    seen: int = Field(ge=0)
-    missing: Ranges = ()
+    missing: Ranges
 
 
 class UpdateManifest(Control):
@@ -502,13 +501,12 @@ class Queued(Command):
 
 
 class Ack(Command):
-    """How many chunks have arrived since the `Grant`, and those that are missing."""
+    """Chunks have arrived since the `Grant`; these are still missing."""
 
     type: Literal["ack"] = "ack"
     run: RunId
     digest: Digest
-    received: int = Field(ge=0)
-    missing: Ranges = ()
+    missing: Ranges
 
 
 class Receipt(Command):

@@ -30,12 +30,12 @@ class Bench:
             lambda: self.now,
         )
 
-    def want(self, agent, offered, *ranges, direct=False, version=wire.PROTOCOL):
+    def want(self, agent, offered, *ranges, direct=False):
         ranges = ranges or ((0, offered.count),)
-        return self.distributor.want(agent, Want(v=version, digest=offered.ref.digest, ranges=ranges, direct=direct))
+        return self.distributor.want(agent, Want(digest=offered.ref.digest, ranges=ranges, direct=direct))
 
     def report(self, agent, offered, *missing):
-        self.distributor.progress(agent, Progress(digest=offered.ref.digest, seen=1, missing=missing))
+        self.distributor.progress(agent, Progress(digest=offered.ref.digest, missing=missing))
 
     def taken(self):
         """(topic, chunk number) of everything published since the last call."""
@@ -310,18 +310,6 @@ def test_a_new_connection_gets_what_was_lost_with_the_old_one_at_once(bench):
     assert [index for _, index in bench.taken()] == []
     bench.want("a", offered, direct=True)
     assert [index for _, index in bench.taken()] == [0, 1], "the coordinator's own connection counts too"
-
-
-def test_an_agent_of_protocol_2_gets_one_chunk_in_each_frame_and_is_not_asked_to_listen(bench):
-    offered = blob(chunks=100)
-    bench.distributor.offer(offered, ("old", "new"))
-    bench.want("old", offered, version=2)
-    bench.want("new", offered)
-    bench.distributor.pump()
-    frames = [decode_frame(payload) for _, payload in bench.published]
-    assert {len(frame.data) for frame in frames} == {1000}
-    assert not any(frame.report for frame in frames)
-    assert bench.heard() == []
 
 
 def test_a_lie_about_what_arrived_brings_nobody_beyond_the_window(bench):

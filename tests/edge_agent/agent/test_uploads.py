@@ -131,7 +131,7 @@ def grant(manifest, *ranges, at_most=16):
 
 
 def ack(manifest, *missing):
-    return Ack(run=manifest.run, digest=manifest.blob.digest, received=1, missing=missing)
+    return Ack(run=manifest.run, digest=manifest.blob.digest, missing=missing)
 
 
 def test_what_lies_in_the_outbox_at_the_start_is_held_and_offered(outbox):
@@ -233,7 +233,7 @@ def test_words_about_another_blob_change_nothing(bench):
     bench.uploads.offer(manifest)
     other = "0" * 64
     bench.uploads.grant(Grant(run="run-0001", digest=other, credits=4, missing=((0, 1),)))
-    bench.uploads.ack(Ack(run="run-0001", digest=other, received=3))
+    bench.uploads.ack(Ack(run="run-0001", digest=other, missing=((0, 1),)))
     assert bench.uploads.receipt(Receipt(run="run-0001", digest=other, accepted=True)) is None
     assert bench.sent() == []
     assert bench.uploads.holds(JobKey("run-0001", 1))
