@@ -579,6 +579,8 @@ class Distributor:
             offer.waiting[agent] = message
         offer.joining.pop(agent, None)
         self._answered(offer, agent)
+        if not self._pace(agent).is_ready(offer.blob.ref.chunk_bytes):
+            self._leave_abandoned(offer, agent)
         self._touch(offer)
         return True
 
@@ -670,6 +672,13 @@ class Distributor:
         for sending in (offer.direct.pop(agent, None), offer.held.pop(agent, None), offer.carousel.leave(agent)):
             if sending is not None:
                 sending.cut()
+
+    def _leave_abandoned(self, wanted: _Offer, agent: str) -> None:
+        """Another blob that the agent needs no longer takes no part of its link; if it does, it asks for it again."""
+        for offer in self._busy.values():
+            sending = offer.sending_to(agent)
+            if offer is not wanted and sending is not None and sending.is_abandoned(self._clock()):
+                self._leave(offer, agent)
 
     def _lacks(self, offer: _Offer, sending: Sending, ranges: Ranges) -> None:
         before = sending.need

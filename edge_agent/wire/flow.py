@@ -193,6 +193,10 @@ class Sending:
         """Whether what is under way arrives, as far as is known."""
         return not self._flight or now - self.moved_at < STALL_S
 
+    def is_abandoned(self, now: float) -> bool:
+        """Whether the receiver should have reported everything that is under way long ago."""
+        return bool(self._flight) and all(now - frame.sent_at >= self.pace.patience_s(frame) for frame in self._flight)
+
     @property
     def remaining_bytes(self) -> int:
         """About how many bytes have yet to arrive."""

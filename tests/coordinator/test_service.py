@@ -120,7 +120,7 @@ def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_
         def broken(*arguments):
             raise ZeroDivisionError
 
-        monkeypatch.setattr(fed.coordinator.distributor, "progress", broken)
+        monkeypatch.setitem(fed.coordinator._handlers, wire.Progress, broken)
         Stranger(fed, "x").say(wire.Progress(digest="0" * 64, missing=((0, 1),)))
         fed.settle()
         assert fed.coordinator.rejected.counts == {"x: ZeroDivisionError": 1}
