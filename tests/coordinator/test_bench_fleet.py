@@ -20,7 +20,7 @@ from edge_agent import methods, models
 from edge_agent.wire.tensors import decode
 
 BYTES = 200_000
-"""Of the model: four chunks."""
+"""Of the model: four large frames."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,13 @@ def test_every_update_of_a_fleet_in_memory_is_in_the_model(tmp_path):
 
 
 def test_messages_and_bytes_of_a_fleet_are_counted(tmp_path):
-    """Five agents: five hellos; three downloads of four chunks; two uploads of as many chunks from each."""
+    """Five agents: five hellos; three downloads; two uploads of at least four frames each, small ones at first."""
     plan = FleetPlan(agents=5, payload=str(BYTES), rounds=2, idle_s=30)
     figures = fleet.measure_in_memory(plan, tmp_path)
     counts = {kind: count for kind, (count, _) in figures.cpu_us.items()}
     assert (counts["hello"], counts["have"], counts["report"]) == (5, 15, 5)
-    assert (counts["chunk"], counts["last chunk"]) == (5 * 2 * 3, 5 * 2)
+    assert counts["last chunk"] == 5 * 2
+    assert 5 * 2 * 3 <= counts["chunk"] <= 5 * 2 * 12
     assert 10 <= counts["heartbeat"] <= 12  # every 15 s, of which 30 s passed, and while the rounds took time
     rows = {row.name: row.value for row in figures.rows()}
     assert 1.0 < rows["received by agents / needed"] < 1.1  # frames and control messages beside the model

@@ -64,7 +64,7 @@ def test_types_are_recognised_in_every_message_of_an_agent(limits):
     messages = [
         wire.Have(digest=digest, **stamp),
         wire.Want(digest=digest, ranges=((0, 1),), **stamp),
-        wire.Progress(digest=digest, seen=1, **stamp),
+        wire.Progress(digest=digest, missing=((0, 1),), **stamp),
         wire.UpdateManifest(run="run-0001", round=1, blob=ref, samples=1, **stamp),
         wire.Report(run="run-0001", samples=1, **stamp),
         wire.Fault(error="x", message="y", **stamp),

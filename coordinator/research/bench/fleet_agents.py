@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from edge_agent.errors import MeasuringFailed
 from edge_agent.wire import chunks
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Chunks, Outgoing
+from edge_agent.wire.flow import WINDOW_BYTES, Pace, Sending
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.tensors import decode, encode
 
@@ -42,7 +43,7 @@ class Models:
         self._updates: OrderedDict[tuple[str, int], Outgoing] = OrderedDict()
 
     def add(self, ref: wire.BlobRef, frame: chunks.Frame) -> None:
-        """One chunk that some agent has received.
+        """A frame that some agent has received.
 
         Raises:
             MeasuringFailed: the blob is complete and has another hash.
@@ -51,8 +52,10 @@ class Models:
             return
         count = chunks.chunk_count(ref)
         data, present = self._parts.setdefault(ref.digest, (bytearray(ref.size_bytes), Chunks(count)))
-        if not present.add(frame.index):
+        stop = stop_of(ref, frame)
+        if not present.missing(frame.index, stop):
             return
+        present.add(frame.index, stop)
         data[frame.offset : frame.offset + len(frame.data)] = frame.data
         if present.complete:
             if hashlib.sha256(data).hexdigest() != ref.digest:
@@ -75,6 +78,11 @@ class Models:
                 self._updates.popitem(last=False)
         self._updates.move_to_end(key)
         return self._updates[key]
+
+
+def stop_of(ref: wire.BlobRef, frame: chunks.Frame) -> int:
+    """The number after that of the last chunk in a frame."""
+    return frame.index - (-len(frame.data) // ref.chunk_bytes)
 
 
 class FleetAgent:
@@ -101,8 +109,10 @@ class FleetAgent:
         self._ref: wire.BlobRef | None = None
         self._chunks: Chunks | None = None
         self._manifest: wire.UpdateManifest | None = None
-        self._queue: deque[int] = deque()
-        self._seen = self._sent = self._window = 0
+        self._sending: Sending | None = None
+        self._pace = Pace(WINDOW_BYTES)
+        self._is_direct = False
+        self._again_s = AGAIN_S
         self._heard_at = self._beat_at = clock()
         self._heartbeat_s = HEARTBEAT_S
         self.due_at = float("-inf")
@@ -133,7 +143,7 @@ class FleetAgent:
         heartbeat_s = HEARTBEAT_S if self._job is not None else self._heartbeat_s
         if not self.welcomed:
             self.hello()
-        elif self._manifest is not None and not self._queue and now - self._heard_at >= AGAIN_S:
+        elif self._manifest is not None and now - self._heard_at >= self._again_s:
             self._send(self._manifest, "manifest again")
         elif self._ref is not None and now - self._heard_at >= AGAIN_S:
             self._want("want again")
@@ -209,27 +219,37 @@ class FleetAgent:
         if self._models.has(self._ref.digest) and self._chunks is not None and self._chunks.complete:
             self._finish()
         else:
-            self._chunks = Chunks(chunks.chunk_count(self._ref))
+            self._chunks, self._is_direct = Chunks(chunks.chunk_count(self._ref)), False
             self._subscribe(self, self._topics.broadcast(self._ref.digest))
 
     def _want(self, kind: str = "want") -> None:
         if self._ref is not None and self._chunks is not None:
-            self._seen, self._heard_at = 0, self._clock()
-            self._send(wire.Want(digest=self._ref.digest, ranges=self._chunks.missing()), kind)
+            self._heard_at = self._clock()
+            ranges = self._chunks.missing()
+            self._send(wire.Want(digest=self._ref.digest, ranges=ranges, direct=self._is_direct), kind)
+
+    def _on_listen(self, message: wire.Listen) -> None:
+        if self._ref is not None and self._ref.digest == message.digest and self._is_direct == message.broadcast:
+            self._is_direct = not message.broadcast
+            if message.broadcast:
+                self._subscribe(self, self._topics.broadcast(message.digest))
+            else:
+                self._unsubscribe(self, self._topics.broadcast(message.digest))
+                self._want()
 
     def _on_chunk(self, frame: chunks.Frame) -> None:
         ref, present = self._ref, self._chunks
         if ref is None or present is None or present.complete or frame.transfer != chunks.transfer_id(ref.digest):
             return
         self._models.add(ref, frame)
-        present.add(frame.index)
-        self._seen += 1
+        present.add(frame.index, stop_of(ref, frame))
         self._heard_at = self._clock()
         if present.present == present.count:
-            self._unsubscribe(self, self._topics.broadcast(ref.digest))
+            if not self._is_direct:
+                self._unsubscribe(self, self._topics.broadcast(ref.digest))
             self._finish()
-        elif self._seen % chunks.DOWNLOAD_REPORT_EVERY == 0:
-            self._send(wire.Progress(digest=ref.digest, seen=self._seen), "progress")
+        elif frame.report:
+            self._send(wire.Progress(digest=ref.digest, missing=present.missing()), "progress")
 
     def _finish(self) -> None:
         """The model is here: answer, compute, and offer the update."""
@@ -244,36 +264,47 @@ class FleetAgent:
             self._has_finished()
             return
         blob = self._models.update(ref.digest, self._number)
-        self._manifest = wire.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
+        self._manifest, self._again_s = (
+            wire.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1),
+            AGAIN_S,
+        )
+        self._stop_sending()
         self._send(self._manifest, "manifest")
 
     def _on_grant(self, message: wire.Grant) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            count = chunks.chunk_count(self._manifest.blob)
-            self._queue = deque(chunks.expand(message.missing, count))
-            self._sent, self._window = 0, message.credits
-            self._upload(self._window)
+            self._again_s = AGAIN_S
+            if self._sending is None and self._job is not None:
+                self._sending = Sending(self._models.update(self._job.blobs[0].digest, self._number), self._pace)
+            self._upload(message.missing)
+
+    def _on_queued(self, message: wire.Queued) -> None:
+        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+            self._heard_at, self._again_s = self._clock(), message.again_s
 
     def _on_ack(self, message: wire.Ack) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            self._upload(message.received + self._window)
+            self._upload(message.missing)
 
-    def _upload(self, limit: int) -> None:
-        self._heard_at = self._clock()
-        if self._manifest is None or self._job is None:
+    def _upload(self, missing: wire.Ranges) -> None:
+        self._heard_at = now = self._clock()
+        if self._sending is None:
             return
-        blob = self._models.update(self._job.blobs[0].digest, self._number)
-        while self._queue and self._sent < limit:
-            frame = blob.frame(self._queue.popleft())
-            self._sent += 1
-            self._publish(self._topics.up_chunks(self.id), frame, "chunk" if self._queue else "last chunk")
+        self._sending.lacks(missing, now)
+        for frame in self._sending.due(now):
+            self._publish(self._topics.up_chunks(self.id), frame, "last chunk" if self._sending.is_over else "chunk")
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.arrived(self._clock())
+            self._sending = None
 
     def _on_receipt(self, message: wire.Receipt) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
             self.receipts += message.accepted
             self.rejected += not message.accepted
             self._manifest = self._job = None
-            self._queue.clear()
+            self._stop_sending()
             self._has_finished()
 
     def _has_finished(self) -> None:
@@ -283,7 +314,7 @@ class FleetAgent:
     def _on_cancel(self, message: wire.Cancel) -> None:
         if self._job is not None and wire.job_key(self._job) == wire.job_key(message):
             self._job = self._manifest = self._ref = None
-            self._queue.clear()
+            self._stop_sending()
 
 
 _HANDLERS: dict[type[wire.Command], Callable[[FleetAgent, Any], None]] = {
@@ -291,7 +322,9 @@ _HANDLERS: dict[type[wire.Command], Callable[[FleetAgent, Any], None]] = {
     wire.Announce: FleetAgent._on_announce,  # noqa: SLF001 - its own table
     wire.Who: FleetAgent._on_who,  # noqa: SLF001 - its own table
     wire.Job: FleetAgent._on_job,  # noqa: SLF001 - its own table
+    wire.Listen: FleetAgent._on_listen,  # noqa: SLF001 - its own table
     wire.Grant: FleetAgent._on_grant,  # noqa: SLF001 - its own table
+    wire.Queued: FleetAgent._on_queued,  # noqa: SLF001 - its own table
     wire.Ack: FleetAgent._on_ack,  # noqa: SLF001 - its own table
     wire.Receipt: FleetAgent._on_receipt,  # noqa: SLF001 - its own table
     wire.Cancel: FleetAgent._on_cancel,  # noqa: SLF001 - its own table
