@@ -21,7 +21,6 @@ WINDOW_BYTES = 1 << 20
 AHEAD_BYTES = 4 << 20
 """How much may be under way to one agent: brokers drop silently beyond some 1,000 queued messages for a client."""
 
-AHEAD_FRAMES = 512
 QUEUE_S = 1.0
 """How long the link takes for what may be under way."""
 
@@ -107,15 +106,15 @@ class Pace:
 
     def window(self, chunk_bytes: int) -> int:
         """Bytes that may be under way: at least two chunks."""
-        return max(min(self._window, self.limit_bytes, AHEAD_FRAMES * chunk_bytes), 2 * chunk_bytes)
+        return max(min(self._window, self.limit_bytes), 2 * chunk_bytes)
 
     def room(self, chunk_bytes: int) -> int:
         """Bytes that may still be sent."""
         return self.window(chunk_bytes) - self.under_way
 
     def is_ready(self, chunk_bytes: int) -> bool:
-        """Whether half of the window is free: then the next burst is worth a report."""
-        return 2 * self.room(chunk_bytes) >= self.window(chunk_bytes)
+        """Whether a quarter of the window is free: then the next burst is worth a report."""
+        return 4 * self.room(chunk_bytes) >= self.window(chunk_bytes)
 
     def sent(self, start: int, stop: int, size: int, now: float, *, is_again: bool = False) -> Flown:
         """A frame was handed to the transport; ``is_again``: an earlier one with the same chunks may yet arrive."""
@@ -225,7 +224,9 @@ class Sending:
             if not here:
                 frame.passed_by += later
                 (lost if frame.passed_by >= PASSED_BY else left).append(frame)
-        waited = [(frame, now - frame.sent_at >= self.pace.patience_s(frame)) for frame in left]
+        if arrived:  # the others are behind these, also where the receiver was busy for long
+            self.moved_at = now
+        waited = [(frame, now - max(frame.sent_at, self.moved_at) >= self.pace.patience_s(frame)) for frame in left]
         left, late = (
             [frame for frame, is_late in waited if not is_late],
             [frame for frame, is_late in waited if is_late],

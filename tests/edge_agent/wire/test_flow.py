@@ -157,6 +157,14 @@ def test_it_is_sent_again_when_the_link_has_had_twice_the_time():
     assert sent(way, 2.4) == []
 
 
+def test_a_receiver_that_was_busy_for_long_gets_nothing_twice():
+    """A coordinator that syncs 45 MB reports late; what is behind the chunks that it reports still comes."""
+    way = sending()
+    assert sent(way, 0.0) == [0, 1]
+    way.lacks([(1, 40)], 60.0)
+    assert 1 not in sent(way, 60.0)
+
+
 def test_the_time_doubles_while_nothing_arrives():
     way, times, now = sending(chunks=2), [], 0.0
     sent(way, now)
