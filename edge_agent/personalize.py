@@ -237,14 +237,17 @@ class Personalizer:
             fitted_numeric = fit_numeric(head, params, samples, encoder.features(samples.inputs), seed)
             about: dict[str, float | int | str | None] = {"head": head, "n_train": len(samples)}
             self._forget()
-            self.numeric = SavedNumeric(fitted_numeric, encoder.fingerprint, encoder.precision, about, encoder.norm)
+            self.numeric = SavedNumeric(
+                fitted_numeric, encoder.fingerprint, encoder.precision, about, encoder.norm, samples.row_digests()
+            )
             self.encoder = encoder
             return self
         heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         encoder = self._encoder_for(samples, seed)
-        self._learn(replace(samples, inputs=encoder.features(samples.inputs)), options, encoder)
+        features = encoder.features(samples.inputs)
+        self._learn(replace(samples, inputs=features), options, encoder, samples.row_digests())
         self.local = fit_local(samples, len(samples.class_names), np.random.default_rng(seed)) if local else None
         return self
 
@@ -296,17 +299,19 @@ class Personalizer:
         if not known and not more:
             names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
         new = self._samples(X, given, names)
-        features = self.encoder.features(new.inputs)
+        features, digests = self.encoder.features(new.inputs), new.row_digests()
         if self._seen is not None:
+            if self.head is not None and self.head.learned is not None:
+                digests = np.concatenate([self.head.learned, digests])
             new = replace(new, labels=np.concatenate([self._seen.labels, new.labels]), groups=None, names=())
             features = np.concatenate([self._seen.inputs, features])
         options = self._options if head is None else replace(self._options, head=head, params={})
         options = options if params is None else replace(options, params=params)
         heads.check(options.head, options.params)
-        return self._learn(replace(new, inputs=features), options, self.encoder)
+        return self._learn(replace(new, inputs=features), options, self.encoder, digests)
 
-    def _learn(self, seen: Samples, options: FitOptions, encoder: Encoder) -> Personalizer:
-        """Fit a head on samples whose inputs are features of ``encoder``."""
+    def _learn(self, seen: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray) -> Personalizer:
+        """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests."""
         chosen, self.choice = best_head(self.bundle, seen, seen.inputs, options)
         fitted = fit(self.bundle, seen.inputs, seen.labels, chosen, seen.class_names)
         confidence = _confidence(self.bundle, fitted, seen, seen.inputs, chosen)
@@ -314,7 +319,14 @@ class Personalizer:
         metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
         metrics |= self.choice.metrics() if self.choice is not None else {}
         self.head = SavedHead(
-            fitted, encoder.fingerprint, encoder.precision, seen.class_names, metrics, confidence, norm=encoder.norm
+            fitted,
+            encoder.fingerprint,
+            encoder.precision,
+            seen.class_names,
+            metrics,
+            confidence,
+            norm=encoder.norm,
+            learned=digests,
         )
         self.numeric, self.local = None, None
         self.encoder, self._seen, self._options = encoder, seen, options
@@ -538,6 +550,7 @@ class Result:
     ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
     the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
     ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
+    ``learned``: digests of the training samples, as of `SavedHead`.
     """
 
     head: Head
@@ -563,6 +576,7 @@ class Result:
     worst: tuple[WorstSample, ...] = ()
     budget: Budget | None = None
     choice: HeadChoice | None = None
+    learned: np.ndarray | None = None
 
     @property
     def title(self) -> str:
@@ -607,7 +621,9 @@ class Result:
         if self.local is not None:
             head, confidence = self.local.head, Confidence()
         bound = self.fingerprint, self.precision, self.class_names
-        return saved.save(folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local))
+        return saved.save(
+            folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local, self.learned)
+        )
 
 
 @dataclass(frozen=True)
@@ -673,8 +689,14 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
     if options.allow_local and features.local is not None and _is_used_alone(features, features.local, result):
         result = replace(result, local=features.local.model)
+    learned = features.train.row_digests()
     return replace(
-        result, confidence=confidence, false_alarms=false_alarms, steps=steps, seconds=options.clock() - begin
+        result,
+        confidence=confidence,
+        false_alarms=false_alarms,
+        steps=steps,
+        learned=learned,
+        seconds=options.clock() - begin,
     )
 
 
@@ -919,6 +941,29 @@ def saved_features(
     if head is not None and head.local is not None:
         return head.local.features(samples.ready().inputs)
     return features_of(samples, encoder, cache, progress)
+
+
+def score_saved(
+    bundle: Bundle,
+    head: SavedHead,
+    encoder: Encoder,
+    test: Samples,
+    options: FitOptions,
+    train: Samples | None = None,
+) -> tuple[Scores, np.ndarray]:
+    """The scores of a saved head on samples that it was not fitted on, and the features (n, d) that it took of them.
+
+    ``train``: the samples that it was fitted on, from which a device alone would learn; None: they are not at hand, and
+    there is no ``acc.local``.
+    """
+    rows = encoded = features_of(test, encoder, options.cache, options.progress("features"))
+    if head.local is not None:
+        rows = saved_features(head, encoder, test)
+    right = head.head.predict_proba(rows).argmax(axis=1) == test.labels
+    local = None
+    if options.local and train is not None:
+        local = alone(train, test, len(test.class_names), options.seed, options.progress("local model"))
+    return Scores.of(right if len(right) else None, _score_global(bundle, encoded, test), local), rows
 
 
 def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:

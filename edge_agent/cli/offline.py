@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleDamaged, UsageError
+from ..errors import BundleDamaged, DataError, UsageError
 from ..storage import check_writable, folder_lock
 from . import output
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..bundle import Bundle
     from ..config import DataConfig
     from ..data import Samples
@@ -312,11 +315,12 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Score a saved head on local data, or, without --head, fit and compare the heads that the bundle offers.
+    """Score a saved head on local data, or, without --head, fit and compare heads.
 
-    Scores are accuracies on held-out samples, the same samples that 'fit' holds out with the same seed; beside them the
-    interval in which the accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and
-    how its accuracy grew with the number of samples: have you collected enough?
+    A saved head is scored on all samples of --data (or --test) that it was not fitted on. Heads that are compared are
+    scored on the samples that 'fit' holds out with the same seed. Beside accuracies stands the interval in which the
+    accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and how its accuracy grew
+    with the number of samples: have you collected enough?
 
     Example:
       edge-agent evaluate --bundle b.hwb --data images:photos
@@ -332,43 +336,116 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return _compare(arguments, bundle, _parts(arguments, bundle))
 
 
+def _to_score(
+    arguments: argparse.Namespace,
+    bundle: Bundle,
+    learned: np.ndarray | None,
+    class_names: tuple[str, ...] | None,
+    labelled: bool | None = True,
+) -> tuple[Samples | None, Samples, int]:
+    """Those of the samples that a saved head was fitted on, if all are here; those to score it on; how many it knew.
+
+    To score are all samples of --data, or of --test, but those with the digests ``learned`` and windows that overlap
+    one of them.
+    """
+    import numpy as np
+
+    from ..data import load
+    from ..data.partition import own_samples
+    from ..local.validation import new_rows
+
+    config, spec, own = _local(arguments), bundle.manifest.task.input, class_names is not None
+    if config.partition is None and config.test is None:
+        read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
+        train = every = read(config.source, spec, class_names, own_classes=own)
+    else:
+        train, every = own_samples(config, "", spec, class_names, own_classes=own, labelled=labelled)
+    new = new_rows(every, learned)
+    digests = train.row_digests()
+    known = None
+    if learned is not None and len(learned) and np.isin(learned, digests).all():
+        known = train.take(np.flatnonzero(np.isin(digests, learned)))
+    return known, every.take(new), len(every) - len(new)
+
+
+def _known_text(count: int, known: int, learned: np.ndarray | None) -> str:
+    """How many samples are scored, and how many are not because the head was fitted on them."""
+    if learned is None:
+        return f"{count}; which ones the head was fitted on is not known: an earlier version saved it"
+    return f"{count}, {f'{known} others left out: the head was fitted on them' if known else 'all new to the head'}"
+
+
+def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str) -> tuple[Samples, list[str]]:
+    """Samples of the classes of a saved head, and the names of other classes, whose samples are left out.
+
+    Raises:
+        DataError: there are none of its classes.
+    """
+    import numpy as np
+
+    count = len(class_names)
+    if samples.class_names[:count] != class_names:
+        raise DataError(
+            f"{where}: has only classes {', '.join(samples.class_names[:10])}, the head knows "
+            f"{', '.join(class_names[:10])}; give data of its classes, or fit another head"
+        )
+    rows, names = np.flatnonzero(samples.labels < count), samples.class_names
+    others = [names[label] for label in np.unique(samples.labels) if label >= count]
+    return replace(samples.take(rows), class_names=class_names), others
+
+
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
     from ..local.details import not_held_out
-    from ..personalize import extract, load_head, of_one_class, why_no_global
+    from ..personalize import load_head, of_one_class, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
-    parts = _parts(arguments, bundle, saved.class_names)
-    encoder = _encoder(arguments, bundle, saved)
-    features = extract(bundle, parts, encoder, _options(arguments))
-    rows_of = features.test_features if saved.local is None else saved.local.features(parts[1].ready().inputs)
-    scores = features.scores(saved.head.predict_proba(rows_of))
-    count, one_class, skipped = len(parts[1]), of_one_class(*parts), _skipped(parts)
-    no_global = why_no_global(bundle, saved.class_names)
+    train, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
+    test, others = _of_known_classes(test, saved.class_names, arguments.test or arguments.data)
+    if others and arguments.strict:
+        raise DataError(f"the head does not know {', '.join(others)}; remove these samples, or fit another head")
+    if train is not None:
+        train = _of_known_classes(train, saved.class_names, arguments.data)[0]
+    scores, features = score_saved(bundle, saved, _encoder(arguments, bundle, saved), test, _options(arguments), train)
+    parts = (test if train is None else train, test)
+    count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
         **scores.metrics(),
         "head": saved.title,
         "precision": saved.precision,
         "n_test": count,
+        "n_fitted_on": known,
         "intervals": _intervals(scores, count),
         "one_class": one_class,
         "no_global": no_global,
-        "skipped": len(skipped),
+        "skipped": len(test.skipped),
+        "unknown_classes": others,
         "not_held_out": not_held_out(*parts),
     }
-    notes = [*output.skipped(skipped), *_notes(scores, parts)]
+    notes = [*output.skipped(test.skipped), *_notes(scores, parts)]
+    if not count:
+        notes.append("note: the head was fitted on all of these samples; name others to score it on (--data or --test)")
+    if others:
+        notes.append(f"note: samples of classes that the head does not know are left out: {', '.join(others)}")
+    if arguments.local and train is None:
+        notes.append(
+            "note: no acc.local: a device alone would learn from the samples that the head was fitted on; give them as "
+            "--data, and those to score as --test"
+        )
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
     error, alarms, drift = None, None, None
     if count >= LEAST_FOR_CALIBRATION:
-        error = calibration_error(saved.predict_proba(rows_of), parts[1].labels)
+        error = calibration_error(saved.predict_proba(features), test.labels)
     if (rule := saved.confidence.unknown) is not None and count:
-        unknown = int(rule.is_unknown(rows_of).sum())
+        unknown = int(rule.is_unknown(features).sum())
         alarms, drift = unknown / count, rule.has_drifted(unknown, count)
         notes += [output.drift(unknown, count, rule.rate)] if drift else []
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
     of = f"{saved.precision} features" if saved.local is None else "without the encoder"
-    rows = [("head", f"{saved.title}, {of}"), ("samples", f"{count} held out"), *_shown(scores, count)]
-    rows += [("calibration error", output.percent(error)), ("called unknown", output.percent(alarms))]
+    few = f"–  ({count} samples, {LEAST_FOR_CALIBRATION} are needed)"
+    rows = [("head", f"{saved.title}, {of}"), ("samples", _known_text(count, known, saved.learned))]
+    rows += [*_shown(scores, count), ("calibration error", few if error is None else output.percent(error))]
+    rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else output.percent(alarms))]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
@@ -452,12 +529,18 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     learned = len(parts[0]) if head.predicts_targets else int(is_normal(parts[0], head).sum())
     known = {"n_train": learned, "n_test": len(parts[1]), "threshold": head.threshold, "seconds": seconds}
     result = SavedNumeric(
-        head, encoder.fingerprint, encoder.precision, {**scores, "head": head.name, **known}, encoder.norm
+        head,
+        encoder.fingerprint,
+        encoder.precision,
+        {**scores, "head": head.name, **known},
+        encoder.norm,
+        parts[0].row_digests(),
     )
     save_numeric(arguments.out, result)
     content = {"fingerprint": result.fingerprint, "out": str(arguments.out)}
     rows = [("time", f"{seconds:.2f} s"), ("saved in", str(arguments.out))]
-    return _numeric_scores(arguments, result, parts, scores, {**result.metrics, **content}, rows)
+    samples, skipped = f"{learned} to fit, {len(parts[1])} held out", _skipped(parts)
+    return _numeric_scores(arguments, result, samples, skipped, scores, {**result.metrics, **content}, rows)
 
 
 def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
@@ -466,30 +549,30 @@ def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..personalize import load_numeric_head
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
-    parts = _numeric_parts(arguments, bundle, saved.head)
+    labelled = False if saved.head.predicts_targets else None
+    train, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
     encoder, options = _encoder(arguments, bundle, saved), _options(arguments)
-    held_out = features_of(parts[1], encoder, options.cache, options.progress("features"))
-    scores = score_numeric(saved.head, parts[1], held_out, parts[0])
-    content = {"head": saved.head.name, "n_test": len(parts[1]), "threshold": saved.head.threshold, **scores}
-    return _numeric_scores(arguments, saved, parts, scores, content, [])
+    features = features_of(test, encoder, options.cache, options.progress("features"))
+    scores = score_numeric(saved.head, test, features, train)
+    about = {"head": saved.head.name, "n_test": len(test), "n_fitted_on": known, "threshold": saved.head.threshold}
+    samples = _known_text(len(test), known, saved.learned)
+    return _numeric_scores(arguments, saved, samples, test.skipped, scores, {**about, **scores}, [])
 
 
 def _numeric_scores(
     arguments: argparse.Namespace,
     saved: SavedNumeric,
-    parts: tuple[Samples, Samples],
+    samples: str,
+    skipped: tuple[str, ...],
     scores: dict[str, float | None],
     content: dict[str, Any],
     more: list[tuple[str, str]],
 ) -> int:
     """Print the scores of a numeric head, and what has to be known about them."""
     from ..local.confidence import least_for
-    from ..numeric import is_normal
 
-    skipped, head = _skipped(parts), saved.head
-    rows = [("head", f"{head.name}, {saved.precision} features")]
-    learned = len(parts[0]) if head.predicts_targets else int(is_normal(parts[0], head).sum())
-    rows += [("samples", f"{learned} to fit, {len(parts[1])} held out")]
+    head = saved.head
+    rows = [("head", f"{head.name}, {saved.precision} features"), ("samples", samples)]
     shares = () if head.predicts_targets else ("false_alarms", "detected")
     rows += [
         (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
@@ -752,17 +835,12 @@ def _check_exists(path: Path, expected: str) -> None:
         raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
 
 
-def _parts(
-    arguments: argparse.Namespace, bundle: Bundle, class_names: tuple[str, ...] | None = None
-) -> tuple[Samples, Samples]:
-    """Samples to learn from and held-out ones, as an agent with this bundle would take them.
-
-    They are of the classes ``class_names`` (a saved head's), or of those that the arguments allow.
-    """
+def _parts(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
+    """Samples to learn from and held-out ones, as an agent with this bundle would take them."""
     from ..data.partition import own_samples
 
-    task, own = bundle.manifest.task, class_names is None and arguments.own_classes
-    return own_samples(_local(arguments), "", task.input, class_names or task.class_names, own_classes=own)
+    task = bundle.manifest.task
+    return own_samples(_local(arguments), "", task.input, task.class_names, own_classes=arguments.own_classes)
 
 
 def _local(arguments: argparse.Namespace) -> DataConfig:

@@ -135,6 +135,12 @@ class Samples:
         digest.update(np.ascontiguousarray(self.inputs).data)
         return digest.hexdigest()
 
+    def row_digests(self) -> np.ndarray:
+        """A number (n,) int64 for each input, by which a head knows again what it was fitted on."""
+        rows = np.ascontiguousarray(self.ready().inputs)
+        digests = b"".join(hashlib.blake2b(row.data, digest_size=8).digest() for row in rows)
+        return np.frombuffer(digests, "<i8").astype(np.int64)
+
     def ready(self) -> Samples:
         """The samples with their inputs normalised, float32: the same ones where they are already."""
         if self.inputs.dtype != np.uint8 or not isinstance(self.input, ImageInput):

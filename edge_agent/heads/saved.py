@@ -36,7 +36,7 @@ BEFORE = "before.json"
 """The head that was replaced by the last one, for `restore`; its arrays stay beside it."""
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
-_CONFIDENCE, _LOCAL = "confidence.", "local."
+_CONFIDENCE, _LOCAL, _LEARNED = "confidence.", "local.", "learned"
 _SHA256 = r"^[0-9a-f]{64}$"
 
 
@@ -71,7 +71,8 @@ class SavedCard(Frozen):
 class SavedHead:
     """A fitted head, and what it is bound to. ``norm``: batch norm of its encoder where that is not the bundle's.
 
-    ``local``: a model without the encoder, of which it is the head; it takes that model's features.
+    ``local``: a model without the encoder, of which it is the head; it takes that model's features. ``learned`` (n,)
+    int64: digests of the samples that it was fitted on (`Samples.row_digests`); None: they were not saved.
     """
 
     head: Head
@@ -82,6 +83,7 @@ class SavedHead:
     confidence: Confidence = field(default_factory=Confidence)
     norm: OwnNorm | None = None
     local: LocalModel | None = None
+    learned: np.ndarray | None = None
 
     @property
     def title(self) -> str:
@@ -99,13 +101,14 @@ class SavedHead:
 
 @dataclass(frozen=True)
 class SavedNumeric:
-    """A fitted numeric head, and what it is bound to."""
+    """A fitted numeric head, and what it is bound to; ``learned`` as of `SavedHead`."""
 
     head: NumericHead
     fingerprint: str
     precision: EncoderPrecision
     metrics: Mapping[str, float | int | str | None]
     norm: OwnNorm | None = None
+    learned: np.ndarray | None = None
 
 
 def save(folder: Path, saved: SavedHead) -> Path:
@@ -138,7 +141,8 @@ def _store(
         what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
         raise StateError(f"head '{head.name}' cannot be saved: {what}")
     norm = {} if saved.norm is None else saved.norm.arrays()
-    data = encode({**arrays, **norm})
+    learned = {} if saved.learned is None else {_LEARNED: saved.learned}
+    data = encode({**arrays, **norm, **learned})
     digest = hashlib.sha256(data).hexdigest()
     card = SavedCard(
         head=head.name,
@@ -203,7 +207,7 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         UnknownName: this installation has no head of that name.
         ConfigError: its parameters are not ones of that head.
     """
-    card, arrays, norm = _open(folder, fingerprints, "classes", name)
+    card, arrays, norm, seen = _open(folder, fingerprints, "classes", name)
     confidence = Confidence.of(_taken(arrays, _CONFIDENCE), card.feature_dim)
     learned = _taken(arrays, _LOCAL)
     head = create(card.head, card.params)
@@ -211,16 +215,17 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
     head.load(arrays, len(card.class_names), card.feature_dim)
     _probe(folder, card, head.predict_proba)
     local = None if card.local is None else _local_model(folder, head, card.local, learned)
-    return SavedHead(head, card.fingerprint, card.precision, card.class_names, card.metrics, confidence, norm, local)
+    bound = card.fingerprint, card.precision, card.class_names, card.metrics
+    return SavedHead(head, *bound, confidence, norm, local, seen)
 
 
 def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
     """The numeric head in ``folder``; otherwise as `load`."""
-    card, arrays, norm = _open(folder, fingerprints, "numbers")
+    card, arrays, norm, seen = _open(folder, fingerprints, "numbers")
     head = numeric.create(card.head, card.params)
     head.load(arrays, card.feature_dim)
     _probe(folder, card, head.predict)
-    return SavedNumeric(head, card.fingerprint, card.precision, card.metrics, norm)
+    return SavedNumeric(head, card.fingerprint, card.precision, card.metrics, norm, seen)
 
 
 def is_numeric(folder: Path) -> bool:
@@ -245,7 +250,7 @@ def _open(
     fingerprints: Mapping[EncoderPrecision, str] | None,
     answers: Literal["classes", "numbers"],
     name: str = CARD,
-) -> tuple[SavedCard, Tensors, OwnNorm | None]:
+) -> tuple[SavedCard, Tensors, OwnNorm | None, np.ndarray | None]:
     card = _read_card(folder / name)
     if card.answers != answers:
         raise StateError(
@@ -266,7 +271,12 @@ def _open(
     norm = None if card.variant is None else OwnNorm.of(arrays, card.variant)
     if norm is not None and norm.fingerprint != card.fingerprint:
         raise StateError(f"{folder}: the batch norm statistics are not those that it was fitted on; fit the head again")
-    return card, arrays, norm
+    learned = arrays.pop(_LEARNED, None)
+    if learned is not None and (learned.ndim != 1 or learned.dtype != np.int64):
+        raise StateError(
+            f"{folder}: '{_LEARNED}' is {learned.dtype}{list(learned.shape)}, expected int64 (n,); fit the head again"
+        )
+    return card, arrays, norm, learned
 
 
 def _taken(arrays: Tensors, prefix: str) -> Tensors:

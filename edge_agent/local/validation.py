@@ -85,6 +85,16 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
     return [fold for fold in result if len(fold.train) and len(fold.test)]
 
 
+def new_rows(samples: Samples, learned: np.ndarray | None) -> np.ndarray:
+    """Rows (m,) of samples that are neither among those with the digests ``learned`` (k,) nor overlap one of them."""
+    if learned is None:
+        return np.arange(len(samples))
+    known = np.isin(samples.row_digests(), learned)
+    if samples.groups is not None:
+        known |= _near(known, samples.groups, {*samples.groups.tolist()}, samples)
+    return np.flatnonzero(~known)
+
+
 def _near(tested: np.ndarray, units: np.ndarray, cut: set[int], samples: Samples) -> np.ndarray:
     """Which rows (n,) bool overlap tested ones of a recording that is cut."""
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0

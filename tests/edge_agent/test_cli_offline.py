@@ -48,6 +48,43 @@ def test_fit_predict_and_evaluate_agree(place, capsys):
     assert right > fitted["acc.personal"]  # three quarters of them were learned from
 
 
+def test_a_head_is_scored_on_samples_that_it_was_not_fitted_on(place, capsys):
+    words = ("evaluate", "--bundle", "b.hwb", "--head", "head")
+    fitted = answer(capsys, *FIT)
+    again = answer(capsys, *words, "--data", "digits?n=200", "--seed", "5")
+    assert (again["n_test"], again["n_fitted_on"]) == (fitted["n_test"], fitted["n_train"])
+    assert again["acc.personal"] == fitted["acc.personal"]
+    rng = np.random.default_rng(0)
+    own = load("digits?n=200", bundles.open_bundle(place / "b.hwb").manifest.task.input)
+    np.savez(place / "noise.npz", inputs=rng.integers(0, 256, (30, 8, 8), np.uint8), labels=rng.integers(0, 10, 30))
+    new = answer(capsys, *words, "--data", "npz:noise.npz")
+    assert (new["n_test"], new["n_fitted_on"], new["acc.local"]) == (30, 0, None)
+    answer(capsys, "fit", "--bundle", "b.hwb", "--data", "digits?n=200", "--test", "npz:noise.npz", "--out", "head")
+    nothing = answer(capsys, *words, "--data", "digits?n=200")
+    assert (nothing["n_test"], nothing["n_fitted_on"], nothing["acc.personal"]) == (0, len(own), None)
+    assert main([*words, "--data", "digits?n=200"]) == 0
+    assert "the head was fitted on all of these samples" in capsys.readouterr().out
+    mixed = answer(capsys, *words, "--data", "digits?n=200", "--test", "npz:noise.npz")
+    assert (mixed["n_test"], mixed["n_fitted_on"]) == (30, 0)
+    assert mixed["acc.local"] is not None
+
+
+def test_samples_of_classes_that_a_head_does_not_know_are_left_out_and_named(pets, capsys):
+    words = ("--bundle", "b.hwb", "--data", "images:photos")
+    answer(capsys, "fit", *words, "--own-classes", "--out", "own")
+    (pets / "photos" / "tree").rename(pets / "photos" / "bush")
+    found = answer(capsys, "evaluate", *words, "--head", "own")
+    assert (found["unknown_classes"], found["n_test"]) == (["bush"], 10)
+    assert (
+        "does not know bush"
+        in answer(capsys, "evaluate", *words, "--head", "own", "--strict", code=2)["error"]["message"]
+    )
+    for name in ("cat", "dog"):
+        (pets / "photos" / name).rename(pets / name)
+    refused = answer(capsys, "evaluate", *words, "--head", "own", code=2)["error"]["message"]
+    assert "has only classes bush, the head knows cat, dog, tree" in refused
+
+
 def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
     for head in ("svm", "mlp", "prototype"):
         assert answer(capsys, *FIT, "--head", head)["acc.personal"] > 0.6

@@ -12,6 +12,7 @@ from edge_agent.local.validation import (
     interval,
     is_better,
     learning_curve,
+    new_rows,
     p_value,
 )
 from edge_agent.task import ImageInput, WindowInput
@@ -92,6 +93,16 @@ def test_the_only_recording_of_a_class_is_cut_and_those_of_others_stay_whole():
         left_out = {begin + step for begin in first for step in (-1, 3)} & set(range(20, 44))
         assert not left_out & set(fold.train.tolist())
         assert len(fold.train) == 44 - len(fold.test) - len(left_out - set(fold.test.tolist()))
+
+
+def test_windows_that_overlap_learned_ones_are_not_new():
+    spec = WindowInput(channels=1, length=6, stride=2)  # windows 2 apart overlap, those 3 apart do not
+    inputs = np.random.default_rng(0).normal(size=(20, 1, 6)).astype(np.float32)
+    samples = Samples(inputs, np.zeros(20, np.int64), ("a",), spec, np.repeat([0, 1], 10))
+    learned = samples.take(np.array([0, 1, 9])).row_digests()
+    assert new_rows(samples, learned).tolist() == [4, 5, 6, *range(10, 20)]
+    assert new_rows(samples, None).tolist() == list(range(20))
+    assert len({*samples.row_digests().tolist()}) == 20
 
 
 def test_one_sample_of_each_class_cannot_be_divided():
