@@ -123,6 +123,11 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
     from ..agent.head_tier import collection_of
     from ..bundle import current_manifest
 
+    if arguments.state is None and not arguments.config.exists():
+        raise UsageError(
+            f"{arguments.config}: it is not there; name the agent's file (--config FILE), or, without one, a state "
+            "folder (--state DIR), into which 'edge-agent import' has put a bundle"
+        )
     config = load(AgentConfig, arguments.config) if arguments.state is None else _alone(arguments.state)
     manifest = current_manifest(config.state / "bundles") if config.state.is_dir() else None
     if manifest is None:

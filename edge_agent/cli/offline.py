@@ -253,7 +253,13 @@ def _parameters(given: list[str]) -> dict[str, Any]:
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent predict``."""
     _add_bundle(parser)
-    parser.add_argument("--head", type=Path, metavar="DIR", help="saved head; default: the bundle's shared classifier")
+    parser.add_argument(
+        "--head",
+        type=Path,
+        metavar="DIR",
+        help="saved head, or a state folder; default: that of a device whose state folder is the bundle, else the "
+        "bundle's shared classifier",
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", metavar="SOURCE", help="data as for 'edge-agent fit'; they need no labels")
     where.add_argument(
@@ -274,7 +280,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ..heads.saved import is_numeric
     from ..personalize import load_head, probabilities, saved_features
 
-    _check_head(arguments)
+    arguments.head = _head_folder(arguments.head) or _own_head(arguments.bundle)
     bundle = _bundle(arguments)
     if arguments.head is not None and is_numeric(arguments.head):
         return _predict_numeric(arguments, bundle)
@@ -290,8 +296,19 @@ def predict(arguments: argparse.Namespace) -> int:
         {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6), "unknown": known}
         for name, row, known in zip(names, shares, strange, strict=True)
     ]
-    notes = output.skipped(samples.skipped)
-    content: dict[str, Any] = {"predictions": rows, "skipped": list(samples.skipped), "unknown": None, "drift": None}
+    answered = "the bundle's shared classifier, which marks no input as unknown"
+    if head is not None:
+        answered = f"{head.title} in {arguments.head}"
+        answered += ", which has no rule for unknown inputs (too few samples, or --unknown 0)" * (rule is None)
+    notes = [f"answers of {answered}", *output.skipped(samples.skipped)]
+    content: dict[str, Any] = {
+        "predictions": rows,
+        "skipped": list(samples.skipped),
+        "head": None if head is None else head.title,
+        "head_folder": None if head is None else str(arguments.head),
+        "unknown": None,
+        "drift": None,
+    }
     if rule is not None:
         count = sum(strange)
         drift = rule.has_drifted(count, len(names))
@@ -327,7 +344,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """
     from ..heads.saved import is_numeric
 
-    _check_head(arguments)
+    arguments.head = _head_folder(arguments.head)
     bundle = _bundle(arguments)
     if arguments.head is not None and is_numeric(arguments.head):
         return _evaluate_numeric(arguments, bundle)
@@ -825,9 +842,19 @@ def _bundle(arguments: argparse.Namespace) -> Bundle:
     return load_bundle(arguments.bundle, _cache_of(arguments))
 
 
-def _check_head(arguments: argparse.Namespace) -> None:
-    if arguments.head is not None:
-        _check_exists(arguments.head, "a head saved by 'edge-agent fit'")
+def _head_folder(given: Path | None) -> Path | None:
+    """The folder of the head that --head names: that folder, or the head of a device's state folder."""
+    if given is None:
+        return None
+    _check_exists(given, "a head saved by 'edge-agent fit', or a device's state folder")
+    return _own_head(given) or given
+
+
+def _own_head(state: Path) -> Path | None:
+    """The head of the device whose state folder this is; None where it is none, or has no head yet."""
+    from ..heads.saved import CARD
+
+    return state / "head" if (state / "head" / CARD).is_file() and (state / "bundles").is_dir() else None
 
 
 def _check_exists(path: Path, expected: str) -> None:
@@ -854,13 +881,14 @@ def _local(arguments: argparse.Namespace) -> DataConfig:
 def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tuple[str, ...]]:
     """What is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
+    from ..local.details import numbered
 
     spec = bundle.manifest.task.input
     if arguments.data is not None:
         samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
     else:
         samples = from_files(arguments.input, spec, strict=arguments.strict)
-    return samples, samples.names or tuple(map(str, range(len(samples))))
+    return samples, numbered(samples) or tuple(map(str, range(len(samples))))
 
 
 def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:

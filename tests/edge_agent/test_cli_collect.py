@@ -67,6 +67,22 @@ def test_classes_are_added_one_after_the_other_without_touching_the_others(place
     assert "held out" in capsys.readouterr().out
 
 
+def test_the_state_folder_stands_for_the_bundle_and_its_head(place, capsys):
+    words = ("predict", "--bundle", "state", "--input", "dog7.png")
+    assert answer(capsys, *words)["head"] is None
+    assert main([*words]) == 0
+    assert "answers of the bundle's shared classifier, which marks no input as unknown" in capsys.readouterr().out
+    for name in ("cat", "dog"):
+        add(capsys, name)
+    found = answer(capsys, *words)
+    assert (found["predictions"][0]["class"], found["head_folder"]) == ("dog", "state/head")
+    assert answer(capsys, *words, "--head", "state")["head_folder"] == "state/head"
+    assert main([*words]) == 0
+    said = capsys.readouterr().out
+    assert f"answers of {found['head']} in state/head, which has no rule for unknown inputs (too few samples" in said
+    assert answer(capsys, "evaluate", "--bundle", "state", "--head", "state", "--data", "digits?n=20", code=2)
+
+
 def test_the_head_before_comes_back_until_something_changes(place, capsys):
     add(capsys, "cat")
     add(capsys, "dog")
@@ -153,6 +169,7 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
         (("add", "--state", "state", "--label", "cat"), 2, "expected FILE"),
         (("add", "--state", "state", "--label", "a\nb", "cat0.png"), 2, "control character"),
         (("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb"), 2, "cannot be read as an image"),
+        (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
         (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 1, "no bundle is in use"),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
         (("classes", "remove", "cow", "--state", "state"), 2, "no class 'cow'"),

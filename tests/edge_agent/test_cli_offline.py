@@ -311,7 +311,8 @@ def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bund
     np.save("r.npy", recording)
     np.savez("r.npz", samples=recording, lengths=[25])
     found = answer(capsys, "predict", "--bundle", "w.hwb", "--input", "r.npy")["predictions"]
-    assert [row["input"] for row in found] == ["r.npy"] * 3
+    places = ("1 (time steps 1 to 8)", "2 (time steps 9 to 16)", "3 (time steps 17 to 24)")
+    assert [row["input"] for row in found] == [f"r.npy, window {place}" for place in places]
     same = answer(capsys, "predict", "--bundle", "w.hwb", "--data", "windows:r.npz")["predictions"]
     assert [row["probability"] for row in same] == [row["probability"] for row in found]
     assert main(["fit", "--bundle", "w.hwb", "--data", "windows:r.npz", "--out", "h"]) == 2
