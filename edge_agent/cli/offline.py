@@ -493,7 +493,8 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
             points = curve(features, result.head.name)
             content["curve"] = {**asdict(points), "advice": points.advice}
             rows = [(p.samples, output.percent(p.mean), output.percent(p.spread)) for p in points.points]
-            lines += [*output.table((f"samples ({result.head.name})", "accuracy", "spread"), rows), points.advice]
+            header = (f"samples to fit {result.head.name}", "accuracy in cross-validation", "spread")
+            lines += ["", *(output.table(header, rows) if rows else ()), points.advice]
         else:
             lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
         lines += _notes(result.scores, parts)

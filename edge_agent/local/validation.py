@@ -116,27 +116,52 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """Accuracy with ``samples`` to learn from, 0..1: ``expected``, and the 90 % range ``low`` to ``high``.
+
+    ``gain``: its 90 % range above the last point of the curve, from which the answers that test both are left out.
+    """
+
+    samples: int
+    expected: float
+    low: float
+    high: float
+    gain: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class LearningCurve:
     """Accuracy by number of samples, and what twice as many as there are would bring.
 
-    ``expected``, ``low``, ``high``: accuracy 0..1 with twice as many samples, with a 90 % range; None below 3 points.
+    ``forecast`` is None below 3 points. ``same_sitting``: share, 0..1, of the tested windows whose recording is learned
+    from, too; None without recordings.
     """
 
     points: tuple[CurvePoint, ...]
-    expected: float | None
-    low: float | None
-    high: float | None
+    forecast: Forecast | None
+    same_sitting: float | None = None
 
     @property
     def advice(self) -> str:
         """An answer to "have I collected enough?", in one sentence."""
-        if self.expected is None or self.low is None or self.high is None:
+        known = self.forecast
+        if known is None:
             return "too few samples for a learning curve; collect at least 3 of each class"
-        gain = self.expected - self.points[-1].mean
-        about = f"twice as many samples would give about {self.expected:.3f} ({self.low:.3f} to {self.high:.3f})"
-        if gain < 0.01:
+        expected, low, high = (100 * share for share in (known.expected, known.low, known.high))
+        about = (
+            f"with {known.samples} samples to fit, twice as many as here, about {expected:.1f} % "
+            f"({low:.1f} to {high:.1f} %)"
+        )
+        least, most = known.gain
+        if least >= _WORTH:
+            return f"{about}: collecting more samples is worth it"
+        if most < 2 * _WORTH:
             return f"{about}: more samples of the same kind hardly help"
-        return f"{about}: collecting more samples is worth it"
+        return f"{about}: it is not clear whether more samples of the same kind help"
+
+
+_WORTH = 0.01
+"""A gain in accuracy below which more samples are not worth the trouble."""
 
 
 def learning_curve(
@@ -169,27 +194,54 @@ def learning_curve(
         if len(pairs) == len(divisions)
         for numbers, values in [zip(*pairs, strict=True)]
     )
-    return LearningCurve(points, *extrapolated(points, len(samples)))
+    tested = len(samples) if samples.groups is None else len(np.unique(samples.groups))
+    shared = [share for fold in divisions if (share := same_sitting(samples, fold)) is not None]
+    return LearningCurve(
+        points, extrapolated(points, 2 * len(samples), tested, repeats), float(np.mean(shared)) if shared else None
+    )
 
 
-def extrapolated(points: Sequence[CurvePoint], total: int) -> tuple[float | None, float | None, float | None]:
-    """Accuracy with ``2 * total`` samples by a power law of the error, and a 90 % range of it; None below three points.
+def same_sitting(samples: Samples, fold: Fold) -> float | None:
+    """Share, 0..1, of the tested windows whose recording is learned from, too; None without recordings, or windows."""
+    if samples.groups is None or not len(fold.test):
+        return None
+    return float(np.isin(samples.groups[fold.test], samples.groups[fold.train]).mean())
 
-    log(error) = a + b log(n), b <= 0, fitted by least squares; the range comes from the residuals of the fit, and is
-    at least as wide as the spread of the last point.
+
+def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:
+    """The forecast for ``samples`` to learn from, of all curves that go with the points; None below three of them.
+
+    The error falls as r + (1 - r) n^-b times what it is at the last point: a share r remains, 0..1, and b is 0..1.
+    Every r and b counts as its curve fits the points within their noise, so that few or scattered points leave a wide
+    range, and a curve that does not rise promises nothing. The noise of a point is that of its ``repeats`` folds, and
+    at least binomial; that of ``tested`` independent answers, recordings where there are some, widens the range.
     """
     if len(points) < 3:
-        return None, None, None
-    sizes = np.log([point.samples for point in points])
-    errors = np.log(np.maximum([1 - point.mean for point in points], 1e-3))
-    slope, offset = np.polyfit(sizes, errors, 1)
-    slope, offset = (slope, offset) if slope < 0 else (0.0, float(errors.mean()))
-    residual = float(np.sqrt(np.sum((errors - offset - slope * sizes) ** 2) / (len(points) - 2)))
-    center = offset + slope * math.log(2 * total)
-    reach = 1.645 * residual * math.sqrt(1 + 1 / len(points))
-    low, expected, high = (1 - math.exp(min(0.0, center + sign * reach)) for sign in (1, 0, -1))
-    spread = 1.645 * points[-1].spread
-    return expected, max(0.0, min(low, expected - spread)), min(1.0, max(high, expected + spread))
+        return None
+    sizes, errors = (np.array(column) for column in zip(*((p.samples, 1 - p.mean) for p in points), strict=True))
+    rough = (errors * tested + 1) / (tested + 2)  # none wrong of a few does not mean none wrong at all
+    binomial = rough * (1 - rough) / tested
+    between = np.mean([point.spread**2 for point in points]) / max(1, repeats - 1)
+    noise = np.maximum(binomial, between)
+    last = np.linspace(-3, 3, 31) * math.sqrt(noise[-1]) + errors[-1]
+    remains, power, last = np.meshgrid(np.linspace(0, 1, 11), np.linspace(0, 1, 21), last, indexing="ij")
+    falls = [remains + (1 - remains) * (size / sizes[-1]) ** -power for size in sizes]
+    misfit = sum((last * fall - error) ** 2 / one for fall, error, one in zip(falls, errors, noise, strict=True))
+    weights = np.where(last >= 0, np.exp(-np.asarray(misfit) / 2), 0.0)
+    gains = np.maximum(last, 0) * (1 - remains) * (1 - (samples / sizes[-1]) ** -power)
+    steps = np.linspace(-3, 3, 25)
+    reached = points[-1].mean + gains.reshape(-1, 1) + steps * math.sqrt(noise[-1])
+    low, high = _quantiles(reached, weights.reshape(-1, 1) * np.exp(-(steps**2) / 2))
+    expected = points[-1].mean + float(np.average(gains, weights=weights))
+    return Forecast(samples, min(1.0, expected), max(0.0, low), min(1.0, high), _quantiles(gains, weights))
+
+
+def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """The 5 % and the 95 % quantile of weighted values."""
+    order = np.argsort(values, axis=None)
+    shares = np.cumsum(weights.reshape(-1)[order])
+    low, high = (values.reshape(-1)[order[np.searchsorted(shares, share * shares[-1])]] for share in (0.05, 0.95))
+    return float(low), float(high)
 
 
 def _stratified_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -611,7 +611,8 @@ def test_evaluate_says_what_heads_cost_and_whether_more_samples_would_help(place
     points = found["curve"]["points"]
     assert points[0]["mean"] < points[-1]["mean"]
     assert points[-1]["samples"] == pytest.approx(best["n_train"] * 2 / 3, abs=2)
-    assert "twice as many samples" in found["curve"]["advice"]
+    assert "twice as many as here" in found["curve"]["advice"]
+    assert found["curve"]["forecast"]["samples"] == 2 * best["n_train"]
     assert set(found["steps"]) == {"features", "local"}
     assert main(["evaluate", "--bundle", "b.hwb", "--data", "digits?n=300"]) == 0
     text = capsys.readouterr().out

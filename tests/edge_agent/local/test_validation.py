@@ -7,6 +7,7 @@ from scipy.stats import binomtest
 from edge_agent.data import Samples
 from edge_agent.local.validation import (
     CurvePoint,
+    LearningCurve,
     extrapolated,
     folds,
     interval,
@@ -109,25 +110,100 @@ def test_one_sample_of_each_class_cannot_be_divided():
     assert folds(samples_of([0, 1, 2]), 5, np.random.default_rng(0)) == []
 
 
-def test_a_curve_is_continued_by_its_power_law():
-    points = [CurvePoint(n, 1 - 0.8 * n**-0.5, 0.0) for n in (20, 40, 80, 160)]
-    expected, low, high = extrapolated(points, 200)
-    assert expected == pytest.approx(1 - 0.8 * 400**-0.5, abs=1e-6)
-    assert low == pytest.approx(expected, abs=1e-6) == high
-    assert extrapolated(points[:2], 200) == (None, None, None)
+def measured(error_with, count, rng, folds=3):
+    """A curve of ``count`` samples in three folds, as a head with these errors (size -> share) would give it.
+
+    Of the tested samples 60 % are easy or hard for the heads of all sizes alike.
+    """
+    sizes, per_fold = [round(share * count * 2 / 3) for share in (0.1, 0.2, 0.4, 0.7, 1.0)], count // folds
+    ease, points = rng.random((folds, per_fold)), []
+    for size in sizes:
+        luck = np.where(rng.random(ease.shape) < 0.4, rng.random(ease.shape), ease)
+        right = (luck >= error_with(size)).mean(axis=1)
+        points.append(CurvePoint(size, float(right.mean()), float(right.std())))
+    return points
+
+
+@pytest.mark.parametrize(
+    "error_with",
+    [
+        pytest.param(lambda size: 2.7 * size**-0.5, id="steep"),
+        pytest.param(lambda size: 0.02 + 0.6 * size**-0.25, id="slow"),
+        pytest.param(lambda _size: 0.06, id="flat"),
+        pytest.param(lambda size: 0.05 + 3 / size, id="plateau"),
+    ],
+)
+def test_the_range_of_a_forecast_covers_what_twice_as_many_samples_give(error_with):
+    rng, inside, widths = np.random.default_rng(0), [], []
+    for _ in range(100):
+        found = extrapolated(measured(error_with, 300, rng), 600, 300, 3)
+        inside.append(found.low <= 1 - error_with(600) <= found.high)
+        widths.append(found.high - found.low)
+    assert np.mean(inside) >= 0.85  # 90 % asked for; one standard deviation of the share is 3 %
+    assert np.mean(widths) < 0.15
+
+
+@pytest.mark.parametrize(
+    "accuracies, spread, tested, words",
+    [
+        ((0.611, 0.539, 0.536, 0.514, 0.480), 0.08, 24, "it is not clear"),  # falls
+        ((0.80, 0.93, 0.941, 0.940, 0.941), 0.01, 750, "hardly help"),
+        ((0.30, 0.45, 0.60, 0.72, 0.80), 0.01, 750, "is worth it"),
+        ((0.98, 1.0, 1.0, 1.0, 1.0), 0.0, 3, "it is not clear"),  # three recordings
+    ],
+)
+def test_advice_promises_no_more_than_the_curve(accuracies, spread, tested, words):
+    pairs = zip((50, 100, 200, 350, 500), accuracies, strict=True)
+    points = tuple(CurvePoint(size, mean, spread) for size, mean in pairs)
+    curve = LearningCurve(points, extrapolated(points, 1500, tested, 3))
+    assert words in curve.advice
+    assert "with 1500 samples to fit, twice as many as here, about " in curve.advice
+    known = curve.forecast
+    assert 0 <= known.low < known.expected <= known.high <= 1
+    assert ("worth it" in words) is (known.expected > points[-1].mean + 0.02)
+    assert (known.low < 0.85) is (tested < 100)
+
+
+def test_a_forecast_is_that_of_a_slow_twin():
+    """All curves one by one, each with its weight; the mean gain and its quantiles by hand."""
+    points = [CurvePoint(n, a, 0.02) for n, a in ((20, 0.7), (40, 0.8), (80, 0.84))]
+    noise = [max((e * 90 + 1) / 92 * (1 - (e * 90 + 1) / 92) / 90, 0.02**2 / 2) for e in (0.3, 0.2, 0.16)]
+    pairs = []
+    for remains in np.linspace(0, 1, 11):
+        for power in np.linspace(0, 1, 21):
+            for last in 0.16 + np.linspace(-3, 3, 31) * np.sqrt(noise[-1]):
+                falls = [remains + (1 - remains) * (n / 80) ** -power for n in (20, 40, 80)]
+                misfit = sum((last * f - e) ** 2 / s for f, e, s in zip(falls, (0.3, 0.2, 0.16), noise, strict=True))
+                pairs.append((last * (1 - remains) * (1 - (240 / 80) ** -power), np.exp(-misfit / 2) * (last >= 0)))
+    pairs.sort()
+    gains, weights = np.array(pairs).T
+    shares = np.cumsum(weights) / weights.sum()
+    found = extrapolated(points, 240, 90, 3)
+    assert found.expected == pytest.approx(0.84 + (gains * weights).sum() / weights.sum())
+    assert found.gain == pytest.approx([gains[shares >= 0.05][0], gains[shares >= 0.95][0]], abs=1e-3)
+    assert extrapolated(points[:2], 240, 90, 3) is None
 
 
 def test_a_curve_says_whether_more_samples_would_help():
     rng = np.random.default_rng(0)
-    samples = samples_of(np.tile([0, 1, 2], 60))
+    samples = samples_of(np.tile([0, 1, 2], 200))
 
     def still_learning(train, test):
-        return round(len(test) * (1 - 0.9 * len(train) ** -0.4))
+        return round(len(test) * (1 - 0.9 * len(train) ** -0.2))
 
     curve = learning_curve(still_learning, samples, rng)
     assert [point.samples for point in curve.points] == sorted(point.samples for point in curve.points)
-    assert curve.expected > curve.points[-1].mean + 0.01
+    assert (curve.forecast.samples, curve.same_sitting) == (1200, None)
+    assert curve.forecast.expected == pytest.approx(1 - 0.9 * 1200**-0.2, abs=0.03)
     assert "is worth it" in curve.advice
     flat = learning_curve(lambda train, test: round(len(test) * 0.9), samples, rng)
     assert "hardly help" in flat.advice
     assert "too few" in learning_curve(still_learning, samples_of([0, 0, 1, 1]), rng).advice
+
+
+def test_a_curve_says_whether_its_windows_are_of_other_recordings():
+    spec = WindowInput(channels=1, length=4, stride=4)
+    for recordings, expected in ((np.repeat([0, 1, 2, 3], 10), 0.0), (np.repeat([0, 1], 20), 1.0)):
+        samples = samples_of(np.repeat([0, 1], 20), recordings, spec)
+        curve = learning_curve(lambda train, test: len(test), samples, np.random.default_rng(0))
+        assert curve.same_sitting == expected
