@@ -22,6 +22,7 @@ from . import data, heads
 from .bundle import Bundle, EncoderPrecision
 from .config import DataConfig, parse
 from .data import Samples, split
+from .data.base import same_sitting
 from .data.partition import own_samples
 from .encoder import Encoder, Progress, features_of
 from .errors import DataError, HeadwaterError, UsageError
@@ -33,7 +34,7 @@ from .local.choice import FOLDS, HeadChoice, candidates, choose, cross_validated
 from .local.confidence import Confidence, estimated
 from .local.details import ClassCount, WorstSample, class_counts, worst_samples
 from .local.models import MAJORITY, LocalModel, fit_local, refitting
-from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve
+from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
@@ -550,7 +551,8 @@ class Result:
     ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
     the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
     ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
-    ``learned``: digests of the training samples, as of `SavedHead`.
+    ``learned``: digests of the training samples, as of `SavedHead`. ``same_sitting``: share of the held-out samples,
+    0..1, whose recording is learned from, too, so that the scores say less about a new recording; None without any.
     """
 
     head: Head
@@ -577,6 +579,7 @@ class Result:
     budget: Budget | None = None
     choice: HeadChoice | None = None
     learned: np.ndarray | None = None
+    same_sitting: float | None = None
 
     @property
     def title(self) -> str:
@@ -605,6 +608,7 @@ class Result:
             "n_collected": self.n_collected,
             "n_skipped": len(self.skipped),
             "skipped_first": self.skipped[0][:300] if self.skipped else None,
+            "same_sitting": self.same_sitting,
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),
             "no_global": self.no_global,
@@ -790,6 +794,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
         worst=tuple(worst_samples(test, answers)),
         choice=choice,
+        same_sitting=same_sitting(train, features.test),
     )
 
 
@@ -842,7 +847,9 @@ def best_head(
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
     names = candidates(bundle.manifest.heads)
-    choice = choose(names, fit_rows, features, samples.labels, _divisions(samples, options))
+    divisions = _divisions(samples, options)
+    choice = choose(names, fit_rows, features, samples.labels, divisions)
+    choice = replace(choice, same_sitting=sitting_of(samples, divisions))
     _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
     return replace(options, head=choice.name), choice
 

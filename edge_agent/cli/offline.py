@@ -126,6 +126,7 @@ def fit(arguments: argparse.Namespace) -> int:
         ("batch norm", _norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
         *_shown(result.scores, result.n_test),
+        *_sitting(result.same_sitting),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         (
             "time",
@@ -139,10 +140,18 @@ def fit(arguments: argparse.Namespace) -> int:
     details = _details(result)
     if result.choice is not None:
         content["candidates"] = [trial.as_json() for trial in result.choice.trials]
-        details += ["", *_trials(result.choice)]
+        details += ["", *_trials(result.choice), *_whole(result.same_sitting, result.choice.same_sitting)]
     if notes:
         details += ["", *notes]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *details])
+
+
+def _whole(held_out: float | None, folds: float | None) -> list[str]:
+    """That cross-validation holds out whole recordings, where the held-out samples are of the same sitting."""
+    if not held_out or folds is None or folds >= held_out:
+        return []
+    of = "whole recordings" if not folds else f"whole recordings where it can ({output.percent(folds)} same sitting)"
+    return [f"cross-validation holds out {of}: its accuracies say more about new recordings than acc.personal does"]
 
 
 def _norm_text(result: Result) -> str:
@@ -359,8 +368,8 @@ def _to_score(
     learned: np.ndarray | None,
     class_names: tuple[str, ...] | None,
     labelled: bool | None = True,
-) -> tuple[Samples | None, Samples, int]:
-    """Those of the samples that a saved head was fitted on, if all are here; those to score it on; how many it knew.
+) -> tuple[Samples, Samples, int]:
+    """The samples here that a saved head was fitted on; those to score it on; how many it knew of the latter.
 
     To score are all samples of --data, or of --test, but those with the digests ``learned`` and windows that overlap
     one of them.
@@ -378,11 +387,27 @@ def _to_score(
     else:
         train, every = own_samples(config, "", spec, class_names, own_classes=own, labelled=labelled)
     new = new_rows(every, learned)
-    digests = train.row_digests()
-    known = None
-    if learned is not None and len(learned) and np.isin(learned, digests).all():
-        known = train.take(np.flatnonzero(np.isin(digests, learned)))
-    return known, every.take(new), len(every) - len(new)
+    known = np.isin(train.row_digests(), [] if learned is None else learned)
+    return train.take(np.flatnonzero(known)), every.take(new), len(every) - len(new)
+
+
+def _all_here(fitted_on: Samples, learned: np.ndarray | None) -> bool:
+    """Whether all samples that a head was fitted on are at hand, so that a device alone can learn from them."""
+    import numpy as np
+
+    return learned is not None and len(learned) > 0 and bool(np.isin(learned, fitted_on.row_digests()).all())
+
+
+def _sitting(share: float | None, what: str = "held-out samples") -> list[tuple[str, str]]:
+    """A row about samples whose recording is learned from, too; none where that is not so."""
+    if not share:
+        return []
+    return [
+        (
+            "same sitting",
+            f"{output.percent(share)} of the {what} are of recordings that it learns from; expect less of new ones",
+        )
+    ]
 
 
 def _known_text(count: int, known: int, learned: np.ndarray | None) -> str:
@@ -412,17 +437,20 @@ def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str
 
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..data.base import same_sitting
     from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
     from ..local.details import not_held_out
     from ..personalize import load_head, of_one_class, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
-    train, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
+    fitted_on, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
+    sitting = same_sitting(fitted_on, test)
     test, others = _of_known_classes(test, saved.class_names, arguments.test or arguments.data)
     if others and arguments.strict:
         raise DataError(f"the head does not know {', '.join(others)}; remove these samples, or fit another head")
-    if train is not None:
-        train = _of_known_classes(train, saved.class_names, arguments.data)[0]
+    train = None
+    if _all_here(fitted_on, saved.learned):
+        train = _of_known_classes(fitted_on, saved.class_names, arguments.data)[0]
     scores, features = score_saved(bundle, saved, _encoder(arguments, bundle, saved), test, _options(arguments), train)
     parts = (test if train is None else train, test)
     count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)
@@ -432,6 +460,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         "precision": saved.precision,
         "n_test": count,
         "n_fitted_on": known,
+        "same_sitting": sitting,
         "intervals": _intervals(scores, count),
         "one_class": one_class,
         "no_global": no_global,
@@ -461,13 +490,18 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     of = f"{saved.precision} features" if saved.local is None else "without the encoder"
     few = f"–  ({count} samples, {LEAST_FOR_CALIBRATION} are needed)"
     rows = [("head", f"{saved.title}, {of}"), ("samples", _known_text(count, known, saved.learned))]
-    rows += [*_shown(scores, count), ("calibration error", few if error is None else output.percent(error))]
+    rows += [
+        *_shown(scores, count),
+        *_sitting(sitting),
+        ("calibration error", few if error is None else output.percent(error)),
+    ]
     rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else output.percent(alarms))]
     return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
+    from ..data.base import same_sitting
     from ..local.details import not_held_out
     from ..personalize import curve, evaluate_heads, extract
 
@@ -486,6 +520,7 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         shown = dict(_shown(result.scores, result.n_test))
         counts = f"{result.n_train} samples to fit, {result.n_test} held out"
         lines += ["", f"acc.global  {shown['acc.global']}", f"acc.local   {shown['acc.local']}", counts]
+        lines += [f"{name}: {text}" for name, text in _sitting(result.same_sitting)]
         lines += [f"batch norm  {_norm_text(result)}"]
         lines += [f"{step} {seconds:.2f} s" for step, seconds in features.steps.items()]
         lines += _details(result)
@@ -495,12 +530,14 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
             rows = [(p.samples, output.percent(p.mean), output.percent(p.spread)) for p in points.points]
             header = (f"samples to fit {result.head.name}", "accuracy in cross-validation", "spread")
             lines += ["", *(output.table(header, rows) if rows else ()), points.advice]
+            lines += _whole(result.same_sitting, points.same_sitting)
         else:
             lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
         lines += _notes(result.scores, parts)
         lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     skipped = _skipped(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
+    content["same_sitting"] = same_sitting(*parts)
     content |= {"skipped": len(skipped), "not_held_out": not_held_out(*parts), "steps": dict(features.steps)}
     return output.result(arguments, content, lambda: lines)
 
@@ -568,7 +605,8 @@ def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     labelled = False if saved.head.predicts_targets else None
-    train, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
+    fitted_on, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
+    train = fitted_on if _all_here(fitted_on, saved.learned) else None
     encoder, options = _encoder(arguments, bundle, saved), _options(arguments)
     features = features_of(test, encoder, options.cache, options.progress("features"))
     scores = score_numeric(saved.head, test, features, train)

@@ -211,8 +211,8 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
     of a class with fewer than four are cut: the last share of each tests, the first part trains, and the windows
     between them that would overlap both are left out; a recording that is too short, or whose classes would not all be
-    left to train, is not cut so. Of a class that has nothing held out then, the end of its part of one recording is,
-    where that leaves some to train. Where groups are whole, none is cut.
+    left to train, is not cut so. Where groups are whole, some are held out from two of a class on. Of a class that has
+    nothing held out then, the end of its part of one recording is, where that leaves some to train.
     """
     if samples.groups is None:
         rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
@@ -223,19 +223,33 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
     is_train, tested = ~is_test, np.unique(samples.labels[is_test])
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
-    recordings = [] if samples.are_whole else [np.flatnonzero(samples.groups == g) for g in np.unique(samples.groups)]
-    for rows in recordings:
+    recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
+    for rows in () if samples.are_whole else recordings:
         if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
             begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
             if np.isin(samples.labels[rows], samples.labels[rows[: begin - gap]]).all():
                 is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
-    missing = [] if samples.are_whole else np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
+    missing = np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
     for label in sorted(missing, key=samples.labels.tolist().count):  # the rarest first
         _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
     if not is_test.any():
         count = len(np.unique(samples.groups))
         _log.warning("no_test_samples recordings=%d: none can be held out, whole or in part; record more", count)
     return samples.take(np.flatnonzero(is_train)), samples.take(np.flatnonzero(is_test))
+
+
+def numbered_apart(train: Samples, test: Samples) -> Samples:
+    """``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
+    if train.groups is None or test.groups is None:
+        return test
+    return replace(test, groups=test.groups - test.groups.min(initial=0) + train.groups.max(initial=-1) + 1)
+
+
+def same_sitting(train: Samples, test: Samples) -> float | None:
+    """Share, 0..1, of the tested samples whose recording is learned from, too; None without recordings, or samples."""
+    if train.groups is None or test.groups is None or not len(test):
+        return None
+    return float(np.isin(test.groups, train.groups).mean())
 
 
 def _hold_out_end(

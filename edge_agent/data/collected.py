@@ -169,6 +169,8 @@ class Collection:
         """
         index = self.index()
         mine = self._samples(index, spec)
+        if own is not None and (own[0].groups is not None or mine.groups is not None):
+            own, mine = _numbered(own, mine)
         held = np.array([entry.held_out for entry in index.samples], bool)
         parts = [mine.take(np.flatnonzero(~held)), mine.take(np.flatnonzero(held))]
         known = list(own[0].class_names) if own is not None else []
@@ -311,12 +313,21 @@ def _joined(index: Index, order: tuple[str, ...], own: Samples | None, collected
     if len(parts) == 1:
         return parts[0]
     first, second = parts
-    groups = None
-    if first.groups is not None or second.groups is not None:
-        each = [np.arange(len(part)) if part.groups is None else part.groups for part in parts]
-        groups = np.concatenate([each[0], each[1] + (each[0].max(initial=-1) + 1)])
     inputs, labels = (np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "labels"))
+    groups = None
+    if first.groups is not None and second.groups is not None:
+        groups = np.concatenate([first.groups, second.groups])
     return replace(first, inputs=inputs, labels=labels, groups=groups)
+
+
+def _numbered(own: tuple[Samples, Samples], mine: Samples) -> tuple[tuple[Samples, Samples], Samples]:
+    """Both with numbers of their recordings that differ; a sample that is of none has its own."""
+    train, test = own[0].groups, own[1].groups
+    if train is None or test is None:
+        train, test = np.split(np.arange(len(own[0]) + len(own[1])), [len(own[0])])
+    begin = 1 + max(train.max(initial=-1), test.max(initial=-1))
+    groups = np.arange(len(mine)) if mine.groups is None else mine.groups
+    return (replace(own[0], groups=train), replace(own[1], groups=test)), replace(mine, groups=begin + groups)
 
 
 def _raw(inputs: np.ndarray, spec: InputSpec) -> np.ndarray:

@@ -25,6 +25,7 @@ from ..storage import read_json, write_atomic
 from ..task import Frozen, InputSpec, Task
 from . import Samples, load, location, parse_source, source_kind, split, with_options
 from . import check as check_source
+from .base import numbered_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -199,7 +200,8 @@ class Pools:
         """One client's training and test samples, copied out of the pools."""
         tested = self.train if self.test is None else self.test
         train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
-        return self.train.take(train).ready(), tested.take(test).ready()
+        result = self.train.take(train).ready(), tested.take(test).ready()
+        return result if self.test is None else (result[0], numbered_apart(*result))
 
 
 def parts_of(source: str) -> tuple[str, str] | None:
@@ -299,7 +301,7 @@ def own_samples(
         return split(samples, config.test_fraction, config.seed)
     test = read(config.test, spec, None if class_names is None else samples.class_names)
     _check_apart(config, samples, test)
-    return samples, test
+    return samples, numbered_apart(samples, test)
 
 
 def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:

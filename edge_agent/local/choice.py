@@ -104,11 +104,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """The chosen head, and how all of them fared: best first, those that were tried on most folds before others."""
+    """The chosen head, and how all of them fared: best first, those that were tried on most folds before others.
+
+    ``same_sitting``: share, 0..1, of the tested windows whose recording is learned from, too; None without recordings.
+    """
 
     name: str
     trials: tuple[Trial, ...]
     why: str
+    same_sitting: float | None = None
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """``choice``, the reason, and ``cv.<head>``, accuracy 0..1 in cross-validation of each head that was tried."""

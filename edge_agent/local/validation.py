@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..data import Samples
+from ..data.base import same_sitting
 from ..data.preprocess import windows_apart
 from ..task import WindowInput
 
@@ -83,6 +84,13 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
         learns = ~tested & ~_near(tested, units, cut, samples)
         result.append(Fold(np.flatnonzero(learns), np.flatnonzero(tested)))
     return [fold for fold in result if len(fold.train) and len(fold.test)]
+
+
+def sitting_of(samples: Samples, divisions: Sequence[Fold]) -> float | None:
+    """Mean of `same_sitting`, 0..1, over the folds; None where there are none, or no recordings."""
+    shares = [same_sitting(samples.take(fold.train), samples.take(fold.test)) for fold in divisions]
+    known = [share for share in shares if share is not None]
+    return float(np.mean(known)) if known else None
 
 
 def new_rows(samples: Samples, learned: np.ndarray | None) -> np.ndarray:
@@ -195,17 +203,8 @@ def learning_curve(
         for numbers, values in [zip(*pairs, strict=True)]
     )
     tested = len(samples) if samples.groups is None else len(np.unique(samples.groups))
-    shared = [share for fold in divisions if (share := same_sitting(samples, fold)) is not None]
-    return LearningCurve(
-        points, extrapolated(points, 2 * len(samples), tested, repeats), float(np.mean(shared)) if shared else None
-    )
-
-
-def same_sitting(samples: Samples, fold: Fold) -> float | None:
-    """Share, 0..1, of the tested windows whose recording is learned from, too; None without recordings, or windows."""
-    if samples.groups is None or not len(fold.test):
-        return None
-    return float(np.isin(samples.groups[fold.test], samples.groups[fold.train]).mean())
+    forecast = extrapolated(points, 2 * len(samples), tested, repeats)
+    return LearningCurve(points, forecast, sitting_of(samples, divisions))
 
 
 def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:

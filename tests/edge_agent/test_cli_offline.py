@@ -330,6 +330,42 @@ def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bund
         assert words in capsys.readouterr().err
 
 
+def test_windows_of_the_same_sitting_are_told(place, capsys, make_bundle):
+    from edge_agent.task import Task, WindowInput
+
+    spec = WindowInput(channels=2, length=8, stride=8)
+    make_bundle("w.hwb", task=Task(input=spec, class_names=("a", "b")))
+    rng = np.random.default_rng(0)
+
+    def record(name, level):
+        (place / "recs" / name).mkdir(parents=True, exist_ok=True)
+        number = len([*(place / "recs" / name).iterdir()])
+        rows = rng.normal(level, 1, (96, 2))
+        np.savetxt(place / "recs" / name / f"{number}.csv", rows, "%.3f", ",", header="x,y", comments="")
+
+    record("a", 0)
+    record("b", 3)
+    fit = ("fit", "--bundle", "w.hwb", "--data", "csv:recs", "--out", "h")
+    found = answer(capsys, *fit)
+    assert (found["n_train"], found["n_test"], found["same_sitting"]) == (18, 6, 1.0)
+    for _ in range(2):
+        record("a", 0)
+    fitted = answer(capsys, *fit)
+    assert fitted["same_sitting"] == 3 / 15  # of b's only recording; one of a's is held out as a whole
+    scored = answer(capsys, "evaluate", "--bundle", "w.hwb", "--data", "csv:recs", "--head", "h")
+    assert (scored["n_test"], scored["same_sitting"]) == (15, 3 / 15)
+    record("b", 3)
+    assert answer(capsys, *fit)["same_sitting"] == 0.0
+    assert main(["evaluate", "--bundle", "w.hwb", "--data", "csv:recs", "--heads", "lr"]) == 0
+    assert "same sitting" not in capsys.readouterr().out
+    (place / "recs" / "a" / "1.csv").unlink()
+    (place / "recs" / "a" / "2.csv").unlink()
+    (place / "recs" / "b" / "1.csv").unlink()
+    assert main(["evaluate", "--bundle", "w.hwb", "--data", "csv:recs", "--heads", "lr"]) == 0
+    text = capsys.readouterr().out
+    assert "same sitting: 100.0 % of the held-out samples are of recordings that it learns from" in text
+
+
 @pytest.fixture
 def photos(place):
     """Six photos of zeros and ones by class, and the same in one flat folder."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edge_agent.data import Samples, load
+from edge_agent.data.base import same_sitting
 from edge_agent.data.collected import Collection, labelled
 from edge_agent.errors import DataError, StateError, UsageError
 from edge_agent.task import ImageInput, WindowInput
@@ -152,6 +154,12 @@ def test_windows_of_one_recording_stay_on_one_side_of_time(collection):
     assert (len(train), len(test)) == (14, 5)
     np.testing.assert_allclose(test.inputs, normal[15:], atol=1e-5)
     assert len(np.unique(train.groups)) == 1
+    assert same_sitting(train, test) == 1.0
+    ready = replace(given, labels=np.zeros(20, np.int64), class_names=("walk",))
+    for groups, share in ((np.arange(20), 5 / 7), (None, 5 / 7), (np.zeros(20, np.int64), 1.0)):
+        own = replace(ready, groups=groups)
+        parts = collection.combined((own.take(np.arange(18)), own.take(np.arange(18, 20))), spec, ("walk",))
+        assert same_sitting(*parts) == share, "two of the device's other source, and five of the collection"
     read = load(f"collected:{collection.folder}", spec)
     np.testing.assert_allclose(read.inputs, np.delete(normal, 14, axis=0), atol=1e-5)
 

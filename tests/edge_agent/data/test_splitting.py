@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent.data import Samples, split, standardised
+from edge_agent.data.base import numbered_apart, same_sitting
 from edge_agent.task import ImageInput, WindowInput
 
 
@@ -123,8 +124,10 @@ def test_a_class_in_one_session_beside_a_class_of_many_is_held_out_too():
     assert 4 not in test.groups[test.labels == 0]
     assert test.inputs[test.labels == 1, 0, 0].tolist() == [26, 27]
     assert train.inputs[train.labels == 1, 0, 0].tolist() == [20, 21, 22, 23, 24]
-    whole = split(replace(samples, are_whole=True), 0.25, 0)
-    assert 1 not in whole[1].labels
+    train, test = split(replace(samples, are_whole=True), 0.25, 0)
+    assert test.inputs[test.labels == 1, 0, 0].tolist() == [26, 27], "the only recording of a class is cut"
+    assert {*train.groups.tolist()} & {*test.groups.tolist()} == {4}
+    assert same_sitting(train, test) == 2 / 6
 
 
 @given(
@@ -187,3 +190,11 @@ def test_the_digest_follows_the_inputs():
     two.inputs[0, 0, 0, 0] += 1
     assert one.digest != two.digest
     assert one.digest != one.take(np.array([0])).digest
+
+
+def test_recordings_of_another_source_are_of_another_sitting():
+    train, test = session([10]), session([6])
+    assert same_sitting(train, test) == 1.0
+    assert same_sitting(train, numbered_apart(train, test)) == 0.0
+    assert same_sitting(train, test.take(np.arange(0))) is None
+    assert same_sitting(replace(train, groups=None), test) is None
