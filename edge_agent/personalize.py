@@ -723,11 +723,11 @@ def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
     """One result for each head that can be fitted here, best first, and the errors of the others.
 
-    ``names`` None = those that the bundle offers, or all that are installed where it names none.
+    ``names`` None = those that head "auto" compares.
     """
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for name in names if names is not None else (features.bundle.manifest.heads or heads.names()):
+    for name in names if names is not None else compared(features.bundle, features.train.class_names):
         options = replace(features.options, head=name, params={})
         try:
             results.append(_measured(features, options))
@@ -846,12 +846,17 @@ def best_head(
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
-    names = candidates(bundle.manifest.heads)
+    names = compared(bundle, samples.class_names)
     divisions = _divisions(samples, options)
     choice = choose(names, fit_rows, features, samples.labels, divisions)
     choice = replace(choice, same_sitting=sitting_of(samples, divisions))
     _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
     return replace(options, head=choice.name), choice
+
+
+def compared(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """The heads that are compared for samples of these classes."""
+    return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
 
 
 def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:

@@ -121,8 +121,9 @@ def fit(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
     content["not_held_out"] = not_held_out(*parts)
     head = f"{result.head.name} ({result.exactness}), {result.precision} features"
+    head += ": the bundle's shared classifier as it is" * (result.head.name == "shared_classifier")
     rows = [
-        ("head", head if result.local is None else f"{result.title}, without the encoder"),
+        ("head", head if result.local is None else f"{result.title}, without the encoder: the model of acc.local"),
         ("batch norm", _norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
         *_shown(result.scores, result.n_test),
@@ -136,6 +137,8 @@ def fit(arguments: argparse.Namespace) -> int:
         *output.variants(figures),
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, parts)]
+    if result.local is not None:
+        notes.append(f"note: saved is the model of acc.local; acc.personal is that of head '{result.head.name}'")
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     details = _details(result)
     if result.choice is not None:
@@ -160,20 +163,25 @@ def _norm_text(result: Result) -> str:
 
 
 def _trials(choice: HeadChoice) -> list[str]:
-    """How the heads fared that 'auto' chose from, as a table."""
+    """How the heads fared that 'auto' chose from: a table, then why one was taken and others were dropped."""
+    taken = choice.trials[0]
     rows = [
         (
             trial.name,
+            "taken" if trial.name == choice.name else "dropped" if trial.dropped else "",
             output.percent(trial.accuracy),
-            "–" if trial.spread is None else f"±{100 * trial.spread:.1f} %",
+            "–" if trial.spread is None or len(trial.right) < 2 else f"±{100 * trial.spread:.1f} %",
             f"{trial.loss(len(trial.right)):.3f}" if trial.right else "–",
             len(trial.right),
             f"{trial.seconds:.2f} s",
-            trial.dropped or ("taken" if trial.name == choice.name else ""),
         )
         for trial in choice.trials
     ]
-    return output.table(("candidate", "accuracy", "spread", "log loss", "folds", "time", ""), rows)
+    lines = output.table(("candidate", "", "accuracy", "spread", "log loss", "folds", "time"), rows)
+    best = max((trial.accuracy or 0.0 for trial in choice.trials if len(trial.right) == len(taken.right)), default=0.0)
+    if taken.right and best > (taken.accuracy or 0.0):
+        lines.append("taken for its log loss: heads with a higher accuracy are not better beyond noise, and less sure")
+    return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
 
 
 def _confidence_rows(
@@ -184,12 +192,14 @@ def _confidence_rows(
 
     known, rule = confidence.calibration, confidence.unknown
     calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
+    if samples >= LEAST_FOR_CALIBRATION:
+        calibration = "not calibrated: no temperature lowers the error in cross-validation"
     if known is not None:
         before, after = output.percent(known.error_before), output.percent(known.error_after)
         calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
     unknown = "not asked for"
     if rule is not None:
-        reached = f"{output.percent(false_alarms)} of the held-out samples"
+        reached = f"{output.percent(false_alarms)} of the held-out samples; misses are not measured"
         unknown = f"distance above {rule.threshold:.3f}; false alarms {output.percent(rule.rate)} asked for, {reached}"
     elif rate:
         unknown = (
@@ -237,11 +247,13 @@ def _notes(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
     from ..personalize import of_one_class
 
     notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
+    if not scores.better_alone and (scores.local or 0.0) > (scores.personal or 0.0):
+        notes.append("note: acc.local is above acc.personal, by no more than noise")
     if missing := not_held_out(*parts):
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         notes.append(
             f"note: no held-out samples of {', '.join(missing[:10])}{more}: the accuracies say nothing about them; "
-            "record them again, or name a test set (--test)"
+            "add more of them, or name a test set (--test)"
         )
     return notes
 
@@ -336,7 +348,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_data(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--head", type=Path, metavar="DIR", help="saved head to evaluate")
-    which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that the bundle offers")
+    which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that 'fit' compares")
     _add_no_local(parser)
 
 
@@ -345,8 +357,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     A saved head is scored on all samples of --data (or --test) that it was not fitted on. Heads that are compared are
     scored on the samples that 'fit' holds out with the same seed. Beside accuracies stands the interval in which the
-    accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and how its accuracy grew
-    with the number of samples: have you collected enough?
+    accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and how the accuracy of
+    the first one grew with the number of samples: have you collected enough? Exactness says how close a head is to the
+    personal part of the bundle's method: exact (equal), same form (same layers and loss), approximate (anything else).
 
     Example:
       edge-agent evaluate --bundle b.hwb --data images:photos

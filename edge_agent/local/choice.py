@@ -36,6 +36,8 @@ MOST_ROWS = 1000
 BASELINES = ("shared_classifier", "prototype", "tuned", "ridge", "lr", "svm", "knn")
 """What is tried for every bundle, the simplest first."""
 
+_OF_SHARED = ("shared_classifier", "tuned")
+
 Fit = Callable[[str, np.ndarray], Head]
 """Name of a head, and the rows to learn from -> the fitted head."""
 
@@ -120,9 +122,13 @@ class HeadChoice:
         return {"choice": self.why, **tried}
 
 
-def candidates(offered: Iterable[str]) -> tuple[str, ...]:
-    """`BASELINES`, then those of the bundle's heads (``offered``) that are not among them."""
-    return tuple(dict.fromkeys([*BASELINES, *offered]))
+def candidates(offered: Iterable[str], *, has_shared: bool) -> tuple[str, ...]:
+    """`BASELINES`, then those of the bundle's heads (``offered``) that are not among them.
+
+    Not ``has_shared``: without those that are nothing without a shared classifier for the device's classes.
+    """
+    names = dict.fromkeys([*BASELINES, *offered])
+    return tuple(name for name in names if has_shared or name not in _OF_SHARED)
 
 
 def thinned(labels: np.ndarray, divisions: Sequence[Fold], rng: np.random.Generator) -> list[Fold]:

@@ -102,10 +102,10 @@ class Calibration:
 
 
 def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> Calibration | None:
-    """The temperature that suits out-of-fold ``probabilities`` (n, K) best; None below `LEAST_FOR_CALIBRATION`.
+    """The temperature that suits out-of-fold ``probabilities`` (n, K) best.
 
-    ``folds`` (n,): the fold of each row. The error after it is that of each fold with the temperature of the others.
-    Guo et al., ICML 2017.
+    None below `LEAST_FOR_CALIBRATION`, and where it would not lower the expected calibration error. ``folds`` (n,): the
+    fold of each row. The error after it is that of each fold with the temperature of the others. Guo et al., ICML 2017.
     """
     if len(labels) < LEAST_FOR_CALIBRATION:
         return None
@@ -114,8 +114,8 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
         mine = folds == fold
         others = ~mine if (~mine).any() else mine
         after[mine] = tempered(probabilities[mine], best_temperature(probabilities[others], labels[others]))
-    temperature = best_temperature(probabilities, labels)
-    return Calibration(temperature, calibration_error(probabilities, labels), calibration_error(after, labels))
+    errors = calibration_error(probabilities, labels), calibration_error(after, labels)
+    return Calibration(best_temperature(probabilities, labels), *errors) if errors[1] < errors[0] else None
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:

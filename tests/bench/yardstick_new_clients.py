@@ -198,7 +198,9 @@ def of_heads(federation: Federation, name: str, shared: Tensors | None) -> dict[
     result = {"own": score(own), "own as before": score(own, **AS_BEFORE.get(method.name, {})), "lr": score("lr")}
     samples, rng = Samples(client.train_inputs.numpy(), labels, test.class_names, test.input), np.random.default_rng(0)
     divisions, begin = thinned(labels, folds(samples, FOLDS, rng), rng), time.process_time()
-    choice = choose(candidates(method.heads), fit, train_rows, labels, divisions, clock=time.process_time)
+    choice = choose(
+        candidates(method.heads, has_shared=True), fit, train_rows, labels, divisions, clock=time.process_time
+    )
     result["auto_s"] = time.process_time() - begin
     return {**result, "auto": score(choice.name)}
 

@@ -108,6 +108,8 @@ def test_the_best_head_is_chosen_by_default_and_how_all_of_them_fared_is_shown(p
     assert "candidate" in text
     assert "taken" in text
     assert "±" in text
+    assert "misses are not measured" in text
+    assert {line.index("taken") for line in text.splitlines() if " taken " in line} <= set(range(40))
     assert main([*FIT, "--param", "c=0.25"]) == 2
     assert "head 'auto' takes no parameters, found c; name the head" in capsys.readouterr().err
 
@@ -348,6 +350,8 @@ def test_windows_of_the_same_sitting_are_told(place, capsys, make_bundle):
     fit = ("fit", "--bundle", "w.hwb", "--data", "csv:recs", "--out", "h")
     found = answer(capsys, *fit)
     assert (found["n_train"], found["n_test"], found["same_sitting"]) == (18, 6, 1.0)
+    tried = {row["head"] for row in found["candidates"]}
+    assert not {"shared_classifier", "tuned"} & tried, "the bundle has no shared classifier"
     for _ in range(2):
         record("a", 0)
     fitted = answer(capsys, *fit)

@@ -13,6 +13,7 @@ from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
 from edge_agent.errors import FingerprintMismatch, UnknownName
 from edge_agent.heads import FitData
+from edge_agent.local.choice import BASELINES
 from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
 
 
@@ -182,7 +183,7 @@ def test_heads_work_without_the_shared_classifier_where_it_does_not_know_the_cla
 def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch):
     _, bundle, encoder, samples = ready
     results, failed = evaluate_heads(extract(bundle, samples, encoder))
-    assert {result.head.name for result in results} == {"lr", "prototype"}  # what the manifest offers
+    assert {result.head.name for result in results} == {*BASELINES}
     scores = [result.scores.personal for result in results]
     assert scores == sorted(scores, reverse=True)
     assert failed == {}

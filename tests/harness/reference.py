@@ -90,7 +90,7 @@ def heads_page() -> str:
         (
             "A head is fitted on the features of the frozen encoder, on the device, without torch. Each is one file; "
             "the file name is the name of the head. Parameters go into `head.params` of an agent's configuration or "
-            "`edge-agent fit --set name=value`."
+            "`edge-agent fit --param name=value`."
         ),
     ]
     for name in heads.names():

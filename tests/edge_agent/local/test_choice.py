@@ -264,7 +264,8 @@ def test_many_samples_are_thinned_and_few_are_not():
 
 
 def test_baselines_are_tried_before_the_bundles_own_heads():
-    names = candidates(("fedpac", "lr", "svm"))
+    assert candidates(("fedpac",), has_shared=False) == ("prototype", "ridge", "lr", "svm", "knn", "fedpac")
+    names = candidates(("fedpac", "lr", "svm"), has_shared=True)
     assert names[-1] == "fedpac"
     assert len(set(names)) == len(names)
     assert set(names) <= set(heads.names())

@@ -96,6 +96,19 @@ def test_a_temperature_finds_the_factor_by_which_probabilities_are_too_sharp():
     assert calibrate(softmax(logits)[:49], labels[:49], np.arange(49) % 5) is None
 
 
+def test_a_temperature_that_does_not_lower_the_error_is_not_used():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(40):
+        shares = softmax(rng.normal(size=(80, 5)) * 2)
+        labels = np.array([rng.choice(5, p=row) for row in shares])
+        found.append(calibrate(shares, labels, np.arange(80) % 5))
+    used = [one for one in found if one is not None]
+    assert 0 < len(used) < 40, "well-calibrated answers: by chance a temperature seems to help now and then"
+    assert all(one.error_after < one.error_before for one in used)
+    sure = np.tile([[1.0, 0.0]], (60, 1))
+    assert calibrate(sure, np.zeros(60, np.int64), np.arange(60) % 5) is None
+
+
 def test_calibration_error_is_that_of_a_hand_worked_case():
     probabilities = np.tile([[0.8, 0.2]], (100, 1))
     labels = np.array([0] * 60 + [1] * 40)
