@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,13 @@ def add(arguments: argparse.Namespace) -> int:
     if arguments.label is not None:
         samples = labelled(samples, arguments.label)
     added = collection.add(samples, config.data.budget)
-    content = {"added": added.added, "known": added.known, "dropped": added.dropped}
+    content = {**asdict(added), "renamed": dict(added.renamed)}
     dropped = f", {added.dropped} older ones dropped: at most {config.data.budget} are kept" if added.dropped else ""
     known = f", {added.known} were there already" if added.known else ""
-    return _refitted(arguments, config, content, [("samples", f"{added.added} added{known}{dropped}")])
+    known += f", {added.moved} of them of another class till now" if added.moved else ""
+    rows = [("samples", f"{added.added} added{known}{dropped}")]
+    rows += [("class", f"'{old}' is called '{new}' on this device") for old, new in added.renamed.items()]
+    return _refitted(arguments, config, content, rows)
 
 
 def add_classes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +74,17 @@ def add_classes_arguments(parser: argparse.ArgumentParser) -> None:
 def classes(arguments: argparse.Namespace) -> int:
     """List the classes of this device, or rename, merge or remove some, and fit the head again.
 
-    The state of a class is trained (the head knows it), collected (it has samples that the head has not seen) or empty.
+    Removing a class removes its added samples for good. The state of a class is trained (the head knows it), collected
+    (it has samples that the head has not seen) or empty. The numbers are of added samples: a class that the head
+    learned from the agent's data source alone has none.
+
     Changes hold for all samples of the device, those of its agent's data source included, and also for later ones. The
     order of the other classes stays. The head before stays: 'edge-agent rollback --head' returns to it.
 
     Example:
       edge-agent classes --state /var/lib/headwater-agent merge scarf shawl scarf
     """
+    from ..data.partition import is_collected
     from ..heads.saved import class_names
 
     names, action = arguments.names, arguments.action
@@ -88,20 +96,31 @@ def classes(arguments: argparse.Namespace) -> int:
         )
     config, manifest, collection = _opened(arguments)
     if action == "list":
-        content = _states(config, collection, manifest)
-        rows = [(row["class"], row["train"], row["held_out"], row["state"]) for row in content["classes"]]
+        listed = _states(config, collection, manifest)
+        lines = [(row["class"], row["train"], row["held_out"], row["state"]) for row in listed["classes"]]
         return output.result(
-            arguments, content, lambda: output.table(("class", "added to train", "held out", "state"), rows)
+            arguments, listed, lambda: output.table(("class", "added to train", "held out", "state"), lines)
         )
     known = [*manifest.task.class_names, *class_names(config.state / "head")]
+    content: dict[str, Any]
     if action == "rename":
         collection.rename(names[0], names[1], known)
+        content, rows = {"renamed": names}, [("renamed", f"{names[0]} → {names[1]}")]
     elif action == "merge":
         collection.merge(names[:-1], names[-1], known)
+        content, rows = {"merged": names}, [("merged", f"{', '.join(names[:-1])} → {names[-1]}")]
     else:
-        collection.remove(names, known)
-    done = {"rename": "renamed", "merge": "merged", "remove": "removed"}[action]
-    return _refitted(arguments, config, {done: names}, [(done, ", ".join(names))])
+        held = {entry.label for entry in collection.index().samples}
+        if is_collected(config.data) and held and held <= {*names}:
+            raise UsageError(
+                f"classes remove {' '.join(names)}: no other class has samples, so no head could be fitted; add "
+                "samples of another class first"
+            )
+        gone = collection.remove(names, known)
+        content, rows = {"removed": names, "samples_removed": gone}, [("removed", ", ".join(names))]
+        hint = "'edge-agent rollback --head' brings back the head alone"
+        rows += [("samples", f"{gone} removed for good; {hint}")] if gone else []
+    return _refitted(arguments, config, content, rows)
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +168,9 @@ def _refitted(
 ) -> int:
     """Fit the head again where no agent does, and print what was done."""
     from ..agent.head_tier import refit_current
+    from ..local.validation import interval
 
+    before = _metrics_of(config)
     why = _why_not_here(arguments, config)
     if not why:
         try:
@@ -159,20 +180,37 @@ def _refitted(
             if "is in use by" not in str(error):
                 raise
             why = "the agent of this device is running and fits it"
-    metrics = (read_json(config.state / "head" / "head.json") or {}).get("metrics", {}) if not why else {}
+    metrics = _metrics_of(config) if not why else {}
     content = {**content, "refitted": not why, "not_refitted": why or None, "metrics": metrics or None}
-    shown = [*rows, ("head", why and f"not fitted here: {why}")] if why else [*rows, ("head", "fitted again")]
-    if metrics:
-        count = f"{metrics.get('n_train')} samples to fit, {metrics.get('n_test')} held out"
-        shown += [("acc.personal", output.percent(metrics.get("acc.personal"))), ("learned from", count)]
-    return output.result(arguments, content, lambda: output.pairs(shown))
+    content["acc.personal_before"] = before.get("acc.personal")
+    if why:
+        return output.result(arguments, content, lambda: output.pairs([*rows, ("head", f"not fitted here: {why}")]))
+    count, share = int(metrics.get("n_test") or 0), metrics.get("acc.personal")
+    text = output.percent(share)
+    if share is not None:
+        low, high = interval(round(share * count), count)
+        text += f"  (95 %: {100 * low:.1f} to {100 * high:.1f} %)"
+    if before:
+        of = f"{before.get('n_test')} held-out samples"
+        text += f"; before {output.percent(before.get('acc.personal'))} of {of}, which were others in part"
+    shown = [*rows, ("head", f"{metrics.get('head')}, fitted again"), ("acc.personal", text)]
+    shown += [("learned from", f"{metrics.get('n_train')} samples to fit, {count} held out")]
+    notes = []
+    if metrics.get("classes") == 1:
+        notes = ["note: the head knows one class alone, and answers every input so; add samples of another class"]
+    return output.result(arguments, content, lambda: [*output.pairs(shown), *notes])
+
+
+def _metrics_of(config: AgentConfig) -> dict[str, Any]:
+    """What was reported of the head in use; nothing where there is none."""
+    return dict((read_json(config.state / "head" / "head.json") or {}).get("metrics", {}))
 
 
 def _why_not_here(arguments: argparse.Namespace, config: AgentConfig) -> str:
     """Why the head is not to be fitted from the added samples alone; empty where it may."""
     from ..agent.head_tier import collection_of
 
-    metrics = (read_json(config.state / "head" / "head.json") or {}).get("metrics", {})
+    metrics = _metrics_of(config)
     learned = sum(int(metrics.get(name) or 0) for name in ("n_train", "n_test"))
     if arguments.state is None or learned == int(metrics.get("n_collected") or 0):
         return ""

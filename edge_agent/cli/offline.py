@@ -743,7 +743,8 @@ def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
 def rollback(arguments: argparse.Namespace) -> int:
     """Go back to the bundle that this device used before: verified, tested on its golden inputs, then made current.
 
-    With --head the bundle stays, and its head before the last fit is used again, until samples or classes change.
+    With --head the bundle stays, and its head before the last fit is used again, until samples or classes change; once
+    more returns to the later one. Removed samples do not come back.
 
     The agent must not be running; it fits its head for the bundle when it starts. The release that was rolled back from
     is declined from then on, as are older ones, until the coordinator makes a newer release.

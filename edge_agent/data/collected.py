@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,11 +59,17 @@ class Index(Frozen):
 
 @dataclass(frozen=True)
 class Added:
-    """What became of samples that were added: new ones, known ones (that may have another class now), dropped ones."""
+    """What became of samples that were added: new ones, known ones, dropped ones.
+
+    ``moved``: known ones that were of another class till now. ``renamed``: classes that they were added as -> what they
+    are called now.
+    """
 
     added: int
     known: int
     dropped: int
+    moved: int = 0
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Collection:
@@ -99,12 +105,13 @@ class Collection:
         with waited_lock(self.folder):
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
-            before, new = len(entries), self._entries(samples, index)
+            before, new, moved = len(entries), self._entries(samples, index), 0
             for row, entry in new:
                 if entry.id not in entries:
                     write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
                     entries[entry.id] = entry if entry.recording else _dealt(entry, entries.values())
                 else:
+                    moved += entries[entry.id].label != entry.label
                     entries[entry.id] = entries[entry.id].model_copy(update={"label": entry.label})
             added = len(entries) - before
             dropped = _surplus(list(entries.values()), budget)
@@ -118,33 +125,43 @@ class Collection:
                 "renamed": {old: name for old, name in index.renamed.items() if name is not None or old not in labels},
             }
             self._write(index, change)
-        return Added(added, len(new) - added, len(dropped))
+        given = (samples.class_names[label] for label in np.unique(samples.labels))
+        renamed = {label: name for label in given if (name := index.name_of(label)) not in {label, None}}
+        return Added(added, len(new) - added, len(dropped), moved, renamed)
 
     def rename(self, old: str, new: str, known: Sequence[str] = ()) -> None:
         """Call class ``old`` ``new`` from now on. ``known``: classes beside those of the collection.
 
         Raises:
             UsageError: no such class, or one that is called ``new`` already.
+            DataError: ``new`` is not a name for a class.
         """
-        if new in self._names(known):
-            raise UsageError(f"there is a class '{new}' already; 'edge-agent classes merge {old} {new}' joins them")
-        self._relabel({old: new}, known)
+        names = self._names(known)
+        if new in names and old in names:
+            raise UsageError(
+                f"there is a class '{new}' already; 'edge-agent classes merge {old} {new} {new}' joins them"
+            )
+        self._relabel({old: class_name(new)}, known)
 
     def merge(self, labels: Sequence[str], into: str, known: Sequence[str] = ()) -> None:
         """Make several classes one, which is called ``into``: one of them, or a new name.
 
         Raises:
             UsageError: no such class.
+            DataError: ``into`` is not a name for a class.
         """
+        class_name(into)
         self._relabel({label: into for label in labels if label != into}, known)
 
-    def remove(self, labels: Sequence[str], known: Sequence[str] = ()) -> None:
-        """Remove classes and their samples, all of them or none.
+    def remove(self, labels: Sequence[str], known: Sequence[str] = ()) -> int:
+        """Remove classes and their samples, all of them or none; returns how many samples went.
 
         Raises:
             UsageError: no such class.
         """
+        before = len(self.index().samples)
         self._relabel(dict.fromkeys(labels), known)
+        return before - len(self.index().samples)
 
     def fitted(self, version: int) -> None:
         """Note that the head in use was fitted on this version; 0, that of an empty folder, is not written."""
@@ -284,13 +301,21 @@ def labelled(samples: Samples, label: str) -> Samples:
     Raises:
         DataError: not a name for a class.
     """
+    return replace(samples, labels=np.zeros(len(samples), np.int64), class_names=(class_name(label),))
+
+
+def class_name(label: str) -> str:
+    """The name of a class.
+
+    Raises:
+        DataError: it is none: empty, too long, or with characters that would steer a terminal.
+    """
     if not label.strip():
         raise DataError(f"label {label!r}: expected the name of a class")
     try:
-        name = TypeAdapter(Label).validate_python(label)
+        return TypeAdapter[str](Label).validate_python(label)
     except ValidationError as error:
         raise DataError(f"label {label!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
-    return replace(samples, labels=np.zeros(len(samples), np.int64), class_names=(name,))
 
 
 def _groups(index: Index) -> np.ndarray | None:

@@ -105,10 +105,50 @@ def test_classes_are_renamed_merged_and_removed(place, capsys):
     assert list(states(capsys)) == ["pet"]
     before = (place / "state" / "head" / "head.json").read_bytes()
     refused = answer(capsys, "classes", "remove", "pet", "--state", "state", code=2)["error"]["message"]
-    assert "no samples to learn from" in refused
+    assert "no other class has samples, so no head could be fitted" in refused
     assert (place / "state" / "head" / "head.json").read_bytes() == before
-    assert states(capsys)["pet"] == "trained; removed with the next fit"
+    assert states(capsys)["pet"] == "trained"
+    assert answer(capsys, "classes", "list", "--state", "state")["samples"] == 16
     assert predicted(capsys, "cat") == "pet"
+
+
+def test_what_changed_in_the_classes_is_told(place, capsys):
+    for name in COLOURS:
+        add(capsys, name)
+    assert main(["classes", "rename", "tree", "plant", "--state", "state"]) == 0
+    assert "tree → plant" in capsys.readouterr().out
+    found = add(capsys, "tree", range(2))
+    assert (found["known"], found["moved"], found["renamed"]) == (2, 0, {"tree": "plant"})
+    assert main(["add", "--state", "state", "--label", "cat", "dog0.png", "dog1.png"]) == 0
+    assert "2 were there already, 2 of them of another class till now" in capsys.readouterr().out
+    taken = answer(capsys, "classes", "rename", "cat", "dog", "--state", "state", code=2)["error"]["message"]
+    assert "'edge-agent classes merge cat dog dog' joins them" in taken
+    missing = answer(capsys, "classes", "rename", "cow", "dog", "--state", "state", code=2)["error"]["message"]
+    assert "no class 'cow'" in missing
+    assert "merge" not in missing
+    for words in (("rename", "cat", ""), ("merge", "cat", "dog", " ")):
+        empty = answer(capsys, "classes", *words, "--state", "state", code=2)["error"]["message"]
+        assert "expected the name of a class" in empty
+    assert main(["classes", "merge", "cat", "dog", "dog", "--state", "state"]) == 0
+    assert "cat, dog → dog" in capsys.readouterr().out
+    removed = answer(capsys, "classes", "remove", "plant", "--state", "state")
+    assert (removed["removed"], removed["samples_removed"]) == (["plant"], 8)
+
+
+def test_a_new_accuracy_stands_beside_the_one_before(place, capsys):
+    assert main(["add", "--state", "state", "--label", "cat", *(f"cat{number}.png" for number in range(8))]) == 0
+    text = capsys.readouterr().out
+    assert "the head knows one class alone, and answers every input so" in text
+    assert "before" not in text
+    first = answer(capsys, "add", "--state", "state", "--label", "dog", "dog0.png", "dog1.png", "dog2.png")
+    assert first["acc.personal_before"] == 1.0
+    words = ["add", "--state", "state", "--label", "tree", *(f"tree{number}.png" for number in range(8))]
+    assert main(words) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    before = f"before {100 * first['metrics']['acc.personal']:.1f} % of 3 held-out samples, which were others in part"
+    assert before in text
+    assert "(95 %: " in text
+    assert f"{saved.load(place / 'state' / 'head').head.name}, fitted again" in text
 
 
 def test_a_data_source_is_added_with_its_own_labels_beside_those_of_the_agent(place, capsys):
