@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleDamaged, DataError, UsageError
+from ..errors import BundleDamaged, DataError, UnknownName, UsageError
 from ..storage import check_writable, folder_lock
 from . import output
 
@@ -105,7 +105,10 @@ def fit(arguments: argparse.Namespace) -> int:
     params = _parameters(arguments.param)
     if arguments.head in numeric.names():
         return _fit_numeric(arguments, params)
-    heads.check(arguments.head, params)  # mistakes are found before the features are computed
+    try:
+        heads.check(arguments.head, params)  # mistakes are found before the features are computed
+    except UnknownName as error:
+        raise UnknownName("head", arguments.head, [*error.known, *numeric.names(), heads.AUTO]) from error
     check_writable(arguments.out)
     check_writable(_cache_of(arguments))
     bundle = _bundle(arguments)

@@ -42,11 +42,11 @@ def numbered(samples: Samples) -> tuple[str, ...]:
     keys, spec = list(zip(samples.names, samples.groups.tolist(), strict=True)), samples.input
     counts, seen, result = Counter(keys), Counter[tuple[str, int]](), []
     for name, group in keys:
-        place = seen[name, group]
-        text = f"piece {place + 1}"
+        number = seen[name, group]
+        text = f"piece {number + 1}"
         if isinstance(spec, WindowInput):
-            begin = place * spec.stride
-            text = f"window {place + 1} (time steps {begin + 1} to {begin + spec.length})"
+            begin = number * spec.stride
+            text = f"window {number + 1} (time steps {begin + 1} to {begin + spec.length})"
         seen[name, group] += 1
         result.append(f"{name}, {text}" if counts[name, group] > 1 else name)
     return tuple(result)

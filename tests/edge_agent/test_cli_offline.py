@@ -94,6 +94,11 @@ def test_every_head_can_be_fitted_and_its_parameters_set(place, capsys):
     assert (params.c, params.feature_norm) == (0.25, "l2")
 
 
+def test_a_misspelt_head_is_told_all_that_fit_knows(place, capsys):
+    for name, near in (("ridge_regresion", "ridge_regression"), ("autp", "auto"), ("protoype", "prototype")):
+        assert f"did you mean '{near}'" in answer(capsys, *FIT, "--head", name, code=2)["error"]["message"]
+
+
 def test_the_best_head_is_chosen_by_default_and_how_all_of_them_fared_is_shown(place, capsys):
     fitted = answer(capsys, *FIT)
     rows = fitted["candidates"]
