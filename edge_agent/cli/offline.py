@@ -142,6 +142,8 @@ def fit(arguments: argparse.Namespace) -> int:
     notes = [*output.skipped(skipped), *_notes(result.scores, parts)]
     if result.local is not None:
         notes.append(f"note: saved is the model of acc.local; acc.personal is that of head '{result.head.name}'")
+    if not result.n_test:
+        notes.append("note: nothing is held out, so there is no accuracy; add samples, or name a test set (--test)")
     notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
     details = _details(result)
     if result.choice is not None:
@@ -153,9 +155,12 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _whole(held_out: float | None, folds: float | None) -> list[str]:
-    """That cross-validation holds out whole recordings, where the held-out samples are of the same sitting."""
-    if not held_out or folds is None or folds >= held_out:
+    """How cross-validation divides recordings, where the held-out samples (shares 0..1) were divided in another way."""
+    if folds is None or folds == (held_out or 0.0):
         return []
+    if folds > (held_out or 0.0):
+        share = f"same sitting in cross-validation: {output.percent(folds)} of what it tests is of recordings that it "
+        return [share + "learns from; acc.personal says more about new ones"]
     of = "whole recordings" if not folds else f"whole recordings where it can ({output.percent(folds)} same sitting)"
     return [f"cross-validation holds out {of}: its accuracies say more about new recordings than acc.personal does"]
 

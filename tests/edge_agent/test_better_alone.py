@@ -77,6 +77,8 @@ def test_fit_predict_and_evaluate_work_with_the_local_model(weak, tmp_path, caps
     assert "this device is better off alone" in capsys.readouterr().out
     fitted = answer(capsys, "fit", *words, "--out", "head", "--allow-local")
     assert fitted["head"] == fitted["local_model"]
+    assert main([*map(str, ("fit", *words, "--out", "head", "--allow-local"))]) == 0
+    assert "note: saved is the model of acc.local; acc.personal is that of head '" in capsys.readouterr().out
     scored = answer(capsys, "evaluate", *words, "--head", "head")
     assert (scored["head"], scored["acc.personal"]) == (fitted["head"], fitted["acc.local"])
     rows = answer(capsys, "predict", *words, "--head", "head")["predictions"]

@@ -366,13 +366,22 @@ def test_windows_of_the_same_sitting_are_told(place, capsys, make_bundle):
     record("b", 3)
     assert answer(capsys, *fit)["same_sitting"] == 0.0
     assert main(["evaluate", "--bundle", "w.hwb", "--data", "csv:recs", "--heads", "lr"]) == 0
-    assert "same sitting" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "same sitting: " not in text
+    assert "same sitting in cross-validation: 33.3 % of what it tests" in text, "b has one recording left to cut"
     (place / "recs" / "a" / "1.csv").unlink()
     (place / "recs" / "a" / "2.csv").unlink()
     (place / "recs" / "b" / "1.csv").unlink()
     assert main(["evaluate", "--bundle", "w.hwb", "--data", "csv:recs", "--heads", "lr"]) == 0
     text = capsys.readouterr().out
     assert "same sitting: 100.0 % of the held-out samples are of recordings that it learns from" in text
+    (place / "recs").rename(place / "old")
+    record("a", 0)
+    record("b", 3)
+    assert main(["evaluate", "--bundle", "w.hwb", "--data", "csv:old", "--test", "csv:recs", "--heads", "lr"]) == 0
+    text = capsys.readouterr().out
+    assert "same sitting: " not in text, "the test set is of other recordings"
+    assert "same sitting in cross-validation: 100.0 % of what it tests" in text
 
 
 @pytest.fixture
@@ -457,6 +466,8 @@ def test_one_sample_is_learned_from_and_nothing_is_claimed(place, photos, capsys
         path.unlink()
     found = answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h")
     assert (found["n_train"], found["n_test"], found["acc.personal"], found["one_class"]) == (1, 0, None, True)
+    assert main(["fit", "--bundle", "b.hwb", "--data", "images:photos", "--out", "h"]) == 0
+    assert "nothing is held out, so there is no accuracy" in capsys.readouterr().out
     words = ("fit", "--bundle", "b.hwb", "--data", "images:photos", "--head", "mahalanobis", "--param", "normal=0")
     code = main([*words, "--out", "n"])
     assert (code, "1 samples to fit a head on; expected at least two" in capsys.readouterr().err) == (2, True)
