@@ -189,6 +189,9 @@ class Selection:
     _took: dict[str, float] = field(default_factory=dict)
     """Seconds from there to its update."""
 
+    _stalled: set[str] = field(default_factory=set)
+    """Members of the open round whose disk was full in it: how long they took says nothing of their pace."""
+
     _stretched: tuple[bool | None, float] = (None, 1.0)
     """`Pace.stretch` of the open round, and whether it had its quorum then."""
 
@@ -340,9 +343,11 @@ class Selection:
         """How long the agents of a round took that closes now, for the journal (`pace.Times`)."""
         now, ready = self.context.roster.heard_s(), self.context.roster.ready
         self._note_times(collection, now)
-        absent = {*collection.given_up, *self._stuck}
+        absent = {*collection.given_up, *self._stuck, *self._stalled}
         working = [a for a in collection.outstanding if a in self._asked and a in ready and a not in absent]
-        return times_of(self._took, {agent: now - self._asked[agent][0] for agent in working}, work)
+        took = {agent: seconds for agent, seconds in self._took.items() if agent not in self._stalled}
+        self._stalled.clear()
+        return times_of(took, {agent: now - self._asked[agent][0] for agent in working}, work)
 
     def collect(
         self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
@@ -361,6 +366,8 @@ class Selection:
                 return None
             now = self.context.roster.heard_s()
             self._note_times(collection, now)
+            members = map(self.context.roster.get, collection.cohort)
+            self._stalled.update(one.id for one in members if one is not None and one.condition == "stalled")
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
