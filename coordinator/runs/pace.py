@@ -115,7 +115,11 @@ class Pace:
         return None if expected is None else max(work * expected[0], expected[1])
 
     def work(self, cohort: Iterable[str]) -> dict[str, float]:
-        """Slow agent -> the share of local training that it can do in the median time of the cohort."""
+        """Slow agent -> the share of local training that it can do in the median time of the cohort.
+
+        Only of agents that rounds have closed without: one that was restarted and still delivered in time does all of
+        its work, so that a run has the same bits as an undisturbed one.
+        """
         expected = {agent: s for agent in cohort if (s := self.expected_s(agent)) is not None}
         if not expected:
             return {}
@@ -123,7 +127,9 @@ class Pace:
         return {
             agent: max(LEAST_WORK, float(f"{usual / seconds:.3g}"))
             for agent, seconds in expected.items()
-            if seconds > SLOW_FACTOR * usual and seconds > usual + SLOW_LEAST_S
+            if seconds > SLOW_FACTOR * usual
+            and seconds > usual + SLOW_LEAST_S
+            and any(time.is_late or time.whole_s > time.seconds for time in self._times[agent])
         }
 
     def stretch(self, took: Mapping[str, float], work: Mapping[str, float]) -> float:

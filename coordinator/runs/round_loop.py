@@ -559,6 +559,7 @@ class RunLoop:
     def _collect_outside(self, collection: Collection, encoder: Tensors | None = None) -> Steps:
         """Ask the agents of ``collection`` after a round; ``encoder``: the tensors that they are asked about."""
         self._collect(collection)
+        self.selection.opened(collection)
         until = self._ask(collection.round, collection.cohort, collection.purpose, encoder=encoder)
         yield from self.selection.collect(collection, until)
         self._call_off(collection)

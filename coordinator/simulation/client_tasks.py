@@ -141,7 +141,7 @@ class SimulatedResources(Resources):
             state=shared.folder / client,
             data=DataConfig(source="simulation:"),
             head=HeadConfig(local=plan.local),
-            training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads),
+            training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads, checkpoint_s=0),
         )
         super().__init__(config)
         self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after

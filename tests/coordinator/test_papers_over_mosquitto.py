@@ -26,7 +26,7 @@ from edge_agent.storage import read_tensors
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import norm_names
 from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame, transfer_id
+from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame, transfer_id
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.tensors import decode
 
@@ -41,7 +41,7 @@ TASK = Task(
     encoder="small_cnn",
     encoder_params={"feature_dim": 160, "width": 8},
 )
-"""22,000 weights: each update takes two chunks."""
+"""22,000 weights: each update takes two frames of 12 chunks at most."""
 
 SMALL = {"local_epochs": 1, "batch_size": 16}
 PARAMS = {
@@ -264,7 +264,9 @@ def assembled(heard):
     for topic, payload in heard:
         if topic.endswith(("/ub", "/db")) or "/b/" in topic:
             frame = decode_frame(payload)
-            assert chunks[frame.transfer].setdefault(frame.index, bytes(frame.data)) == bytes(frame.data)
+            for begin in range(0, len(frame.data), CHUNK_BYTES):
+                index, data = frame.index + begin // CHUNK_BYTES, bytes(frame.data[begin : begin + CHUNK_BYTES])
+                assert chunks[frame.transfer].setdefault(index, data) == data
             counts[frame.transfer] = frame.count
     whole = {transfer: found for transfer, found in chunks.items() if len(found) == counts[transfer]}
     return {transfer: b"".join(found[i] for i in range(len(found))) for transfer, found in whole.items()}
@@ -317,7 +319,8 @@ def test_every_upload_on_the_wire_holds_exactly_the_declared_tensors(overheard, 
         assert rounds == [in_rounds] * ROUNDS
         assert later == ([after] if after else [])
     frames = [decode_frame(payload) for topic, payload in run.heard if topic == run.topics.up_chunks("a0")]
-    assert {frame.count for frame in frames} >= {2}, "an update of several chunks was put together"
+    assert len(frames) > 2 * ROUNDS, "updates of several frames were put together"
+    assert max(frame.count for frame in frames) > 12, "more chunks than a frame holds"
     assert not [name for name in HEAD if run.uploads(name) or run.topics.up_chunks(name) in dict(run.heard)]
 
 

@@ -172,10 +172,13 @@ def test_a_late_agent_is_taken_to_need_four_times_as_long_until_its_time_is_know
 
 def test_the_share_of_a_slow_agent_is_the_usual_time_by_its_own():
     others = {name: [(2, 1, 0)] for name in "abc"}
-    assert paced(**others, slow=[(5, 1, 0)]).work(["a", "b", "c", "slow"]) == {"slow": 0.4}
-    assert paced(**others, slow=[(4, 1, 0)]).work(["a", "b", "c", "slow"]) == {}
-    assert paced(**others, slow=[(1000, 1, 0)]).work(["a", "b", "c", "slow"]) == {"slow": LEAST_WORK}
-    assert paced(a=[(0.1, 1, 0)], slow=[(0.9, 1, 0)]).work(["a", "slow"]) == {}, "less than a second"
+    # A fifth of the work in a second is all of it in five.
+    assert paced(**others, slow=[(1, 0.2, 0)]).work(["a", "b", "c", "slow"]) == {"slow": 0.4}
+    assert paced(**others, slow=[(2, 1, 1)]).work(["a", "b", "c", "slow"]) == {"slow": 0.25}, "late: 4 times 2 s"
+    assert paced(**others, slow=[(2, 0.5, 0)]).work(["a", "b", "c", "slow"]) == {}
+    assert paced(**others, slow=[(10, 0.01, 0)]).work(["a", "b", "c", "slow"]) == {"slow": LEAST_WORK}
+    assert paced(**others, slow=[(1000, 1, 0)]).work(["a", "b", "c", "slow"]) == {}, "in time: it does all of its work"
+    assert paced(a=[(0.1, 1, 0)], slow=[(0.45, 0.5, 0)]).work(["a", "slow"]) == {}, "less than a second"
     assert Pace().work(["a", "b"]) == {}
 
 
