@@ -102,9 +102,7 @@ def load(
     spec = input if input is not None else _natural(raw)
     if not (labelled or (labelled is None and not raw.unlabelled)):
         return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
-    if own_classes and class_names is not None:
-        class_names = with_own_classes(class_names, _held(raw))
-    return _samples(raw, spec, class_names, source, compact=compact, strict=strict)
+    return _samples(raw, spec, class_names, source, compact=compact, strict=strict, own_classes=own_classes)
 
 
 def from_arrays(
@@ -130,7 +128,7 @@ def from_arrays(
     by_name = own_classes or labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
     values, names = labels_by_name(labels, () if by_name else class_names, "y")
     raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
-    return _samples(raw, spec, with_own_classes(class_names, _held(raw)) if own_classes else class_names, "X")
+    return _samples(raw, spec, class_names, "X", own_classes=own_classes)
 
 
 def _samples(
@@ -141,8 +139,10 @@ def _samples(
     *,
     compact: bool = False,
     strict: bool = True,
+    own_classes: bool = False,
 ) -> Samples:
-    labels, names = _match_names(raw, class_names, source)
+    _check_kind(raw, spec, source)  # data of another kind have other classes, too, which is not what is wrong with them
+    labels, names = _match_names(raw, class_names, source, own_classes=own_classes)
     done = _execute(raw, spec, source, compact=compact, strict=strict)
     used = np.unique(labels[done.rows])
     if lost := [names[label] for label in np.setdiff1d(np.unique(labels), used)]:
@@ -158,6 +158,7 @@ def _samples(
 def _unlabelled(
     raw: Raw, spec: InputSpec, class_names: Sequence[str], source: str, *, compact: bool = False, strict: bool = True
 ) -> Samples:
+    _check_kind(raw, spec, source)
     done = _execute(raw, spec, source, compact=compact, strict=strict)
     labels = np.full(len(done.rows), -1, np.int64)
     return done.samples(raw, labels, tuple(class_names), spec)
@@ -199,9 +200,9 @@ def check(
             _check_labelled(inspected)
     if class_names is not None or input is not None:
         raw = resolved.read()
-        _match_names(raw, class_names, source)
         if input is not None:
             _check_kind(raw, input, source)
+        _match_names(raw, class_names, source)
 
 
 def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
@@ -412,7 +413,6 @@ class _Executed:
 
 
 def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool = True) -> _Executed:
-    _check_kind(raw, spec, source)
     if isinstance(spec, WindowInput):
         return _execute_windows(raw, spec, source, strict=strict)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
@@ -499,12 +499,17 @@ def _check_labelled(raw: Raw) -> None:
         raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' and numeric heads use them")
 
 
-def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
+def _match_names(
+    raw: Raw, class_names: Sequence[str] | None, source: str, *, own_classes: bool = False
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
     _check_labelled(raw)
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
+    held = [raw.class_names[label] for label in np.unique(raw.labels)]
+    if own_classes:
+        class_names = with_own_classes(class_names, held)
     position = {name: index for index, name in enumerate(class_names)}
-    held = _held(raw)
     if extra := [name for name in held if name not in position]:
         missing = [name for name in class_names if name not in set(held)]
         shown = [f"'{name}'{near(name, missing)}" for name in extra]
@@ -516,11 +521,6 @@ def _match_names(raw: Raw, class_names: Sequence[str] | None, source: str) -> tu
         )
     table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
     return table[raw.labels], tuple(class_names)
-
-
-def _held(raw: Raw) -> list[str]:
-    """Names of the classes that occur."""
-    return [raw.class_names[label] for label in np.unique(raw.labels)]
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.data import from_files, load, parse_source, registry
+from edge_agent.data import check, from_files, load, parse_source, registry
 from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, WindowInput
 
@@ -349,6 +349,22 @@ def test_images_do_not_feed_a_window_task_nor_the_other_way(watch, folder):
         load(f"images:{folder}", WindowInput())
     with pytest.raises(DataError, match="needs images"):
         load(f"windows:{watch}", ImageInput())
+
+
+def test_the_kind_of_data_is_looked_at_before_their_classes(watch, folder):
+    """Data of another kind have other classes, too; adding those to a head would be the wrong advice."""
+    for own_classes in (False, True):
+        with pytest.raises(DataError, match="holds images, the task needs windows"):
+            load(f"images:{folder}", WindowInput(), ("walk",), own_classes=own_classes)
+    with pytest.raises(DataError, match="holds recordings, the task needs images"):
+        check(f"windows:{watch}", None, SPEC, ("red",))
+
+
+def test_decimal_labels_are_no_classes_of_a_device_either(tmp_path):
+    np.savez(tmp_path / "a.npz", inputs=np.zeros((4, 8, 8, 3), np.uint8), labels=np.array([0.5, 1.5, 0.5, 2.0]))
+    for own_classes in (False, True):
+        with pytest.raises(DataError, match=r"has numbers for labels .*expected integers or text"):
+            load(f"npz:{tmp_path / 'a.npz'}", SPEC, ("red",), own_classes=own_classes)
 
 
 @pytest.fixture
