@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,9 @@ _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 """All samples of a device, or training and held-out samples."""
 
+LabelKind: TypeAlias = Literal["text", "integers", "positions"]
+"""What labels are given as: names of classes, names that are integers, or positions of classes."""
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -68,6 +72,15 @@ class FitOptions:
     local: bool = True
     allow_local: bool = False
     clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        """Check the share of unknown inputs.
+
+        Raises:
+            UsageError: it is impossible.
+        """
+        if not 0 <= self.unknown < 1:
+            raise UsageError(f"unknown={self.unknown}: expected a share of inputs, 0 or more and below 1")
 
 
 def default_cache() -> Path:
@@ -131,8 +144,9 @@ class Personalizer:
     """A bundle's frozen encoder and a personal head: ``fit``, ``predict``, ``evaluate``, ``save``, ``load``.
 
     Inputs X are arrays as a device's data have them: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or
-    floats 0..1, or windows (n, channels, length). Labels y are names of classes, or their positions in ``classes``. X
-    may also be `Samples`, or a data source such as ``"images:photos"``, which bring their own labels.
+    floats 0..1, or windows (n, channels, length). Labels y are names of classes, as text or as integers, or their
+    positions in ``classes``; ``predict`` answers with what ``fit`` was given. X may also be `Samples`, or a data source
+    such as ``"images:photos"``, which bring their own labels.
     """
 
     def __init__(
@@ -221,10 +235,10 @@ class Personalizer:
         """This object, with a head fitted on all samples that are given.
 
         ``head`` "auto" takes the best one in cross-validation; how all of them fared is in ``choice`` afterwards. Of
-        inputs like these the share ``unknown``, 0..1, may be called unknown by `is_unknown`. With ``own_classes`` y
-        are names, also of classes that the bundle does not know. Classes are then those of the bundle and the new ones
-        behind them, or the new ones alone where y has none of the bundle's. With ``local`` the best model without the
-        bundle is fitted, too: `evaluate` compares it, and `use_local` puts it in the head's place.
+        inputs like these the share ``unknown``, from 0 to below 1, may be called unknown by `is_unknown`. With
+        ``own_classes`` y are names, also of classes that the bundle does not know. Classes are then those of the bundle
+        and the new ones behind them, or the new ones alone where y has none of the bundle's. With ``local`` the best
+        model without the bundle is fitted, too: `evaluate` compares it, and `use_local` puts it in the head's place.
 
         Raises:
             UnknownName: no such head.
@@ -248,7 +262,8 @@ class Personalizer:
         samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
         encoder = self._encoder_for(samples, seed)
         features = encoder.features(samples.inputs)
-        self._learn(replace(samples, inputs=features), options, encoder, samples.row_digests())
+        kind = _kind_of_labels(y, samples)
+        self._learn(replace(samples, inputs=features), options, encoder, samples.row_digests(), kind)
         self.local = fit_local(samples, len(samples.class_names), np.random.default_rng(seed)) if local else None
         return self
 
@@ -260,7 +275,7 @@ class Personalizer:
         """
         if self.local is None or self.head is None:
             raise UsageError("no local model was fitted; fit(..., local=True) finds one")
-        metrics = {"head": self.local.name, "n_train": self.head.metrics["n_train"]}
+        metrics = {"head": self.local.name, **{name: self.head.metrics[name] for name in ("n_train", "labels")}}
         self.head = replace(self.head, head=self.local.head, local=self.local, metrics=metrics, confidence=Confidence())
         return self
 
@@ -282,10 +297,10 @@ class Personalizer:
         """This object, with a head fitted on these samples and on those of all calls before, of `fit` too.
 
         Their features are kept, and the head is fitted again on all of them: nothing is forgotten. y: names of
-        classes as text, or integers as for `fit`. As in scikit-learn ``classes`` names the classes of this and later
-        calls; unlike there it may be left out, also in the first call, and new names in ``classes`` or y extend
-        ``classes_``: behind the others, whose columns keep their places. Without ``classes`` the first call
-        begins as `fit` does with ``own_classes``. ``head`` and ``params``: by default as before.
+        classes, or, where some class has another name than an integer, positions. As in scikit-learn ``classes`` names
+        the classes of this and later calls; unlike there it may be left out, also in the first call, and new names in
+        ``classes`` or y extend ``classes_``: behind the others, whose columns keep their places. Without ``classes``
+        the first call begins as `fit` does with ``own_classes``. ``head`` and ``params``: by default as before.
 
         Raises:
             UsageError: the head was loaded, so the samples that it was fitted on are not here.
@@ -293,15 +308,19 @@ class Personalizer:
         """
         if self.head is not None and self._seen is None:
             raise UsageError("a loaded head comes without its samples; fit one with all samples first")
-        given, known = np.asarray(y), () if self._seen is None else self._seen.class_names
-        more = [] if classes is None else np.asarray(classes).astype(str).tolist()
-        held = np.unique(given).tolist() if given.dtype.kind == "U" else []
+        given, known = data.label_array(y), () if self._seen is None else self._seen.class_names
+        named = np.empty(0, int) if classes is None else data.label_array(classes)
+        more = named.astype(str).tolist()
+        are_names = given.dtype.kind == "U" or all(map(_is_integer, [*known, *more]))
+        held = np.unique(given.astype(str)).tolist() if are_names else []
         names = tuple(dict.fromkeys([*known, *more, *held]))
         if not known and not more:
             names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
         new = self._samples(X, given, names)
         features, digests = self.encoder.features(new.inputs), new.row_digests()
+        kind: LabelKind = "text" if named.dtype.kind == "U" else _kind_of_labels(given, new)
         if self._seen is not None:
+            kind = kind if self.head is None or self.head.metrics["labels"] == kind else "text"
             if self.head is not None and self.head.learned is not None:
                 digests = np.concatenate([self.head.learned, digests])
             new = replace(new, labels=np.concatenate([self._seen.labels, new.labels]), groups=None, names=())
@@ -309,14 +328,21 @@ class Personalizer:
         options = self._options if head is None else replace(self._options, head=head, params={})
         options = options if params is None else replace(options, params=params)
         heads.check(options.head, options.params)
-        return self._learn(replace(new, inputs=features), options, self.encoder, digests)
+        return self._learn(replace(new, inputs=features), options, self.encoder, digests, kind)
 
-    def _learn(self, seen: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray) -> Personalizer:
-        """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests."""
+    def _learn(
+        self, seen: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
+    ) -> Personalizer:
+        """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests.
+
+        ``kind``: what their labels were given as.
+        """
+        if len(held := np.unique(seen.labels)) == 1:
+            _log.warning("one_class class=%s: the head can only answer that", seen.class_names[held[0]])
         chosen, self.choice = best_head(self.bundle, seen, seen.inputs, options)
         fitted = fit(self.bundle, seen.inputs, seen.labels, chosen, seen.class_names)
         confidence = _confidence(self.bundle, fitted, seen, seen.inputs, chosen)
-        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(seen)}
+        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(seen), "labels": kind}
         metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
         metrics |= self.choice.metrics() if self.choice is not None else {}
         self.head = SavedHead(
@@ -335,8 +361,15 @@ class Personalizer:
 
     @property
     def classes_(self) -> np.ndarray:
-        """`classes` as scikit-learn has them: text (K,)."""
-        return np.array(self.classes)
+        """`classes` (K,) as `predict` answers: text, or integers where the head learned from integers.
+
+        Text where a class has another name than an integer, although the labels were such names.
+        """
+        kind = "text" if self.head is None else self.head.metrics.get("labels")
+        if kind == "positions":
+            return np.arange(len(self.classes))
+        names = np.array(self.classes)
+        return names.astype(np.int64) if kind == "integers" and all(map(_is_integer, self.classes)) else names
 
     def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
         """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.
@@ -349,11 +382,11 @@ class Personalizer:
         return probabilities(self.bundle, self.head, saved_features(self.head, self.encoder, samples))
 
     def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
-        """Name (n,) of the most probable class of each input, as `predict_proba`; of a numeric head its number (n,)."""
+        """The most probable of `classes_` for each input (n,), as `predict_proba`; of a numeric head its number."""
         if self.numeric is not None:
             samples = self._samples(X, None, self.classes, is_labelled=False)
             return self.numeric.head.predict(self.encoder.features(samples.inputs))
-        result: np.ndarray = np.array(self.classes)[self.predict_proba(X).argmax(axis=1)]
+        result: np.ndarray = self.classes_[self.predict_proba(X).argmax(axis=1)]
         return result
 
     def is_unknown(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
@@ -452,7 +485,7 @@ class Personalizer:
             if targets.shape != (len(array),):
                 raise DataError(f"{len(array)} inputs, targets {targets.shape}; expected one number for each input")
             return replace(samples, targets=targets)
-        given = None if labels is None else np.asarray(labels)
+        given = None if labels is None else data.label_array(labels)
         return data.from_arrays(array, given, spec, (), own_classes=True)
 
     def _samples(
@@ -476,8 +509,22 @@ class Personalizer:
             return inputs.ready()
         if labels is None and is_labelled:
             raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
-        given = None if labels is None else np.asarray(labels)
+        given = None if labels is None else data.label_array(labels)
         return data.from_arrays(np.asarray(inputs), given, spec, names, own_classes=own_classes)
+
+
+def _is_integer(name: str) -> bool:
+    """Whether a class has an integer for a name, as Python writes it, of at most 64 bits."""
+    return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", name) is not None
+
+
+def _kind_of_labels(given: ArrayLike | None, samples: Samples) -> LabelKind:
+    """What the labels of ``samples`` were ``given`` as: integers that are names or positions of classes, else text."""
+    labels = data.label_array("" if given is None else given)
+    if labels.dtype.kind not in "iu":
+        return "text"
+    is_name = (np.array(samples.class_names)[samples.labels] == labels.astype(str)).all()
+    return "integers" if is_name else "positions"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..config import parse
 from ..errors import ConfigError, DataError, UnknownName, UsageError
@@ -47,6 +48,7 @@ __all__ = [
     "domains",
     "from_arrays",
     "from_files",
+    "label_array",
     "load",
     "location",
     "natural_input",
@@ -123,12 +125,27 @@ def from_arrays(
         DataError: arrays of different lengths or of another form, or unknown classes.
     """
     if labels is None:
-        raw = npz_arrays(inputs, np.full(len(inputs), -1), class_names=(), groups=None, kind=spec.kind, where="X")
+        raw = npz_arrays(inputs, np.full(inputs.shape[:1], -1), class_names=(), groups=None, kind=spec.kind, where="X")
         return _unlabelled(raw, spec, class_names, "X")
     by_name = own_classes or labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
     values, names = labels_by_name(labels, () if by_name else class_names, "y")
     raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
     return _samples(raw, spec, class_names, "X", own_classes=own_classes)
+
+
+def label_array(labels: ArrayLike) -> np.ndarray:
+    """Labels as an array of text or of integers where they are such, also those of an array of Python objects.
+
+    Raises:
+        DataError: Python objects of another type among them, None for example.
+    """
+    result = np.asarray(labels)
+    if result.dtype.kind != "O":
+        return result
+    for row, label in enumerate(values := result.ravel().tolist()):
+        if isinstance(label, bool) or not isinstance(label, (str, int)):
+            raise DataError(f"y: label {row} is {label!r}, expected text or an integer; leave its row out")
+    return np.array(values).reshape(result.shape)
 
 
 def _samples(
@@ -147,12 +164,7 @@ def _samples(
     used = np.unique(labels[done.rows])
     if lost := [names[label] for label in np.setdiff1d(np.unique(labels), used)]:
         _log.warning("class_without_samples source=%s classes=%s: nothing of them can be used", source, _listed(lost))
-    labels = labels[done.rows]
-    if len(result := np.unique(labels)) == 1:
-        _log.warning(
-            "one_class source=%s class=%s: a head fitted on these data can only answer that", source, names[result[0]]
-        )
-    return done.samples(raw, labels, names, spec)
+    return done.samples(raw, labels[done.rows], names, spec)
 
 
 def _unlabelled(

@@ -103,8 +103,12 @@ def from_arrays(
     """
     if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
         raise DataError(
-            f"{where}: inputs are {inputs.dtype}{list(inputs.shape)}, expected images or windows of numbers"
+            f"{where}: inputs are {inputs.dtype}{list(inputs.shape)}, expected numbers: images [n, height, width], "
+            "[n, height, width, channels] or [n, channels, height, width], or windows [n, channels, length]; a single "
+            "input is an array with n = 1"
         )
+    if not len(inputs):
+        raise DataError(f"{where}: no samples, expected at least one")
     if len(inputs) != len(labels) or (groups is not None and groups.shape != labels.shape):
         sizes = f"{len(inputs)} inputs, {len(labels)} labels" + ("" if groups is None else f", {len(groups)} groups")
         raise DataError(f"{where}: {sizes}; expected one label (and group) for each input")

@@ -30,7 +30,7 @@ def test_a_head_is_fitted_used_saved_and_loaded(opened, make_bundle, tmp_path):
     found = opened.predict_proba(inputs)
     assert found.shape == (60, len(opened.classes))
     np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-6)
-    assert (opened.predict(inputs) == labels.astype(str)).mean() > 0.9
+    assert (opened.predict(inputs) == labels).mean() > 0.9
     opened.save(tmp_path / "head")
     again = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").load(tmp_path / "head")
     np.testing.assert_array_equal(again.predict_proba(inputs), found)
@@ -41,6 +41,47 @@ def test_labels_may_be_names_or_positions(opened):
     by_position = opened.fit(inputs, labels).predict_proba(inputs)
     by_name = opened.fit(inputs, labels.astype(str)).predict_proba(inputs)
     np.testing.assert_array_equal(by_position, by_name)
+
+
+def test_answers_are_of_the_kind_that_the_labels_were(opened, make_bundle, tmp_path):
+    """As scikit-learn: text for text, integers for integers, be they names or positions of classes."""
+    inputs, labels = samples()
+    for given in (labels, labels.astype(str), labels.astype(object), labels.astype(str).astype(object)):
+        found = opened.fit(inputs, given, head="prototype").predict(inputs)
+        assert (found == given).mean() > 0.9
+        assert found.dtype.kind == ("U" if isinstance(given[0], str) else "i")
+    task = opened.bundle.manifest.task.model_copy(update={"class_names": ("a", "b", "2")})
+    other = Personalizer.open(make_bundle(task=task).path, cache=tmp_path / "cache")
+    assert (other.fit(inputs, labels, head="prototype").predict(inputs) == labels).mean() > 0.9  # positions
+    own = labels * 5 + 3
+    assert (other.fit(inputs, own, head="prototype", own_classes=True).predict(inputs) == own).all()
+    assert other.classes_.tolist() == [3, 8, 13]
+    other.save(tmp_path / "head")
+    assert (other.load(tmp_path / "head").predict(inputs) == own).all()
+    other.fit(inputs, labels, head="prototype", local=True).use_local()
+    assert (other.predict(inputs) == labels).mean() > 0.9
+    other.fit(inputs, np.array([2, 7, 9])[labels], head="prototype", own_classes=True)  # '2' is the bundle's, as 'a' is
+    assert other.classes_.tolist() == ["a", "b", "2", "7", "9"]
+
+
+def test_partial_fit_takes_integers_for_names(opened):
+    inputs, labels = samples()
+    opened.partial_fit(inputs[:30], labels[:30] + 20, head="prototype")
+    assert opened.classes_.tolist() == [20, 21, 22]
+    opened.partial_fit(inputs[30:], labels[30:] + 21)
+    assert opened.classes_.tolist() == [20, 21, 22, 23]
+    assert opened.predict(inputs).dtype.kind == "i"
+    opened.partial_fit(inputs, (labels + 20).astype(str))
+    assert opened.predict(inputs).dtype.kind == "U"
+
+
+def test_a_head_of_one_class_is_reported_and_a_new_class_alone_is_not(opened, caplog):
+    inputs, labels = samples()
+    opened.partial_fit(inputs[labels < 2], labels[labels < 2], head="prototype")
+    opened.partial_fit(inputs[labels == 2], labels[labels == 2])
+    assert not caplog.text
+    opened.fit(inputs[labels == 2], labels[labels == 2], head="prototype")
+    assert "one_class class=2: the head can only answer that" in caplog.text
 
 
 def test_own_classes_are_fitted_predicted_and_loaded_by_their_names(opened, make_bundle, tmp_path):
@@ -142,7 +183,12 @@ def test_probabilities_are_calibrated_from_fifty_samples_on(opened):
         ({"y": np.zeros(5, int)}, DataError, "60 inputs, 5 labels"),
         ({"y": None}, UsageError, "y is missing"),
         ({"y": samples()[1] + 20}, DataError, "labels 20..22"),
-        ({"X": np.zeros((60, 4))}, DataError, r"float64\[60, 4\]"),
+        ({"X": np.zeros((60, 4))}, DataError, r"float64\[60, 4\], expected numbers: images \[n, height, width\], "),
+        ({"X": np.zeros((32, 32)), "y": [1]}, DataError, "a single input is an array with n = 1"),
+        ({"X": samples()[0][:0], "y": samples()[1][:0]}, DataError, "X: no samples, expected at least one"),
+        ({"y": ["1"] * 59 + [None]}, DataError, "label 59 is None, expected text or an integer"),
+        ({"y": samples()[1] + 0.5}, DataError, r"labels are float64\[60\], expected one row of integers or text"),
+        ({"unknown": 2}, UsageError, "unknown=2: expected a share of inputs, 0 or more and below 1"),
         ({"head": "lrr"}, UnknownName, "did you mean 'lr'"),
     ],
 )

@@ -116,10 +116,11 @@ def test_missing_and_empty_folders_say_what_was_expected(tmp_path):
         load(f"images:{tmp_path}")
 
 
-def test_one_class_only_is_allowed_and_reported(tmp_path, caplog):
+def test_one_class_only_is_allowed(tmp_path, caplog):
+    """What comes of it is reported with the head; samples may be added to those of other classes."""
     paint(tmp_path / "only" / "a.png", "red")
     assert load(f"images:{tmp_path}", SPEC).class_names == ("only",)
-    assert "one_class" in caplog.text
+    assert not caplog.text
 
 
 def test_without_pillow_the_extra_is_named(folder, monkeypatch):
