@@ -5,6 +5,6 @@ import sys
 from edge_agent import Personalizer
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "notebook/encoder.hwb"
-personalizer = Personalizer.open(bundle).fit("digits:rendered?n=300", head="lr")
-print(personalizer.evaluate("digits:rendered?n=200&seed=1"), personalizer.predict("digits:rendered?n=5&seed=2"))
+personalizer = Personalizer.open(bundle).fit("digits:optdigits?n=300", head="lr")
+print(personalizer.evaluate("digits:optdigits?n=200&seed=1"), personalizer.predict("digits:optdigits?n=5&seed=2"))
 personalizer.save("notebook/head")

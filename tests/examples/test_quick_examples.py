@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_agent import data
 from edge_agent.errors import ConfigError
@@ -66,6 +67,25 @@ def test_a_notebook_of_two_methods_ends_in_a_bundle_and_a_head_without_torch(tmp
     }
 
 
+@pytest.mark.slow
+def test_the_encoder_of_the_readme_is_of_use(tmp_path):
+    """Its lines as they are, on a folder of photos; before, the clients were right on 18 %."""
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    lines = re.search(r"## From Python\n\n```python\n(.*?)```", text, re.DOTALL)[1]
+    drawn = data.load("digits:slanted?client=0&clients=3&n=200", compact=True)
+    for row, (pixels, label) in enumerate(zip(drawn.inputs, drawn.labels, strict=True)):
+        folder = tmp_path / ("photos" if row % 2 else "test") / drawn.class_names[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.transpose(1, 2, 0)).save(folder / f"{row}.png")
+    code = f"{lines}\nprint(result.accuracy, head.evaluate('images:test')['acc.personal'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    clients, photos = map(float, done.stdout.split()[-2:])
+    assert clients > 0.8
+    assert photos > 0.8
+
+
 def test_custom_data_source_loads_both_ways_and_explains_a_typo(load, capsys):
     load("02_custom_data_source").main()
     *rows, typo, hint = capsys.readouterr().out.splitlines()
@@ -92,13 +112,14 @@ def test_waves_refuse_options_that_make_no_sense(load):
 
 
 @pytest.mark.slow
-def test_offline_head_beats_the_shared_classifier_on_a_style_nobody_trained_on(load, capsys, monkeypatch):
+def test_offline_head_beats_the_shared_classifier_on_a_style_nobody_trained_on(load, capsys, tmp_path):
     example = load("03_offline_head")
-    monkeypatch.setattr(example, "EPOCHS", 1)
-    example.main()
+    example.main(tmp_path)
     said = capsys.readouterr().out
     fit = dict(re.findall(r"^(acc\.\w+) +([\d.]+) %", said, re.MULTILINE))
-    assert float(fit["acc.personal"]) > float(fit["acc.global"])
+    assert float(fit["acc.personal"]) > max(85, float(fit["acc.global"])), "chance is 10 %"
+    assert (tmp_path / "encoder.hwb").is_file(), "the bundle stays"
+    assert f"--bundle {tmp_path / 'encoder.hwb'} --data images:photos" in said
     assert [line for line in said.splitlines() if line.startswith("$")] == [
         f"$ edge-agent {word} …" for word in ("fit", "evaluate", "predict")
     ]
