@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import reference
+
+from edge_agent.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +30,18 @@ def test_every_key_of_the_configuration_has_a_meaning(pages):
     assert [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
     for key in ("quorum", "deadline_s", "min_gain", "password_file", "partition"):
         assert f"\n| `{key}` |" in text
+
+
+def test_options_of_edge_agent_that_pages_name_exist(root, capsys):
+    """Those of ``edge-agent COMMAND … --option`` in a line or between backticks."""
+    named: dict[str, set[str]] = {}
+    for page in [*root.glob("*.md"), *(path for path in root.glob("*/**/*.md") if ".venv" not in path.parts)]:
+        for command, rest in re.findall(r"\bedge-agent ([a-z]+)\b([^`\n]*)", page.read_text(encoding="utf-8")):
+            named.setdefault(command, set()).update(re.findall(r"--[a-z][a-z-]*", rest))
+    assert {"--param", "--label"} <= set().union(*named.values())
+    for command, options in named.items():
+        if not options:
+            continue
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert options <= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)), command
