@@ -4,8 +4,8 @@ DIR has a sub-folder of ``.wav`` files for each class, or is a file; PCM of 8 to
 averaged. A recording has one sample for each ``step_ms`` (10), of ``mels`` (40) values: logarithms of the energies in
 triangular bands, evenly spaced on the mel scale between ``low_hz`` (20) and ``high_hz`` (half of ``rate``), of frames
 of ``frame_ms`` (25) under a Hann window. ``form=image``: pieces of ``seconds`` (1) as images (mels, steps), 0..1 for
-the range of 80 dB below the loudest of a piece. Other options: ``least_s`` (shorter files get silence at the end),
-``limit`` (at most that many files of each class).
+the range of 80 dB below the loudest of a piece; what is left at the end of a file is not used. Other options:
+``least_s`` (shorter files get silence at the end), ``limit`` (at most that many files of each class).
 
 Files of a higher rate are resampled to ``rate``; those of a lower one are refused, because the bands above half of
 their rate would be empty. Each file is held out as a whole or not at all.
@@ -194,7 +194,7 @@ def log_mel(signal: np.ndarray, options: WavOptions, bands: np.ndarray) -> np.nd
         DataError: shorter than one frame.
     """
     length, step = _frame_length(options), _step(options)
-    if missing := max(round(options.least_s * options.rate) - len(signal), 0):
+    if missing := _silence(len(signal), options):
         signal = np.concatenate([signal, np.zeros(missing)])
     if len(signal) < length:
         raise DataError(f"has {len(signal)} samples at {options.rate} Hz, one frame needs {length}")
@@ -214,6 +214,12 @@ def _frame_length(options: WavOptions) -> int:
 
 def _step(options: WavOptions) -> int:
     return max(round(options.rate * options.step_ms / 1000), 1)
+
+
+def _silence(count: int, options: WavOptions) -> int:
+    """Samples of silence behind ``count`` of sound: of an image the last frame, too, begins within its seconds."""
+    beyond = max(_frame_length(options) - _step(options), 0) if options.form == "image" else 0
+    return max(round(options.least_s * options.rate) - count, 0) + beyond
 
 
 def read(where: str, options: WavOptions) -> Raw:
@@ -240,7 +246,9 @@ def read(where: str, options: WavOptions) -> Raw:
     counts = [_pieces(path, options, steps) for path in files.paths]
     rows = np.repeat(np.arange(len(counts)), counts)
     keys = [(path, piece) for path, count in zip(files.paths, counts, strict=True) for piece in range(count)]
-    items = FileItems(keys, lambda key: _picture(energies(key[0])[key[1] * steps : (key[1] + 1) * steps], steps))
+    items = FileItems(
+        keys, lambda key: _picture(energies(key[0])[key[1] * steps : (key[1] + 1) * steps], steps, options)
+    )
     shape = ImageInput(channels=1, height=max(options.mels, 4), width=steps)
     names = tuple(files.names[row] for row in rows)
     return Raw(
@@ -254,14 +262,19 @@ def _pieces(path: Path, options: WavOptions, steps: int) -> int:
         sound = open_sound(path)
     except DataError:
         return 1
-    samples = max(sound.count * options.rate // sound.rate, round(options.least_s * options.rate))
+    samples = sound.count * options.rate // sound.rate
+    samples += _silence(samples, options)
     return max((1 + (samples - _frame_length(options)) // _step(options)) // steps, 1)
 
 
-def _picture(energies: np.ndarray, steps: int) -> np.ndarray:
+def _picture(energies: np.ndarray, steps: int, options: WavOptions) -> np.ndarray:
     """An image (mels, steps) float32 0..1 of log energies (frames, mels)."""
     if len(energies) < steps:
-        raise DataError(f"has {len(energies)} frames, an image needs {steps}; least_s fills with silence")
+        length = len(energies) * options.step_ms / 1000
+        raise DataError(
+            f"is {length:.2f} s long, an image needs {options.seconds:g} s; least_s={options.seconds:g} fills such "
+            "files with silence"
+        )
     decibels = energies.T * np.float32(10 / math.log(10))
     return np.asarray(np.clip((decibels - decibels.max()) / np.float32(_RANGE_DB) + 1, 0, 1))
 

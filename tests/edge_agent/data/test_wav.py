@@ -148,7 +148,7 @@ def test_a_folder_of_sounds_becomes_windows_and_images(tmp_path):
     assert not {*train.groups.tolist()} & {*test.groups.tolist()}
     assert {*test.labels.tolist()} == {0, 1}
     pictures = load(f"wav:{tmp_path}?form=image&seconds=0.5", strict=False)
-    assert (pictures.input.shape, len(pictures)) == ((1, 40, 50), 16)  # 148 frames: two of 50 in each
+    assert (pictures.input.shape, len(pictures)) == ((1, 40, 50), 24)  # three in each file
     shown = load(
         f"wav:{tmp_path / 'low' / '0.wav'}?form=image", ImageInput(channels=3, height=32, width=32), labelled=False
     )
@@ -157,9 +157,21 @@ def test_a_folder_of_sounds_becomes_windows_and_images(tmp_path):
 
 def test_short_files_may_get_silence(tmp_path):
     write(tmp_path / "a" / "x.wav", tone(300, 0.3))
-    with pytest.raises(DataError, match="has 28 frames, an image needs 100; least_s fills"):
+    with pytest.raises(DataError, match=r"is 0\.30 s long, an image needs 1 s; least_s=1 fills"):
         load(f"wav:{tmp_path}?form=image")
-    assert len(load(f"wav:{tmp_path}?form=image&least_s=1.1")) == 1
+    assert len(load(f"wav:{tmp_path}?form=image&least_s=1")) == 1
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 44100])
+def test_a_file_gives_one_image_for_each_full_second(tmp_path, rate):
+    """The last frame of a second begins in it and ends behind it, where the file may have ended."""
+    for seconds in (1, 2, 3.99):
+        write(tmp_path / str(seconds) / "x.wav", tone(440, seconds, rate), rate)
+    found = load(f"wav:{tmp_path}?form=image&rate={rate}")
+    assert np.bincount(found.labels).tolist() == [1, 2, 3]
+    assert found.inputs.shape[1:] == (1, 40, 100)
+    longer, first = found.inputs[found.labels == 1], found.inputs[found.labels == 0]
+    np.testing.assert_allclose(longer[:1, :, :, :97], first[:, :, :, :97], atol=1e-5)  # silence reaches the last frames
 
 
 @pytest.mark.parametrize(
