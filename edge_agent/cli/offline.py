@@ -942,14 +942,13 @@ def _local(arguments: argparse.Namespace) -> DataConfig:
 def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tuple[str, ...]]:
     """What is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
-    from ..local.details import numbered
 
     spec = bundle.manifest.task.input
     if arguments.data is not None:
         samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
     else:
-        samples = from_files(arguments.input, spec, strict=arguments.strict)
-    return samples, numbered(samples) or tuple(map(str, range(len(samples))))
+        samples = from_files(arguments.input, spec, strict=arguments.strict, positions=True)
+    return samples, samples.names or tuple(map(str, range(len(samples))))
 
 
 def _skipped(parts: tuple[Samples, Samples]) -> tuple[str, ...]:

@@ -226,11 +226,14 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
         )
 
 
-def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True, compact: bool = False) -> Samples:
+def from_files(
+    paths: Sequence[str], spec: InputSpec, *, strict: bool = True, compact: bool = False, positions: bool = False
+) -> Samples:
     """Inputs without labels from single files: images, or recordings for a task of windows.
 
     A recording is an array (time, channels) in a ``.npy`` file, or a table of numbers in a ``.csv`` file. Not
-    ``strict``: files that cannot be used are left out and named in ``skipped``. ``compact``: as in `load`.
+    ``strict``: files that cannot be used are left out and named in ``skipped``. ``compact``: as in `load`. The name of
+    an input is its path, with ``positions`` also where in a recording the window begins.
 
     Raises:
         DataError: files that cannot be read; all of them are listed.
@@ -242,7 +245,8 @@ def from_files(paths: Sequence[str], spec: InputSpec, *, strict: bool = True, co
 
         raw = Raw("image", ImageFiles(files), unknown, (), names=tuple(paths))
     else:
-        raw = Raw("recording", FileItems(files, _recording), unknown, (), names=tuple(paths))
+        name_at = (lambda row, sample: f"{paths[row]} from sample {sample}") if positions else None
+        raw = Raw("recording", FileItems(files, _recording), unknown, (), names=tuple(paths), name_at=name_at)
     return _unlabelled(raw, spec, (), "input", compact=compact, strict=strict)
 
 
@@ -409,17 +413,24 @@ def _natural(raw: Raw) -> InputSpec:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Inputs (m, *shape), the item that each is of (m,), their groups and targets (m,), and what was left out."""
+    """Inputs (m, *shape), the item that each is of (m,), their groups and targets (m,), and what was left out.
+
+    ``starts`` (m,): the sample of its recording at which each window begins; None where inputs are whole items.
+    """
 
     inputs: np.ndarray
     rows: np.ndarray
     groups: np.ndarray | None
     targets: np.ndarray | None
     skipped: tuple[str, ...]
+    starts: np.ndarray | None = None
 
     def samples(self, raw: Raw, labels: np.ndarray, class_names: tuple[str, ...], spec: InputSpec) -> Samples:
         """The inputs with their labels and what else is known of their items."""
-        names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
+        if raw.name_at is not None and self.starts is not None:
+            names = tuple(map(raw.name_at, self.rows.tolist(), self.starts.tolist()))
+        else:
+            names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
         whole, targets = raw.are_whole, self.targets
         return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
@@ -473,7 +484,8 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) 
     groups = None if groups is None else groups[rows].astype(np.int64)
     if raw.kind == "window":
         return _Executed(inputs, rows, groups, None if raw.targets is None else np.asarray(raw.targets)[rows], skipped)
-    return _Executed(inputs, rows, groups, np.concatenate(targets) if targets else None, skipped)
+    starts = np.concatenate([np.arange(len(windows)) * spec.stride for windows in result])
+    return _Executed(inputs, rows, groups, np.concatenate(targets) if targets else None, skipped, starts)
 
 
 def _for_all(

@@ -48,6 +48,7 @@ class Raw:
     together, in time order. ``natural`` is the spec to use where the task does not bring one. ``unlabelled``: why these
     data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
     a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
+    ``name_at``: row and sample of a recording -> name of the window that begins there; None: that of the recording.
     """
 
     kind: Literal["image", "recording", "window"]
@@ -60,6 +61,7 @@ class Raw:
     unlabelled: str = ""
     are_whole: bool = False
     targets: Sequence[Any] | None = None
+    name_at: Callable[[int, int], str] | None = None
 
 
 class FileItems(Sequence[Any]):

@@ -309,7 +309,7 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
     places = [location(source, config.folder)[:2] for source in (config.source, config.test or "")]
     if places[0] == places[1] and (both := sorted({*train.names} & {*test.names})):
         raise DataError(
-            f"{config.test}: {len(both)} of its images or recordings ('{both[0]}' …) are also in {config.source}; "
+            f"{config.test}: {len(both)} of its inputs ('{both[0]}' …) are also in {config.source}; "
             "samples that train say nothing about new ones, give others for testing"
         )
     known, tested = (

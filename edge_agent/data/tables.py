@@ -19,7 +19,7 @@ from __future__ import annotations
 import gzip
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, replace
@@ -62,13 +62,17 @@ class CsvOptions(Options):
 
 @dataclass(frozen=True)
 class _Segment:
-    """Rows without a break in between: values (time, channels), numbers to predict (time,), recording and origin."""
+    """Rows without a break in between: values (time, channels), and numbers to predict and lines (time,) of a file."""
 
     values: np.ndarray
     targets: np.ndarray | None
     label: str
     recording: str
-    name: str
+    file: str
+    lines: np.ndarray
+
+    def name_at(self, row: int) -> str:
+        return f"{self.file} line {self.lines[row]}"
 
 
 def read(where: str, options: CsvOptions) -> Raw:
@@ -112,15 +116,16 @@ def read(where: str, options: CsvOptions) -> Raw:
         labels.astype(np.int64),
         tuple(map(str, class_names)) if is_labelled else (),
         groups if are_apart else np.arange(len(segments)),
-        names=tuple(segment.name for segment in segments),
+        names=tuple(segment.name_at(0) for segment in segments),
         unlabelled="" if is_labelled else reason,
         are_whole=are_apart,
         targets=[np.asarray(segment.targets) for segment in segments] if options.target else None,
+        name_at=lambda number, row: segments[number].name_at(row),
     )
-    return raw if options.row == "sample" else _rows_as_inputs(raw, options, where, are_apart)
+    return raw if options.row == "sample" else _rows_as_inputs(raw, segments, options, where)
 
 
-def _rows_as_inputs(raw: Raw, options: CsvOptions, where: str, are_apart: bool) -> Raw:
+def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions, where: str) -> Raw:
     """The same data where each row is an input."""
     values = np.concatenate(raw.items)
     shape, wide = options.shape, values.shape[1]
@@ -140,9 +145,9 @@ def _rows_as_inputs(raw: Raw, options: CsvOptions, where: str, are_apart: bool) 
         kind="window" if options.row == "window" else "image",
         items=[*items],
         labels=np.repeat(raw.labels, counts),
-        groups=np.repeat(np.asarray(raw.groups), counts) if are_apart else None,
+        groups=np.repeat(np.asarray(raw.groups), counts) if raw.are_whole else None,
         natural=natural,
-        names=tuple(f"{name} + {row}" for name, count in zip(raw.names, counts, strict=True) for row in range(count)),
+        names=tuple(segment.name_at(row) for segment in segments for row in range(len(segment.lines))),
         targets=None if raw.targets is None else [*np.concatenate(raw.targets)],
     )
 
@@ -198,13 +203,15 @@ def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
         breaks |= same & (steps > _LONGEST_STEP * np.median(steps[same]))
     values = np.stack([np.array(table.numbers[column]) for column in table.columns], axis=1)
     targets = np.array(table.numbers[options.target]) if options.target else None
+    lines = np.array(table.lines, np.int32)
     return [
         _Segment(
             values[order[rows]].astype(np.float32),
             None if targets is None else targets[order[rows]],
             str(labels[rows[0]]),
             f"{name} {recordings[rows[0]]}",
-            f"{name} line {table.lines[order[rows[0]]]}",
+            name,
+            lines[order[rows]],
         )
         for rows in np.split(np.arange(count), np.flatnonzero(breaks) + 1)
         if len(rows) and is_usable[rows[0]]

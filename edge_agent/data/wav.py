@@ -242,7 +242,12 @@ def read(where: str, options: WavOptions) -> Raw:
         natural = WindowInput(channels=options.mels, length=steps, stride=max(steps // 2, 1))
         items, rows = FileItems(files.paths, energies), np.arange(len(files.paths))
         names, reason = files.names, files.unlabelled
-        return Raw("recording", items, files.labels, files.class_names, rows, natural, names, reason, are_whole=True)
+        step_s = options.step_ms / 1000
+        labels, classes = files.labels, files.class_names
+        return Raw(
+            "recording", items, labels, classes, rows, natural, names, reason, are_whole=True,
+            name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s",
+        )  # fmt: skip
     counts = [_pieces(path, options, steps) for path in files.paths]
     rows = np.repeat(np.arange(len(counts)), counts)
     keys = [(path, piece) for path, count in zip(files.paths, counts, strict=True) for piece in range(count)]
@@ -250,7 +255,9 @@ def read(where: str, options: WavOptions) -> Raw:
         keys, lambda key: _picture(energies(key[0])[key[1] * steps : (key[1] + 1) * steps], steps, options)
     )
     shape = ImageInput(channels=1, height=max(options.mels, 4), width=steps)
-    names = tuple(files.names[row] for row in rows)
+    names = tuple(
+        f"{files.names[row]} {piece * options.seconds:g} s" for row, (_, piece) in zip(rows, keys, strict=True)
+    )
     return Raw(
         "image", items, files.labels[rows], files.class_names, rows, shape, names, files.unlabelled, are_whole=True
     )

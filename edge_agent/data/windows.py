@@ -61,7 +61,11 @@ def read(where: str, options: WindowsOptions) -> Raw:
     length = min(max(2 * rate, 4), 65536)
     natural = WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
     origins = tuple(f"recording {row}" for row in rows)
-    return Raw("recording", items, labels[rows], class_names, rows, natural, origins, reason)
+
+    def name_at(row: int, sample: int) -> str:
+        return f"{origins[row]} from sample {sample}"
+
+    return Raw("recording", items, labels[rows], class_names, rows, natural, origins, reason, name_at=name_at)
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..data import Samples
-from ..task import WindowInput
 
 
 @dataclass(frozen=True)
@@ -33,23 +31,6 @@ class WorstSample:
     label: str
     answer: str
     probability: float
-
-
-def numbered(samples: Samples) -> tuple[str, ...]:
-    """The names of all inputs of recordings or files, with the place of each where several are of one."""
-    if samples.groups is None or not samples.names:
-        return samples.names
-    keys, spec = list(zip(samples.names, samples.groups.tolist(), strict=True)), samples.input
-    counts, seen, result = Counter(keys), Counter[tuple[str, int]](), []
-    for name, group in keys:
-        number = seen[name, group]
-        text = f"piece {number + 1}"
-        if isinstance(spec, WindowInput):
-            begin = number * spec.stride
-            text = f"window {number + 1} (time steps {begin + 1} to {begin + spec.length})"
-        seen[name, group] += 1
-        result.append(f"{name}, {text}" if counts[name, group] > 1 else name)
-    return tuple(result)
 
 
 def class_counts(train: Samples, test: Samples, answers: np.ndarray) -> list[ClassCount]:

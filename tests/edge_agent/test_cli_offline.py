@@ -318,8 +318,7 @@ def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bund
     np.save("r.npy", recording)
     np.savez("r.npz", samples=recording, lengths=[25])
     found = answer(capsys, "predict", "--bundle", "w.hwb", "--input", "r.npy")["predictions"]
-    places = ("1 (time steps 1 to 8)", "2 (time steps 9 to 16)", "3 (time steps 17 to 24)")
-    assert [row["input"] for row in found] == [f"r.npy, window {place}" for place in places]
+    assert [row["input"] for row in found] == [f"r.npy from sample {start}" for start in (0, 8, 16)]
     same = answer(capsys, "predict", "--bundle", "w.hwb", "--data", "windows:r.npz")["predictions"]
     assert [row["probability"] for row in same] == [row["probability"] for row in found]
     assert main(["fit", "--bundle", "w.hwb", "--data", "windows:r.npz", "--out", "h"]) == 2
@@ -497,7 +496,7 @@ def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
     "given, words",
     [
         (("--test", "images:photos"), "is the source itself"),
-        (("--test", "images:photos?limit=2"), "4 of its images or recordings ('0/"),
+        (("--test", "images:photos?limit=2"), "4 of its inputs ('0/"),
         (("--test", "digits?n=9", "--test-fraction", "0.5"), "test_fraction with test = 'digits?n=9'"),
         (("--test", "digits?n=9", "--partition", "p.json", "--client", "c0"), "leave one out"),
         (("--partition", "p.json"), "which client's rows? Name one (--client)"),

@@ -161,7 +161,7 @@ def test_no_recording_stands_on_both_sides(tmp_path):
     np.savez(tmp_path / "w.npz", **arrays)
     spec = WindowInput(channels=2, length=10, stride=5)
     where = f"windows:{tmp_path / 'w.npz'}"
-    with pytest.raises(DataError, match=r"1 of its images or recordings \('recording 1' …\) are also in"):
+    with pytest.raises(DataError, match=r"5 of its inputs \('recording 1 from sample 0' …\) are also in"):
         partition.own_samples(DataConfig(source=where, test=f"{where}?subject=2"), "c0", spec, ("0", "1"))
     config = DataConfig(source=f"{where}?subject=1", test=f"{where}?subject=2")
     assert [len(part) for part in partition.own_samples(config, "c0", spec, ("0", "1"))] == [5, 5]

@@ -301,6 +301,18 @@ def test_recordings_become_windows_with_their_recording_as_group(watch):
     assert len(samples.names) == 5
 
 
+def test_a_window_is_named_by_its_recording_and_its_first_sample(tmp_path):
+    np.savez(tmp_path / "w.npz", samples=np.zeros((30, 2), np.float32), lengths=[10, 20], label=[0, 1])
+    np.save(tmp_path / "r.npy", np.zeros((12, 2), np.float32))
+    spec = WindowInput(channels=2, length=8, stride=4)
+    assert load(f"windows:{tmp_path / 'w.npz'}", spec).names == tuple(
+        f"recording {row} from sample {start}" for row, start in ((0, 0), (1, 0), (1, 4), (1, 8), (1, 12))
+    )
+    path = str(tmp_path / "r.npy")
+    assert from_files([path], spec, positions=True).names == (f"{path} from sample 0", f"{path} from sample 4")
+    assert from_files([path], spec).names == (path, path)
+
+
 def test_people_can_be_chosen_and_left_out(watch):
     spec = WindowInput(channels=2, length=5, stride=5)
     assert set(load(f"windows:{watch}?exclude_subject=1", spec).groups) == {2, 3}

@@ -66,6 +66,19 @@ def test_no_window_reaches_over_a_change_or_a_gap(tmp_path):
     assert (found.inputs[:, 0].tolist(), found.labels.tolist()) == ([[0, 1, 2, 3], [5, 6, 7, 8]], [0, 1])
 
 
+def test_windows_and_rows_are_named_by_their_lines(tmp_path):
+    """Also where rows are sorted by time, and empty lines stand between them."""
+    path = tmp_path / "t.csv"
+    path.write_text("t,l,x,y\n3,a,3,0\n\n2,a,2,0\n1,a,1,0\n4,a,4,0\n5,a,5,0\n6,a,6,0\n", encoding="utf-8")
+    found = load(source(path, label="l", time="t"), SPEC)
+    assert found.inputs[:, 0].tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert found.names == ("t.csv line 5", "t.csv line 2")
+    lines = [f"{time},a,0,0,0,{time}" if time else "" for time in (3, 0, 2, 1, 4, 5, 6)]
+    path.write_text("\n".join(["t,l,u,v,w,x", *lines]), encoding="utf-8")
+    rows = load(source(path, label="l", time="t", row="window"), WindowInput(channels=1, length=4))
+    assert rows.names == tuple(f"t.csv line {line}" for line in (5, 4, 2, 6, 7, 8))
+
+
 def test_rows_with_missing_values_are_refused_or_cut_out(tmp_path):
     rows = [("a", step if step != 4 else "", 0) for step in range(9)]
     path = write(tmp_path / "t.csv", ("l", "x", "y"), rows)

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from edge_agent.data import Samples
-from edge_agent.local.details import ClassCount, WorstSample, class_counts, numbered, worst_samples
-from edge_agent.task import ImageInput, WindowInput
+from edge_agent.local.details import ClassCount, WorstSample, class_counts, worst_samples
+from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=1, height=4, width=4)
 
@@ -36,17 +34,3 @@ def test_the_worst_samples_are_those_whose_class_got_least_and_less_than_half():
     ]
     assert worst_samples(samples([1]), np.array([[1.0, 0, 0]]))[0].sample == "held-out sample 0"
     assert worst_samples(samples([]), np.zeros((0, 3))) == []
-
-
-def test_windows_and_pieces_of_one_file_have_their_places():
-    names, groups = ("a.csv", "b.csv", "a.csv", "a.csv", "a.csv"), np.array([0, 1, 0, 0, 2])
-    images = replace(samples([0] * 5, names), groups=groups)
-    assert numbered(replace(images, input=WindowInput(channels=1, length=10, stride=4))) == (
-        "a.csv, window 1 (time steps 1 to 10)",
-        "b.csv",
-        "a.csv, window 2 (time steps 5 to 14)",
-        "a.csv, window 3 (time steps 9 to 18)",
-        "a.csv",
-    )
-    assert numbered(images)[:4] == ("a.csv, piece 1", "b.csv", "a.csv, piece 2", "a.csv, piece 3")
-    assert numbered(replace(images, groups=None)) == names
