@@ -34,7 +34,17 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from .config import mistakes_of
 from .errors import BundleDamaged, BundleError, StateError, cause
 from .methods.values import Grade
-from .storage import read_json, read_tensors, sha256_file, sha256_of, sync, sync_folder, write_atomic, write_json
+from .storage import (
+    naming,
+    read_json,
+    read_tensors,
+    sha256_file,
+    sha256_of,
+    sync,
+    sync_folder,
+    write_atomic,
+    write_json,
+)
 from .task import Frozen, InputSpec, Task, Tensors, parse_json
 from .wire.tensors import first_non_finite
 
@@ -411,7 +421,7 @@ def unpack(path: Path, folder: Path) -> Manifest:
     contents |= {name: bundle.blocks(name) for name in bundle.manifest.files}
     try:
         for name, blocks in contents.items():
-            with (temporary / name).open("wb") as file:
+            with naming(folder / name), (temporary / name).open("wb") as file:
                 file.writelines(blocks)
                 file.flush()
                 sync(file.fileno())

@@ -33,6 +33,7 @@ A message has three parts: what was found (with the value), what was expected, w
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import socket
 from collections.abc import Iterable
@@ -200,6 +201,15 @@ def cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return _first_line(error.strerror)
     return _first_line(str(error)) or f"{type(error).__name__}, without a word of explanation"
+
+
+def remedy(error: OSError) -> str:
+    """What to do about a path that cannot be read or written; empty where only its cause says that."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "free some space, or name a folder on another disk"
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return "allow it to this user (chmod, chown), or name another path"
+    return "name a folder that can be written" if error.errno == errno.EROFS else ""
 
 
 _CAUSES: tuple[tuple[type[BaseException], str], ...] = (

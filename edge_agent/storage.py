@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from .errors import ConfigError, StateError, UsageError, cause
+from .errors import ConfigError, StateError, UsageError, cause, remedy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -161,19 +161,28 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") if access is None else _opened_for(temporary, access) as file:
+        with naming(path), temporary.open("wb") if access is None else _opened_for(temporary, access) as file:
             file.writelines(data)
             if durable:
                 file.flush()
                 sync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a full disk the system does not say which file
-            error.filename = str(path)
         raise
     if durable:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, errors of the system that name no file name ``path``: of a full disk it does not say which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _opened_for(path: Path, access: Access) -> BinaryIO:
@@ -206,7 +215,8 @@ def check_writable(folder: Path) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: no file can be written there: {cause(error)}; name another folder") from error
+        advice = remedy(error) or "name another folder"
+        raise UsageError(f"{folder}: no file can be written there: {cause(error)}; {advice}") from error
     finally:
         for path in made:
             with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError, UsageError, cause, without_home
+from ..errors import HeadwaterError, UsageError, cause, remedy, without_home
 from ..limits import limit_threads
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more
         where = f"{error.filename}: " if error.filename is not None else ""
-        return _report(HeadwaterError(f"{where}{cause(error)}"), as_json=arguments.json)
+        advice = f"; {todo}" if (todo := remedy(error)) else ""
+        return _report(HeadwaterError(f"{where}{cause(error)}{advice}"), as_json=arguments.json)
     except RuntimeError as error:
         if (mistake := without_home(error)) is None:
             raise

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from ..bundle import EncoderPrecision
 from ..config import mistakes_of
-from ..errors import FingerprintMismatch, HeadwaterError, StateError
+from ..errors import FingerprintMismatch, HeadwaterError, StateError, cause, remedy
 from ..local.confidence import Confidence
 from ..local.models import MAJORITY, LocalModel, candidates
 from ..own_norm import OwnNorm
@@ -348,7 +348,8 @@ def _read(path: Path, limit: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(limit + 1)
     except OSError as error:
-        raise StateError(f"{path}: cannot be read ({error}); expected a head saved by 'edge-agent fit'") from error
+        advice = remedy(error) or "expected a head saved by 'edge-agent fit'"
+        raise StateError(f"{path}: cannot be read: {cause(error)}; {advice}") from error
     if len(data) > limit:
         raise StateError(f"{path}: more than {limit} bytes; expected a head saved by 'edge-agent fit'")
     return data

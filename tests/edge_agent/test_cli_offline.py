@@ -291,7 +291,28 @@ def test_an_error_of_the_system_is_a_message(place, capsys, monkeypatch):
 
     monkeypatch.setattr("edge_agent.personalize.Result.save", full)
     assert main(FIT) == 1
-    assert capsys.readouterr().err == "edge-agent: head/head.json: No space left on device\n"
+    advice = "free some space, or name a folder on another disk"
+    assert capsys.readouterr().err == f"edge-agent: head/head.json: No space left on device; {advice}\n"
+
+
+def test_a_full_disk_is_named_by_the_file_that_did_not_fit(place, capsys, monkeypatch):
+    """The system says which file only where it opens one."""
+
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("edge_agent.bundle.sync", full)
+    assert main([*FIT, "--cache", "small"]) == 1
+    assert re.fullmatch(
+        r"edge-agent: small/bundles/\S+/manifest\.json: No space .*; free some space.*\n", capsys.readouterr().err
+    )
+
+
+def test_a_head_that_cannot_be_read_is_a_message(place, capsys):
+    (place / "odd" / "head.json").mkdir(parents=True)
+    assert main(["predict", "--bundle", "b.hwb", "--head", "odd", "--data", "digits?n=1"]) == 1
+    words = "cannot be read: it is a folder, not a file; expected a head saved by 'edge-agent fit'"
+    assert capsys.readouterr().err == f"edge-agent: odd/head.json: {words}\n"
 
 
 def test_a_head_of_another_bundle_is_refused(place, capsys, make_bundle):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
+
 import pytest
 
-from edge_agent.errors import BrokerAway, ConfigError, HeadwaterError, MissingCapability, UnknownName, nearest
+from edge_agent.errors import BrokerAway, ConfigError, HeadwaterError, MissingCapability, UnknownName, nearest, remedy
 
 
 def test_a_configuration_error_lists_each_mistake_on_a_line_of_its_own():
@@ -36,3 +38,12 @@ def test_one_except_catches_them_all():
     for error in (ConfigError("a", []), UnknownName("a", "b", []), BrokerAway("x")):
         with pytest.raises(HeadwaterError):
             raise error
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [(errno.ENOSPC, "free some space"), (errno.EACCES, "chmod"), (errno.EROFS, "that can be written"), (errno.EIO, "")],
+)
+def test_what_to_do_about_a_path_depends_on_what_the_system_says(code, words):
+    found = remedy(OSError(code, "x"))
+    assert (words in found, bool(found)) == (True, bool(words))
