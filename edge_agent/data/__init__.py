@@ -448,7 +448,7 @@ def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, s
         inputs[row] = pixels
 
     rows, skipped = _for_all(raw, fill, source, "images", strict=strict)
-    if skipped:
+    if len(rows) < len(inputs):
         inputs = inputs[rows]
     if inputs.dtype != np.uint8:
         inputs = preprocess.normalise_images(inputs, spec)
@@ -491,25 +491,25 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) 
 def _for_all(
     raw: Raw, fill: Callable[[int], None], source: str, what: str, *, strict: bool
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Call ``fill`` for each row; returns the rows for which it worked, and why it did not for the others.
+    """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
 
     Raises:
         DataError: it failed for some, where that is not allowed, or for all; they are reported at once.
     """
-    rows, mistakes = [], []
+    rows, mistakes = [], [*raw.skipped]
     for row in range(len(raw.items)):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
             mistakes.append(f"{raw.names[row] if raw.names else row}: {error}")
+    total = len(raw.items) + len(raw.skipped)
     if mistakes and (strict or not rows):
         more = f"\n  … and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
         lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN])
-        raise DataError(f"{source}: {len(mistakes)} of {len(raw.items)} {what} cannot be used\n{lines}{more}")
+        raise DataError(f"{source}: {len(mistakes)} of {total} {what} cannot be used\n{lines}{more}")
     if mistakes:
-        count, total, first = len(mistakes), len(raw.items), mistakes[0]
-        _log.warning("skipped source=%s count=%d of=%d first=%s", source, count, total, first)
+        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(mistakes), total, mistakes[0])
     return np.array(rows, np.int64), tuple(mistakes)
 
 

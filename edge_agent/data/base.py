@@ -49,6 +49,7 @@ class Raw:
     data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
     a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
     ``name_at``: row and sample of a recording -> name of the window that begins there; None: that of the recording.
+    ``skipped``: what is there beside the items and cannot be used, each with the reason.
     """
 
     kind: Literal["image", "recording", "window"]
@@ -62,6 +63,7 @@ class Raw:
     are_whole: bool = False
     targets: Sequence[Any] | None = None
     name_at: Callable[[int, int], str] | None = None
+    skipped: tuple[str, ...] = ()
 
 
 class FileItems(Sequence[Any]):

@@ -7,7 +7,7 @@ Options: ``limit`` (at most that many of each class, first by name). Photos are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ from .preprocess import has_pillow
 
 _log = logging.getLogger(__name__)
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+_FOREIGN = {
+    "images": ("save it as JPEG or PNG", ".heic .heif .avif .jxl .dng .cr2 .cr3 .nef .arw .raf .svg .pdf"),
+    "wav": ("convert it to WAV", ".mp3 .m4a .aac .ogg .opus .flac .wma .aif .aiff"),
+    "csv": ("save it as CSV", ".xlsx .xls .ods .tsv .parquet"),
+}
+"""Kind of data -> what to do about files of other forms of it, and how their names end."""
 
 
 class ImagesOptions(Options):
@@ -65,18 +73,23 @@ def read(where: str, options: ImagesOptions) -> Raw:
     """The images of all class folders in ``where``, or those in it, without labels, where there are no folders."""
     files = files_by_class(Path(where).expanduser(), "images", tuple(sorted(SUFFIXES)), options.limit)
     items = ImageFiles(files.paths)
-    return Raw("image", items, files.labels, files.class_names, names=files.names, unlabelled=files.unlabelled)
+    labels, reason = files.labels, files.unlabelled
+    return Raw("image", items, labels, files.class_names, names=files.names, unlabelled=reason, skipped=files.skipped)
 
 
 @dataclass(frozen=True)
 class ClassFiles:
-    """Files by class: labels (n,) int64 and names from the sub-folders, or the reason why there are none."""
+    """Files by class: labels (n,) int64 and names from the sub-folders, or the reason why there are none.
+
+    ``skipped``: files beside them that are not read, each with the reason.
+    """
 
     paths: list[Path]
     labels: np.ndarray
     class_names: tuple[str, ...]
     names: tuple[str, ...]
     unlabelled: str = ""
+    skipped: tuple[str, ...] = ()
 
 
 def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int | None = None) -> ClassFiles:
@@ -93,19 +106,36 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
 
     held = {folder.name: paths for folder in visible(root) if folder.is_dir() and (paths := files_in(folder))}
     if empty := [folder.name for folder in visible(root) if folder.is_dir() and folder.name not in held and held]:
-        _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(empty))
+        _log.warning("class_without_samples source=%s:%s classes=%s: nothing to read", kind, root, ", ".join(empty))
+    skipped = tuple(_unread(root, kind, suffixes, has_classes=bool(held)))
     paths = [path for group in held.values() for path in group]
     names = tuple(str(path.relative_to(root)) for path in paths)
     if paths:
         labels = np.repeat(np.arange(len(held)), [len(group) for group in held.values()])
-        return ClassFiles(paths, labels, tuple(held), names)
+        return ClassFiles(paths, labels, tuple(held), names, skipped=skipped)
     reason = (
         f"{kind}: no {'images' if kind == 'images' else 'files'} in the sub-folders of '{root}'; expected one "
         f"sub-folder for each class, with files ending in {', '.join(suffixes)}"
     )
     if not (paths := files_in(root)):
-        raise DataError(reason)
-    return ClassFiles(paths, np.full(len(paths), -1), (), tuple(path.name for path in paths), reason)
+        found = f"; found {len(skipped)} other files, first {skipped[0]}" if skipped else ""
+        raise DataError(f"{reason}{found}")
+    return ClassFiles(paths, np.full(len(paths), -1), (), tuple(path.name for path in paths), reason, skipped)
+
+
+def _unread(root: Path, kind: str, suffixes: tuple[str, ...], *, has_classes: bool) -> Iterator[str]:
+    """The files below ``root`` that look like data of this kind and are not read, each with the reason."""
+    advice, foreign = _FOREIGN.get(kind, ("", ""))
+    for path in sorted(path for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth)):
+        parts, name = path.relative_to(root).parts, path.name.lower()
+        if any(part.startswith(".") for part in parts) or not path.is_file():
+            continue
+        if path.suffix and path.suffix.lower() in foreign.split():
+            yield f"{Path(*parts)}: is of a form that is not read; {advice}"
+        elif name.endswith(suffixes) and len(parts) > 2:
+            yield f"{Path(*parts)}: lies in a folder inside that of a class; move it up"
+        elif name.endswith(suffixes) and len(parts) == 1 and has_classes:
+            yield f"{Path(*parts)}: lies beside the folders of classes, so it has none; move it into one"
 
 
 def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own

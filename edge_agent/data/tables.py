@@ -86,10 +86,11 @@ def read(where: str, options: CsvOptions) -> Raw:
     root = Path(where).expanduser()
     paths, classes = [root], [""]
     names: tuple[str, ...] = (root.name,)
+    skipped: tuple[str, ...] = ()
     reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
     if root.is_dir():
         files = files_by_class(root, "csv", SUFFIXES)
-        paths, names, reason = files.paths, files.names, files.unlabelled
+        paths, names, reason, skipped = files.paths, files.names, files.unlabelled, files.skipped
         classes = [files.class_names[label] for label in files.labels] if files.class_names else [""] * len(paths)
     segments: list[_Segment] = []
     columns: tuple[str, ...] = ()
@@ -121,6 +122,7 @@ def read(where: str, options: CsvOptions) -> Raw:
         are_whole=are_apart,
         targets=[np.asarray(segment.targets) for segment in segments] if options.target else None,
         name_at=lambda number, row: segments[number].name_at(row),
+        skipped=skipped,
     )
     return raw if options.row == "sample" else _rows_as_inputs(raw, segments, options, where)
 

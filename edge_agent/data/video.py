@@ -128,9 +128,11 @@ def read(where: str, options: VideoOptions) -> Raw:
     names = tuple(
         f"{files.names[row]} {number * options.every_s:g} s" for row, number in zip(rows, numbers, strict=True)
     )
-    labels, reason = files.labels[rows], files.unlabelled
+    labels, reason, left = files.labels[rows], files.unlabelled, files.skipped
     items = FileItems(keys, frame)
-    return Raw("image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True)
+    return Raw(
+        "image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True, skipped=left
+    )
 
 
 def inspect(where: str, options: VideoOptions) -> None:

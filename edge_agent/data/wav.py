@@ -246,7 +246,7 @@ def read(where: str, options: WavOptions) -> Raw:
         labels, classes = files.labels, files.class_names
         return Raw(
             "recording", items, labels, classes, rows, natural, names, reason, are_whole=True,
-            name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s",
+            name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s", skipped=files.skipped,
         )  # fmt: skip
     counts = [_pieces(path, options, steps) for path in files.paths]
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -259,8 +259,9 @@ def read(where: str, options: WavOptions) -> Raw:
         f"{files.names[row]} {piece * options.seconds:g} s" for row, (_, piece) in zip(rows, keys, strict=True)
     )
     return Raw(
-        "image", items, files.labels[rows], files.class_names, rows, shape, names, files.unlabelled, are_whole=True
-    )
+        "image", items, files.labels[rows], files.class_names, rows, shape, names, files.unlabelled, are_whole=True,
+        skipped=files.skipped,
+    )  # fmt: skip
 
 
 def _pieces(path: Path, options: WavOptions, steps: int) -> int:

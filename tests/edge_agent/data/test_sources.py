@@ -109,6 +109,34 @@ def test_a_picture_that_unpacks_to_gigabytes_is_refused(tmp_path):
         load(f"images:{tmp_path / 'd'}", SPEC)
 
 
+def test_files_that_look_like_images_and_are_not_read_are_counted(folder):
+    """Photos of a telephone, folders in folders of classes, and files beside these; other files are of no interest."""
+    paint(folder / "red" / "more" / "a.png", "red")
+    paint(folder / "loose.png", "red")
+    for name in ("red/1.HEIC", "red/notes.txt", ".hidden.png", "red/.cache/x.png", "README.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    samples = load(f"images:{folder}", SPEC, strict=False)
+    assert len(samples) == 6
+    assert samples.skipped == (
+        "loose.png: lies beside the folders of classes, so it has none; move it into one",
+        "red/1.HEIC: is of a form that is not read; save it as JPEG or PNG",
+        "red/more/a.png: lies in a folder inside that of a class; move it up",
+    )
+    with pytest.raises(DataError, match="3 of 9 images cannot be used"):
+        load(f"images:{folder}", SPEC)
+
+
+def test_a_folder_of_nothing_but_other_forms_says_which(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.HEIC").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"found 1 other files, first a/1\.HEIC: is of a form .*; save it as JPEG"):
+        load(f"images:{tmp_path}")
+    (tmp_path / "a" / "1.HEIC").rename(tmp_path / "a" / "1.mp3")
+    with pytest.raises(DataError, match=r"first a/1\.mp3: .*convert it to WAV"):
+        load(f"wav:{tmp_path}")
+
+
 def test_missing_and_empty_folders_say_what_was_expected(tmp_path):
     with pytest.raises(DataError, match="no folder"):
         load(f"images:{tmp_path / 'x'}")
