@@ -381,13 +381,19 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
         path = _path(source.partition("?")[0], folder)
         if not path.exists():
             raise
-        likely = "npz"
-        if path.is_dir():
-            likely = "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
         raise DataError(
-            f"data source '{source}': names no kind; did you mean '{likely}:{source}'? kinds: {', '.join(error.known)}"
+            f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? kinds: "
+            f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as --input"
         ) from error
     return _Resolved(source, name, kind, where, str(_path(where, folder)) if kind.needs_path else where, given)
+
+
+def _likely_kind(path: Path) -> str:
+    """The kind of source that a path suggests."""
+    if path.is_dir():
+        return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
+    kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", ".wav": "wav"}
+    return kinds.get(path.suffix.lower(), "images")
 
 
 def _path(where: str, folder: Path | None) -> Path:
@@ -496,18 +502,23 @@ def _for_all(
     Raises:
         DataError: it failed for some, where that is not allowed, or for all; they are reported at once.
     """
-    rows, mistakes = [], [*raw.skipped]
+    rows: list[int] = []
+    mistakes, by_reason = [*raw.skipped], dict[str, list[str]]()
     for row in range(len(raw.items)):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
-            mistakes.append(f"{raw.names[row] if raw.names else row}: {error}")
+            name = raw.names[row] if raw.names else str(row)
+            mistakes.append(f"{name}: {error}")
+            by_reason.setdefault(str(error), []).append(name)
     total = len(raw.items) + len(raw.skipped)
     if mistakes and (strict or not rows):
-        more = f"\n  … and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
-        lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN])
-        raise DataError(f"{source}: {len(mistakes)} of {total} {what} cannot be used\n{lines}{more}")
+        lines = [*raw.skipped, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
+        more = f"\n  … and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        shown = "\n".join(f"  - {line}" for line in lines[:_SHOWN])
+        advice = "\nWithout --strict (strict = false, strict=False in Python) these are left out." if rows else ""
+        raise DataError(f"{source}: {len(mistakes)} of {total} {what} cannot be used\n{shown}{more}{advice}")
     if mistakes:
         _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(mistakes), total, mistakes[0])
     return np.array(rows, np.int64), tuple(mistakes)

@@ -54,7 +54,7 @@ def decoded(path: Path) -> Any:
     """
     import warnings
 
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -64,6 +64,9 @@ def decoded(path: Path) -> Any:
                 return image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded
         raise DataError(f"is too large to be decoded: {cause(error)}; make it smaller first") from error
+    except UnidentifiedImageError as error:
+        sound = "; sounds are given as --data 'wav:FILE?form=image'" if path.suffix.lower() == ".wav" else ""
+        raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:
         raise DataError(f"cannot be read as an image: {cause(error)}") from error
@@ -106,7 +109,7 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
 
     held = {folder.name: paths for folder in visible(root) if folder.is_dir() and (paths := files_in(folder))}
     if empty := [folder.name for folder in visible(root) if folder.is_dir() and folder.name not in held and held]:
-        _log.warning("class_without_samples source=%s:%s classes=%s: nothing to read", kind, root, ", ".join(empty))
+        _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(empty))
     skipped = tuple(_unread(root, kind, suffixes, has_classes=bool(held)))
     paths = [path for group in held.values() for path in group]
     names = tuple(str(path.relative_to(root)) for path in paths)

@@ -36,7 +36,8 @@ def read(where: str, options: NpzOptions) -> Raw:
     missing = [name for name in wanted if name not in arrays]
     reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}" if missing else ""
     if reason and (missing != [options.labels] or "labels" in options.model_fields_set):
-        raise DataError(reason)
+        given = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
+        raise DataError(f"{reason}; name those to take{f' ({given})' if given else ''}")
     inputs, groups = arrays[options.inputs], arrays[options.groups] if options.groups else None
     class_names: tuple[str, ...] = ()
     labels = np.full(inputs.shape[:1], -1)

@@ -52,11 +52,14 @@ def cut(recording: np.ndarray, spec: WindowInput) -> np.ndarray:
         DataError: another number of channels, NaN or infinity, or shorter than one window.
     """
     if recording.ndim != 2 or recording.shape[1] != spec.channels:
-        raise DataError(f"has shape {recording.shape}, expected (time, {spec.channels})")
+        raise DataError(
+            f"has shape {recording.shape}, expected (time, {spec.channels}); of a table choose {spec.channels} columns "
+            "of values (columns=NAME,NAME) and name that of the time (time=NAME)"
+        )
     if not np.isfinite(recording).all():
         raise DataError("holds NaN or infinity")
     if len(recording) < spec.length:
-        raise DataError(f"has {len(recording)} samples, one window needs {spec.length}")
+        raise DataError(f"has {len(recording)} samples, one window needs {spec.length}; record longer")
     starts = range(0, len(recording) - spec.length + 1, spec.stride)
     return np.stack([recording[start : start + spec.length].T for start in starts]).astype(np.float32)
 

@@ -94,8 +94,10 @@ def read(where: str, options: CsvOptions) -> Raw:
         classes = [files.class_names[label] for label in files.labels] if files.class_names else [""] * len(paths)
     segments: list[_Segment] = []
     columns: tuple[str, ...] = ()
+    total = 0
     for path, name, label in zip(paths, names, classes, strict=True):
         table = _table(path, options)
+        total += len(table.lines)
         columns = columns or table.columns
         if {*table.columns} != {*columns}:
             raise DataError(
@@ -106,7 +108,12 @@ def read(where: str, options: CsvOptions) -> Raw:
         those = _segments(path, name, table)
         segments += those if options.label else [replace(segment, label=label) for segment in those]
     if not segments:
-        raise DataError(f"csv: '{where}' has no rows of data")
+        left = (
+            f": gaps=cut leaves out all {total}, as values are missing in each; choose columns=NAME,NAME"
+            if total
+            else ""
+        )
+        raise DataError(f"csv: '{where}' has no rows of data{left}")
     is_labelled = options.target is None and bool(segments[0].label)
     class_names, labels = np.unique([segment.label for segment in segments], return_inverse=True)
     are_apart = len(paths) > 1 or options.recording is not None
@@ -160,7 +167,10 @@ def read_recording(path: Path) -> np.ndarray:
     Raises:
         DataError: no such file, or other cells than numbers.
     """
-    segments = _segments(path, path.name, _table(path, CsvOptions()))
+    try:
+        segments = _segments(path, path.name, _table(path, CsvOptions()))
+    except DataError as error:
+        raise DataError(f"{error}; --data 'csv:{path}?columns=NAME,NAME' takes some of its columns") from error
     if not segments:
         raise DataError("has no rows of data")
     return segments[0].values
@@ -315,8 +325,10 @@ class _Table:
         mistakes = list(self.mistakes)
         for (name, what), (count, line, cell) in self._wrong.items():
             decimal = "; write decimals with a point" if _is_number(cell.replace(",", ".", 1)) and "," in cell else ""
-            other = f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{decimal}"
-            mistakes.append(other if name else f"{count} rows have {cell} {what}, first line {line}")
+            text = "; if it has the classes: label=" + name if self._is_text(name, count) else ""
+            other = f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{decimal}{text}"
+            rows = f"{count} rows have" if count > 1 else "1 row has"
+            mistakes.append(other if name else f"{rows} {cell} {what}, first line {line}; correct or remove such lines")
         if self.options.gaps == "refuse" and not mistakes:
             mistakes += self._missing(self.numbers)
         elif self.options.time:
@@ -324,6 +336,11 @@ class _Table:
         if mistakes:
             has = "" if len(self.header) > 50 else f"; it has {', '.join(self.header) or 'no columns'}"
             raise DataError(f"csv: '{path}': {'; '.join(mistakes[:20])}{has}")
+
+    def _is_text(self, name: str, count: int) -> bool:
+        """Whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
+        named = {*self.options.columns, self.options.time, self.options.target}
+        return not self.options.label and name not in named and count == len(self.lines)
 
     def _missing(self, columns: Iterable[str]) -> Iterator[str]:
         for name in columns:
@@ -335,8 +352,8 @@ class _Table:
         if self.options.label and (
             empty := [row for row, text in enumerate(self.texts[self.options.label]) if not text]
         ):
-            line = self.lines[empty[0]]
-            yield f"column '{self.options.label}': {len(empty)} labels are missing, first in line {line}"
+            where = f"first in line {self.lines[empty[0]]}; gaps=cut leaves these rows out"
+            yield f"column '{self.options.label}': {len(empty)} labels are missing, {where}"
 
 
 def _opened(path: Path) -> TextIO:

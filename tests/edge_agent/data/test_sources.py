@@ -93,8 +93,20 @@ def test_all_unreadable_images_are_listed_at_once(folder):
     (folder / "blue" / "empty.png").write_bytes(b"")
     good = (folder / "red" / "0.png").read_bytes()
     (folder / "red" / "cut.png").write_bytes(good[: len(good) // 2])
-    with pytest.raises(DataError, match=r"(?s)3 of 9.*empty\.png.*broken\.jpg.*cut\.png"):
+    with pytest.raises(DataError, match=r"(?s)3 of 9.*empty\.png.*broken\.jpg.*cut\.png") as caught:
         load(f"images:{folder}", SPEC)
+    assert str(caught.value).count("its form is not known; save it as JPEG or PNG") == 1, "each reason once"
+    assert str(caught.value).endswith("Without --strict (strict = false, strict=False in Python) these are left out.")
+    assert str(folder) not in str(caught.value).splitlines()[1], "names are enough"
+
+
+def test_inputs_of_another_kind_say_how_they_are_given(folder):
+    (folder / "a.wav").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match=r"sounds are given as --data 'wav:FILE\?form=image'"):
+        from_files([str(folder / "a.wav")], SPEC)
+    for name, kind in (("a.wav", "wav:"), ("red/0.png", "images:")):
+        with pytest.raises(DataError, match=rf"did you mean '{kind}.*as --input"):
+            load(str(folder / name))
 
 
 def test_a_picture_that_unpacks_to_gigabytes_is_refused(tmp_path):
@@ -213,6 +225,13 @@ def test_archives_of_another_form_are_refused(tmp_path, arrays, word):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=word):
         load(f"npz:{tmp_path / 'a.npz'}")
+
+
+def test_arrays_of_other_names_are_shown_with_how_to_take_them(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 8, 8), np.uint8), y=np.arange(2))
+    with pytest.raises(DataError, match=r"it has x, y; name those to take \(inputs=ARRAY&labels=ARRAY\)"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    assert len(load(f"npz:{tmp_path / 'a.npz'}?inputs=x&labels=y")) == 2
 
 
 def test_pickled_objects_are_never_loaded(tmp_path):

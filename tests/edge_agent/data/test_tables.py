@@ -97,17 +97,41 @@ def test_rows_with_missing_values_are_refused_or_cut_out(tmp_path):
     [
         ("l,x,y\na,1,2\n", {"label": "lable", "columns": "x,z"}, r"no column 'z'; no column 'lable'"),
         ("l,x,y\na,1,zwei\na,2,drei\n", {"label": "l"}, "column 'y': 2 cells are no number, first 'zwei' in line 2"),
+        (
+            "l,x,y\na,1,2\nb,2,2\n",
+            {},
+            "column 'l': 2 cells are no number, .* in line 2; if it has the classes: label=l",
+        ),
         ('l;x;y\na;"1,5";2\n', {"label": "l"}, r"first '1,5' in line 2; write decimals with a point"),
         ("l,x,y\na,1_000,2\n", {"label": "l"}, r"'x': 1 cells are no number \(it has an underscore\), first '1_000'"),
         ("l,x,y\na,1,2\na,1e300,-1e39\n", {"label": "l"}, r"'x': 1 cells are beyond .*'1e300' in line 3; .*'-1e39'"),
-        ("l,x,y\na,1,2\na,1\na,1,2,3\n", {"label": "l"}, "rows have 2 cells instead of 3, first line 3"),
+        (
+            "l,x,y\na,1,2\na,1\na,1,2,3\n",
+            {"label": "l"},
+            "2 rows have 2 cells instead of 3, first line 3; correct or remove such",
+        ),
+        ("l,x,y\na,1,2\na,1\n", {"label": "l"}, "1 row has 2 cells instead of 3, first line 3; correct or remove such"),
         ("l,x,x\na,1,2\n", {"label": "l"}, "2 columns are named 'x'"),
         ("1,2,3\n4,5,6\n", {}, r"first line has numbers \(1, 2, 3\), expected names of columns"),
-        ("l,x,y\n,1,2\na,2,3\n", {"label": "l"}, "column 'l': 1 labels are missing, first in line 2"),
+        (
+            "l,x,y\n,1,2\na,2,3\n",
+            {"label": "l"},
+            "column 'l': 1 labels are missing, first in line 2; gaps=cut leaves these",
+        ),
         ("t,x,y\n1,1,2\n1,2,3\n", {"time": "t"}, r"1 rows have the time of another one, first in line 3; .*recording="),
         ("t,x,y\nnoon,1,2\n", {"time": "t"}, "column 't': 1 cells are no number or date, first 'noon' in line 2"),
         ("t,x,y\n,1,2\n", {"time": "t", "gaps": "cut"}, "column 't': 1 values are missing .*; correct them"),
-        ("l,x,y\n", {"label": "l"}, "has no rows of data"),
+        ("l,x,y\n", {"label": "l"}, "has no rows of data$"),
+        (
+            "l,x,y\na,,2\na,,3\n",
+            {"label": "l", "gaps": "cut"},
+            "gaps=cut leaves out all 2, as values are missing in each",
+        ),
+        (
+            "l,u,x,y\n" + "a,1,1,2\n" * 8,
+            {"label": "l"},
+            r"(?s)1 of 1.*\(8, 3\), expected \(time, 2\); .* choose 2 columns",
+        ),
         ("l,x,y\n" + "a" * 257 + ",1,2\n", {"label": "l"}, "column 'l': 1 cells are longer than 256 characters"),
         ("", {"label": "l"}, "no column 'l'"),
         ("l\na\n", {"label": "l"}, "no column of values is left"),
@@ -119,6 +143,14 @@ def test_tables_of_another_form_are_explained(tmp_path, text, options, words):
     (tmp_path / "t.csv").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=words):
         load(source(tmp_path / "t.csv", **options), SPEC)
+
+
+def test_a_file_without_options_says_how_to_give_some(tmp_path):
+    path = write(tmp_path / "t.csv", ("l", "x", "y"), [("a", 1, 2)] * 9)
+    with pytest.raises(
+        DataError, match=r"column 'l': 9 cells are no number.*; --data 'csv:.*t\.csv\?columns=NAME,NAME'"
+    ):
+        from_files([str(path)], SPEC)
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path):
