@@ -137,7 +137,6 @@ def fit(arguments: argparse.Namespace) -> int:
             f"{', '.join(f'{step} {s:.2f} s' for step, s in result.steps.items())}; {result.seconds:.2f} s in all",
         ),
         ("saved in", arguments.out),
-        *output.variants(figures),
     ]
     notes = [*output.skipped(skipped), *_notes(result.scores, parts)]
     if result.local is not None:

@@ -63,13 +63,14 @@ def variants(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
     for precision, one in figures["variants"].items():
         parts = [f"{one['bytes'] / 1e6:.2f} MB"]
         parts += [] if one["latency_ms"] is None else [f"{one['latency_ms']:.3f} ms per input where exported"]
-        parts += [] if one["accuracy"] is None else [f"{percent(one['accuracy'])} on held-out domains"]
+        parts += [] if one["accuracy"] is None else [f"heads refitted there are right on {percent(one['accuracy'])}"]
         parts += [] if one.get("cosine") is None else [f"cosine {one['cosine']:.4f}"]
         rows.append((precision, ", ".join(parts)))
     domains = sorted(figures["domains"].items(), key=lambda item: item[1]["int8"] - item[1]["fp32"])
-    for name, one in dict([*domains[:1], *domains[-1:]]).items():
+    shown = [(domains[0], "loses"), (domains[-1], "gains")] if len(domains) > 1 else [(one, "") for one in domains]
+    for (name, one), does in shown:
         of_each = f"fp32 {percent(one['fp32'])}, int8 {percent(one['int8'])} of {one['support']} samples"
-        rows.append((f"on {name}", f"{of_each} (of {len(domains)} domains)"))
+        rows.append((f"on {name}", f"{of_each}; of {len(domains)} domains int8 {does} most here" if does else of_each))
     rows += [("int8 ranges", figures["ranges"])] if "int8" in figures["variants"] and figures["ranges"] else []
     return [*rows, ("int8 note", figures["note"])] if figures["note"] else rows
 

@@ -63,7 +63,8 @@ def decoded(path: Path) -> Any:
                 image.load()
                 return image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded
-        raise DataError(f"is too large to be decoded: {cause(error)}; make it smaller first") from error
+        most = (Image.MAX_IMAGE_PIXELS or 0) // 10**6
+        raise DataError(f"is too large to be decoded: above {most} million pixels; make it smaller first") from error
     except UnidentifiedImageError as error:
         sound = "; sounds are given as --data 'wav:FILE?form=image'" if path.suffix.lower() == ".wav" else ""
         raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
@@ -121,8 +122,8 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
         f"sub-folder for each class, with files ending in {', '.join(suffixes)}"
     )
     if not (paths := files_in(root)):
-        found = f"; found {len(skipped)} other files, first {skipped[0]}" if skipped else ""
-        raise DataError(f"{reason}{found}")
+        others = f"; found {len(skipped)} other files, first {skipped[0]}" if skipped else ""
+        raise DataError(f"{reason}{others}")
     return ClassFiles(paths, np.full(len(paths), -1), (), tuple(path.name for path in paths), reason, skipped)
 
 

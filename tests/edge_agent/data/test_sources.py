@@ -117,7 +117,7 @@ def test_a_picture_that_unpacks_to_gigabytes_is_refused(tmp_path):
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     (tmp_path / "d" / "a").mkdir(parents=True)
     (tmp_path / "d" / "a" / "bomb.png").write_bytes(bomb)
-    with pytest.raises(DataError, match=r"bomb\.png: is too large to be decoded: .*decompression bomb.*smaller"):
+    with pytest.raises(DataError, match=r"bomb\.png: is too large to be decoded: above 89 million pixels; make"):
         load(f"images:{tmp_path / 'd'}", SPEC)
 
 
