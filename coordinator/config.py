@@ -114,8 +114,9 @@ class RoundConfig(Frozen):
     )
     adaptive: bool = Field(
         True,
-        description="shorten grace period and deadline by the agents' own past times, and give agents that come too late "
-        "less local training where the method allows that; false: grace_s and deadline_s as they are, all work for all",
+        description="shorten grace period and deadline by the agents' own past times, and give agents that come too "
+        "late less local training where the method allows that; false: grace_s and deadline_s as they are, all work "
+        "for all",
     )
     max_attempts: int = Field(
         3, ge=1, le=1000, description="a run fails when a round lacks updates after this many deadlines"
