@@ -6,7 +6,6 @@ the end of a round removes those that it no longer needs; only then they are cop
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -103,9 +102,8 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
     for _ in range(TRIES):
         shutil.rmtree(pinned.path, ignore_errors=True)
         pinned.blobs.folder.mkdir(parents=True)
-        _link_below(
-            state.path, pinned.path, "runs"
-        )  # before the snapshot: figures of rounds that it lacks are restored
+        # Before the snapshot: figures of rounds that these files lack are restored from it.
+        _link_below(state.path, pinned.path, "runs")
         state.journal.copy_to(pinned.journal.path)
         with pinned.look():
             pinned.journal.verify()
@@ -144,12 +142,21 @@ def _linked(path: Path, other: Path) -> bool:
     """Whether ``other`` is a link to ``path`` now, or a copy where the file system has no links; False: it is gone."""
     other.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if path.suffix != _APPENDED:
-            with contextlib.suppress(PermissionError, NotImplementedError):
-                os.link(path, other)
-                return True
+        if path.suffix != _APPENDED and _is_linked(path, other):
+            return True
         shutil.copyfile(path, other)
     except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_linked(path: Path, other: Path) -> bool:
+    """Link ``other`` to ``path``; False where that is not possible: file systems have many codes for it."""
+    try:
+        os.link(path, other)
+    except FileNotFoundError:
+        raise
+    except (OSError, NotImplementedError):
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -249,9 +250,10 @@ def test_client_state_of_hosted_clients_is_copied_and_their_caches_are_not(tmp_p
     assert [path.relative_to(tmp_path / "backup" / "hosted") for path in files] == [Path(kept)]
 
 
-def test_where_there_are_no_hard_links_blobs_are_copied(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_where_there_are_no_hard_links_blobs_are_copied(tmp_path, monkeypatch, code):
     def no_link(*_paths):
-        raise PermissionError("the file system has no links")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", no_link)
     with Federation(tmp_path) as fed:
