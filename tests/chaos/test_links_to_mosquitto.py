@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 
 import pytest
 from federation_duties import WIDE_TASK
-from federation_harness import Federation
+from federation_harness import Federation, FederationInRealTime
 from mqtt_harness import NEEDS_MOSQUITTO
 from proxy import Proxy
 
@@ -31,8 +29,8 @@ ROUND = {"quorum": 1.0, "deadline_s": 3000}
 PROBE_S = 3.1
 
 
-class Linked(Federation):
-    """The harness over a real broker and in real time; each agent connects through a proxy of its own."""
+class Linked(FederationInRealTime):
+    """The harness over a real broker; each agent connects through a proxy of its own."""
 
     def __init__(self, folder, *agents, task=WIDE_TASK, keepalive_s=60, **options):
         super().__init__(folder, agents=agents, task=task, round=ROUND, **options)
@@ -41,7 +39,7 @@ class Linked(Federation):
         self.proxies = {name: Proxy(("127.0.0.1", self.process.port), seed=1) for name in agents}
         for proxy in self.proxies.values():
             proxy.__enter__()
-        self.clock, self.keepalive_s, self._nap = time.monotonic, keepalive_s, threading.Event()
+        self.keepalive_s = keepalive_s
         self.slowest_control_s, self._probed_at, self._probe = 0.0, 0.0, 0
         self.broker = self
 
@@ -65,21 +63,6 @@ class Linked(Federation):
         agent = self.agents[name] = Agent(config, transport, tasks, boot=boot)
         agent.start()
         return agent
-
-    def kill(self, name, *, will=True):
-        self.agents.pop(name).close()
-
-    def kill_coordinator(self):
-        self.coordinator.close()
-        self._opened.close()
-
-    def until(self, condition, limit_s=60.0):
-        begin = self.clock()
-        while not condition():
-            assert self.clock() - begin < limit_s, (self.coordinator.status(), self.record if self.run else None)
-            if not self.step():
-                self._nap.wait(0.002)
-        return self.clock() - begin
 
     def present(self, count):
         self.until(lambda: len(self.coordinator.roster.present()) == count)

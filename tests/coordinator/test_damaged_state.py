@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 
 import pytest
-from federation_harness import Federation
+from federation_harness import Federation, undisturbed_hash
 
 from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
@@ -25,10 +25,7 @@ def fleet(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("undisturbed")) as fed:
-        fed.request(rounds=3)
-        fed.finish()
-        return fed.encoder_sha256
+    return undisturbed_hash(fleet, tmp_path_factory.mktemp("undisturbed"))
 
 
 def stalled(fed):

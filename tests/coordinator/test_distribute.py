@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from chunked_blobs import ranges_of
 from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
@@ -226,16 +227,6 @@ def drive(bench, agents, offered, *, rate=1e9, until=120.0, rates=None):
         bench.now += 0.01
     assert not any(lacking.values()), {name: len(left) for name, left in lacking.items()}
     return published, received
-
-
-def ranges_of(numbers):
-    found = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return found
 
 
 @pytest.mark.parametrize("spread_s", [0.0, 0.3, 2.0])

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections import defaultdict
 
 import numpy as np
 import paho.mqtt.client as paho
 import pytest
-from federation_harness import Federation
+from federation_harness import FederationInRealTime
 from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.broker import MosquittoBroker, find_mosquitto
@@ -150,8 +149,8 @@ class WatchedDuties(TaskRunner):
                     self.kept[np.ascontiguousarray(array).tobytes()] = name
 
 
-class RealFederation(Federation):
-    """The harness over a real broker and in real time."""
+class RealFederation(FederationInRealTime):
+    """Six agents of a method over a real broker."""
 
     def __init__(self, folder, method, *, tier="train"):
         super().__init__(
@@ -161,7 +160,7 @@ class RealFederation(Federation):
             cohort={"tier": tier},
             export={"after_run": True, "int8": False, "exporter": "legacy"},
         )
-        self.broker, self.clock, self.method, self._nap = OverMosquitto(), time.monotonic, method, threading.Event()
+        self.broker, self.method = OverMosquitto(), method
 
     def __enter__(self):
         super().__enter__()
@@ -190,19 +189,7 @@ class RealFederation(Federation):
 
     def kill(self, name, *, will=True):
         self.tasks[name].look()
-        self.agents.pop(name).close()
-
-    def kill_coordinator(self):
-        self.coordinator.close()
-        self._opened.close()
-
-    def until(self, condition, limit_s=60.0):
-        begin = self.clock()
-        while not condition():
-            assert self.clock() - begin < limit_s, (self.coordinator.status(), self.record if self.run else None)
-            if not self.step():
-                self._nap.wait(0.001)
-        return self.clock() - begin
+        super().kill(name, will=will)
 
 
 class Overheard:

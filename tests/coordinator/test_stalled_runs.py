@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 from federation_disturbances import Stranger
-from federation_harness import Federation
+from federation_harness import Federation, undisturbed_hash
 
 from coordinator.cli.status import status as status_command
 from coordinator.service import status
@@ -48,10 +48,7 @@ def fleet(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("undisturbed")) as fed:
-        fed.request(rounds=3)
-        fed.finish()
-        return fed.encoder_sha256
+    return undisturbed_hash(fleet, tmp_path_factory.mktemp("undisturbed"))
 
 
 def trained(fed):

@@ -22,3 +22,14 @@ def blob_of(chunks: int) -> Outgoing:
 
 def frames_of(outgoing: Outgoing) -> list[Frame]:
     return [decode_frame(outgoing.frame(index)) for index in range(outgoing.count)]
+
+
+def ranges_of(numbers: set[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of a set, found number by number."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found

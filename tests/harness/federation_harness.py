@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +331,37 @@ class Federation:
         """Control messages of one kind on a topic, in order (with ``capture``)."""
         parse = wire.parse_from_agent if topic.endswith("/up") or "/h/" in topic else wire.parse_from_coordinator
         return [message for p in self.published(topic) if isinstance(message := parse(p), kind)]
+
+
+def undisturbed_hash(fleet: Callable[[Path], Any], folder: Path, rounds: int = 3) -> str:
+    """Hash of the final encoder of a run of a ``fleet`` in which nothing happens."""
+    with fleet(folder) as fed:
+        fed.request(rounds=rounds)
+        fed.finish()
+        return fed.encoder_sha256
+
+
+class FederationInRealTime(Federation):
+    """The harness over a real broker: whoever is killed closes its connection, and waiting takes time."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.clock, self._nap = time.monotonic, threading.Event()
+
+    def kill(self, name: str, *, will: bool = True) -> None:
+        self.agents.pop(name).close()
+
+    def kill_coordinator(self) -> None:
+        self.coordinator.close()
+        self._opened.close()
+
+    def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> float:
+        begin = self.clock()
+        while not condition():
+            assert self.clock() - begin < limit_s, (self.coordinator.status(), self.record if self.run else None)
+            if not self.step():
+                self._nap.wait(0.001)
+        return self.clock() - begin
 
 
 def vanish(transport: MemoryTransport) -> None:

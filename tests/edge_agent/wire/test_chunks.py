@@ -6,7 +6,7 @@ import hashlib
 import zlib
 
 import pytest
-from chunked_blobs import CHUNK, blob, frames_of
+from chunked_blobs import CHUNK, blob, frames_of, ranges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,17 +119,6 @@ def test_another_version_is_refused_by_name():
 
 
 # --- which chunks are there ------------------------------------------------------------------------------------------
-
-
-def ranges_of(numbers: set[int]) -> list[tuple[int, int]]:
-    """Half-open ranges of a set, found number by number."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return found
 
 
 spans = st.tuples(st.integers(0, 39), st.integers(1, 40)).map(lambda pair: (min(pair), max(pair[1], pair[0] + 1)))
