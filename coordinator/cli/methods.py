@@ -117,7 +117,7 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     for key in HEADINGS:
         yield f"{key}: {one[key]}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
-    own = "may take those of its own inputs" if one["own_norm"] else "keeps those of the bundle"
+    own = "may use those of its inputs" if one["own_norm"] else "keeps those of the bundle"
     yield f"batch norm statistics of the exported encoder: a device {own}"
     for head in one["heads"]:
         yield f"head {head}: {', '.join(one['exactness'][head])}"

@@ -59,7 +59,7 @@ class Member:
     stalled_at: float = 0.0
 
     heartbeat_s: float = 0.0
-    """What it was told: its least time between heartbeats without a job."""
+    """The least time between its heartbeats without a job, as last sent to it."""
 
     asked_at: float | None = None
     """When it was asked to do a task, until a heartbeat says that it has none; then its heartbeats are its own."""
@@ -202,16 +202,16 @@ class Roster:
         stretched_s = min(LONGEST_HEARTBEAT_S, len(self._ready) / HEARTBEATS_PER_S)
         return stretched_s if stretched_s > self.lease_s / LEASE_HEARTBEATS else 0.0
 
-    def tell_heartbeat(self, agent: str) -> float | None:
-        """The `heartbeat_s` that an agent has to be told now; None where what it was told is about right."""
+    def new_heartbeat_s(self, agent: str) -> float | None:
+        """The `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
         member, now_s = self._members[agent], self.heartbeat_s()
         if 2 / 3 * member.heartbeat_s <= now_s <= 3 / 2 * member.heartbeat_s:
             return None
-        self.has_told(agent, now_s)
+        self.note_heartbeat_s(agent, now_s)
         return now_s
 
-    def has_told(self, agent: str, heartbeat_s: float) -> None:
-        """The agent has been told that."""
+    def note_heartbeat_s(self, agent: str, heartbeat_s: float) -> None:
+        """Note what is sent to the agent."""
         self._members[agent].heartbeat_s = heartbeat_s
 
     def asked(self, agent: str) -> None:

@@ -76,7 +76,7 @@ class Audit:
 
 @dataclass
 class _Round:
-    """A round as its rows tell of it."""
+    """What the journal says about a round."""
 
     number: int
     cohort: set[str] = field(default_factory=set)

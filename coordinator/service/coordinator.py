@@ -392,7 +392,7 @@ class Coordinator:
             self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:
             self.roster.note_idle(agent)
-        if (heartbeat_s := self.roster.tell_heartbeat(agent)) is not None:
+        if (heartbeat_s := self.roster.new_heartbeat_s(agent)) is not None:
             self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.on_heartbeat(agent, message)
@@ -421,7 +421,7 @@ class Coordinator:
             event = "agent_joined" if before is None else "agent_back"
             log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
         heartbeat_s = self.roster.heartbeat_s()
-        self.roster.has_told(agent, heartbeat_s)
+        self.roster.note_heartbeat_s(agent, heartbeat_s)
         self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.invite(agent)

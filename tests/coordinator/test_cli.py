@@ -306,7 +306,7 @@ def test_methods_as_json_is_what_their_files_say(call):
 @pytest.mark.parametrize("name, own", [("fedavg", True), ("fedpac", False)])
 def test_a_method_says_whose_batch_norm_statistics_a_device_uses(call, name, own):
     assert json.loads(call("methods", name, "--json")[1])["own_norm"] is own
-    says = "a device may take those of its own inputs" if own else "a device keeps those of the bundle"
+    says = "a device may use those of its inputs" if own else "a device keeps those of the bundle"
     assert says in " ".join(call("methods", name)[1].split())
 
 

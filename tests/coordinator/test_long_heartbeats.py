@@ -33,18 +33,18 @@ def test_the_fleet_sends_some_fifty_heartbeats_a_second_from_750_agents_on(count
 
 def test_agents_are_told_again_when_the_fleet_has_grown_by_half():
     roster, _ = fleet(1000)
-    assert roster.tell_heartbeat("m00000") == pytest.approx(20.0)
+    assert roster.new_heartbeat_s("m00000") == pytest.approx(20.0)
     for number in range(1000, 1500):
         roster.hello(f"m{number:05d}", hello())
-        assert roster.tell_heartbeat("m00000") is None
+        assert roster.new_heartbeat_s("m00000") is None
     roster.hello("one-more", hello())
-    assert roster.tell_heartbeat("m00000") == pytest.approx(30.02)
+    assert roster.new_heartbeat_s("m00000") == pytest.approx(30.02)
 
 
 def test_a_lease_is_three_heartbeats_of_what_the_agent_was_told():
     roster, clock = fleet(3000)
     for agent in roster.present():
-        roster.tell_heartbeat(agent)
+        roster.new_heartbeat_s(agent)
     clock.now = 180.0
     assert roster.expire() == []
     assert roster.heard("m00007", "b1")
@@ -56,7 +56,7 @@ def test_a_lease_is_three_heartbeats_of_what_the_agent_was_told():
 def test_an_agent_with_a_task_has_the_configured_lease_from_then_on():
     roster, clock = fleet(3000)
     for agent in roster.present():
-        roster.tell_heartbeat(agent)
+        roster.new_heartbeat_s(agent)
     clock.now = 100.0
     roster.asked("m00007")
     roster.asked("m00008")

@@ -1,7 +1,7 @@
 """What messages of many agents cost one coordinator: CPU by kind, memory, and the bytes that it publishes.
 
 ``memory`` runs both sides in one process on a clock that leaps over idle time, and counts the CPU of each message.
-Over a broker the coordinator is a process of its own, and its CPU is divided by the messages that it received.
+Over a broker the coordinator is a separate process, and its CPU is divided by the messages that it received.
 """
 
 from __future__ import annotations

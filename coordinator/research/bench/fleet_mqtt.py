@@ -1,4 +1,4 @@
-"""Connections of thousands of agents to an MQTT broker, by one selector in one thread (a program of its own).
+"""Connections of thousands of agents to an MQTT broker, by one selector in one thread of a separate process.
 
 It speaks the part of MQTT 3.1.1 that agents need: CONNECT, SUBSCRIBE, UNSUBSCRIBE, PUBLISH with QoS 1, PING.
 """
