@@ -142,7 +142,7 @@ def test_a_target_that_is_away_is_away_here_too():
         address = free.getsockname()
     with (
         Proxy(address) as proxy,
+        pytest.raises(ConnectionResetError),  # while connecting, or after it
         socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client,
-        pytest.raises(ConnectionResetError),
     ):
         client.recv(1)
