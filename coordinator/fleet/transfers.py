@@ -205,7 +205,6 @@ class Collector:
 
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
-        self.finished_uploads = 0
         self.rejected = Rejections(clock)
         """Refused updates since the start, by ``agent: reason``."""
 
@@ -266,7 +265,6 @@ class Collector:
         if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
             self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
-            self.finished_uploads += 1
             self._finish(agent, upload)
             self._admit_next()
         elif upload.receiving.report_due(self._clock()):
