@@ -12,7 +12,7 @@ from rich.table import Table
 from ..runs.audit import Audit
 from ..runs.audit import audit as audit_run
 from ..state.store import StateFolder
-from ..text import counted, listed
+from ..text import counted
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -44,9 +44,12 @@ def _parts(result: Audit) -> Iterator[Table | str]:
     rows = [(one.round, one.checkpoint, again[one.is_aggregation], one.updates, one.confirmed) for one in result.rounds]
     columns = ("round", "checkpoint", "aggregated again", "updates", "confirmed by agents")
     yield table(f"{result.run}, {result.status}", columns, rows, left=3)
+    receipts = "no receipts of agents (--agent DIR compares them)"
+    if result.agents:
+        receipts = f"{counted(result.receipts, 'receipt')} of {', '.join(result.agents)}"
     yield (
         f"{counted(result.entries, 'row')} of the journal, {counted(result.blobs, 'blob')}, "
-        f"{counted(result.receipts, 'receipt')} of {listed(result.agents, 'no agent')}; final encoder {result.encoder}"
+        f"{receipts}; final encoder {result.encoder}"
     )
     if result.is_ok:
         yield f"OK: every update of {counted(len(result.rounds), 'round')} was aggregated once"

@@ -13,7 +13,7 @@ from edge_agent.errors import StateError
 from edge_agent.storage import folder_lock
 
 from ..config import DEFAULT_CONFIG, RetentionConfig, load_config
-from ..state.retention import prunable, prune_runs, runs_beyond, usage
+from ..state.retention import on_offer, prunable, prune_runs, runs_beyond, usage
 from ..state.store import StateFolder
 from ..text import counted
 from .options import Config, Json, State, state_path
@@ -50,9 +50,10 @@ def prune(
             folder, runs, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S)
         )
         size = sum(one.size_bytes for one in listed)
-        left = usage(folder)
+        left, kept = usage(folder), on_offer(folder)
     what = "removed" if removed else "would be removed" if dry_run else "will be removed by the coordinator soon"
     line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left['free_bytes'] / 1e6:.0f} MB are free"
+    line += "".join(f"; {run} stays, because its release is on offer" for run in kept)
     rows = [(one.run, one.status, len(one.files), f"{one.size_bytes / 1e6:.1f}") for one in listed]
     tables = [table("runs", ("run", "status", "files", "MB"), rows, left=2)] if rows else []
     result = {

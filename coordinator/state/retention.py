@@ -38,10 +38,16 @@ def runs_beyond(state: StateFolder, keep: int) -> list[str]:
     journal = state.journal
     ended = [entry.run for entry in journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
     pruned = {entry.run for entry in journal.entries(kinds=("run_pruned",))}
-    released = {entry.run for entry in journal.entries(kinds=("release_made",))[-1:]}
+    released = on_offer(state)
     with_states = journal.checkpoints()
     candidates = [run for run in ended if run in with_states and run not in pruned]
     return [run for run in candidates[: max(0, len(candidates) - keep)] if run not in released]
+
+
+def on_offer(state: StateFolder) -> list[str]:
+    """The run whose release is on offer, which stays whatever its age."""
+    made = state.journal.entries(kinds=("release_made",))[-1:]
+    return [entry.run for entry in made if entry.run is not None]
 
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:

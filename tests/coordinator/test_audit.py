@@ -247,6 +247,8 @@ def test_the_command_prints_ok_or_the_row_and_ends_with_0_or_1(folder, capsys):
     said = capsys.readouterr().out
     assert "OK: every update of 3 rounds was aggregated once" in said
     assert "9 receipts of a0, a1, a2; final encoder equal" in said
+    audit_command("run-0001", state=folder / "coordinator")
+    assert "no receipts of agents (--agent DIR compares them)" in capsys.readouterr().out
     with StateFolder(folder / "coordinator").look() as state:
         path = state.blobs.path(state.journal.replay("run-0001").checkpoint)
     path.write_bytes(b"x")

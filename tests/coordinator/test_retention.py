@@ -84,7 +84,7 @@ def test_a_blob_that_two_runs_have_goes_with_the_last_of_them(tmp_path):
         assert blobs_on_disk(fed.state) == {shared}
 
 
-def test_the_release_on_offer_stays_with_its_run(tmp_path):
+def test_the_release_on_offer_stays_with_its_run(tmp_path, capsys):
     with Federation(tmp_path, agents=1, retention={"runs": 1}) as fed:
         run = fed.request(rounds=1)
         fed.finish()
@@ -94,6 +94,8 @@ def test_the_release_on_offer_stays_with_its_run(tmp_path):
         ended(fed, 3)
         fed.wait(1)
         assert {bundle, checkpoint} <= blobs_on_disk(fed.state)
+        prune(state=fed.config.state, keep=0, dry_run=True)
+        assert f"{run} stays, because its release is on offer" in capsys.readouterr().out
         newer = fed.state.blobs.put(b"newer")
         release = {"round": 1, "digest": newer, "body": {"bundle_id": "c" * 64}}
         fed.state.journal.append("release_made", run=fed.run, **release)
