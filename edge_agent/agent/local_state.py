@@ -369,7 +369,10 @@ SETTLED_S = 5.0
 """For so long a file of the watch folder has to be unchanged: one that is being copied is not whole yet."""
 
 REFIT_AGAIN_S, REFIT_SELDOM_S = 60.0, 3600.0
-"""Pauses between tries of a fit that fails: they double from the first to the longest."""
+"""Pauses between tries of a fit that fails: they double from the first to the longest.
+
+New samples end a pause, at most once in the shorter time: a camera that adds some all the time would leave no pause.
+"""
 
 
 def samples_folder(config: AgentConfig) -> Path:
@@ -404,6 +407,7 @@ class NewSamples:
         self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
         self._looked_at = float("-inf")
         self._failures, self._reason, self._again_at = 0, "", float("inf")
+        self._early_at = float("-inf")
 
     def is_due(self) -> bool:
         """Whether something has changed since the last time that this was so, or a fit is to be tried again.
@@ -412,7 +416,9 @@ class NewSamples:
         """
         if self._clock() - self._looked_at < COLLECT_EVERY_S:
             return False
-        self._looked_at = self._clock()
+        now = self._looked_at = self._clock()
+        if self._failures and now < self._again_at and now < self._early_at + REFIT_AGAIN_S:
+            return False
         with contextlib.suppress(OSError):  # a folder that goes while it is looked at: next time
             files = sorted(self._watch.glob("[!.]*/[!.]*")) if self._watch is not None else []
             marks = {path: mark for path in (self._index, *files) if (mark := file_mark(path)) is not None}
@@ -423,15 +429,18 @@ class NewSamples:
             )
             if present != self._seen:
                 self._seen = present
+                if self._failures and present:
+                    self._early_at = now
                 return bool(present)
-        return self._clock() >= self._again_at
+        return now >= self._again_at
 
     def tried(self, error: BaseException | None) -> None:
         """A fit came to this end; None: it is done, or nothing was to be fitted."""
         if error is None:
             self._failures, self._reason, self._again_at = 0, "", float("inf")
             return
-        pause = min(REFIT_AGAIN_S * 2.0**self._failures, REFIT_SELDOM_S)
+        # From the sixth doubling on the pause is the longest; 2.0**1024 would raise after as many failures.
+        pause = min(REFIT_AGAIN_S * 2.0 ** min(self._failures, 6), REFIT_SELDOM_S)
         self._failures, self._reason = self._failures + 1, f"{type(error).__name__}: {error}"
         self._again_at = self._clock() + pause
         log.warning("refit_failed tries=%d next_try_s=%.0f", self._failures, pause)

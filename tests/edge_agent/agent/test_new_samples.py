@@ -282,6 +282,34 @@ def test_a_fit_that_failed_is_tried_again_with_growing_pauses(config, tmp_path):
     assert not new.is_due()
 
 
+def test_a_fit_that_always_fails_is_tried_every_hour_for_ever(config):
+    now = [0.0]
+    new = NewSamples(config, lambda: now[0], lambda: now[0])
+    for _ in range(1100):  # 46 days
+        new.tried(DataError("no source"))
+    assert new.failure()["tries"] == 1100
+    now[0] += 3599
+    assert not new.is_due()
+    now[0] += COLLECT_EVERY_S
+    assert new.is_due()
+
+
+def test_new_samples_end_the_pause_of_a_fit_that_fails_once_a_minute_at_most(config, tmp_path):
+    """A camera adds an image every 5 s. By hand: the first fit, one at once for the next image, then one a minute."""
+    now, tries = [10_000.0], []
+    new = NewSamples(config, lambda: now[0], lambda: now[0])
+    for number in range(60):
+        image = Path(picture(tmp_path / "watch" / "hat" / f"{number}.png", 1))
+        os.utime(image, (now[0] - SETTLED_S, now[0] - SETTLED_S))
+        if new.is_due():
+            tries.append(now[0] - 10_000)
+            new.tried(DataError("no source"))
+        now[0] += COLLECT_EVERY_S
+    assert tries == [0, 5, 65, 125, 185, 245]
+    new.tried(None)
+    assert new.is_due(), "what came during the last pause"
+
+
 class FailingTasks(HeadDuties):
     """The data source is not there at the first two tries."""
 
