@@ -30,7 +30,7 @@ from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back
 from .own_norm import OwnNorm, changed
-from .storage import read_json, read_tensors, sha256_file, write_json, write_tensors
+from .storage import oldest_first, read_json, read_tensors, sha256_file, write_json, write_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def features_of(
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
     rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
     stored: dict[bytes, np.ndarray] = {}
-    wanted, others = set(digests), _oldest_first(cache.glob(f"{stem}-*.safetensors"))
+    wanted, others = set(digests), oldest_first(cache.glob(f"{stem}-*.safetensors"))
     for other in reversed(others):
         names, features = _read_features(other, encoder.feature_dim)
         for name, row in zip(map(bytes, names), features, strict=True):
@@ -204,8 +204,8 @@ def features_of(
         result[number] = stored[digests[number]]
     write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
-        others = _oldest_first(cache.glob(f"{family}-*.safetensors"))
-    every = _oldest_first(cache.glob("features-*.safetensors"))
+        others = oldest_first(cache.glob(f"{family}-*.safetensors"))
+    every = oldest_first(cache.glob("features-*.safetensors"))
     for old in (*others[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
         old.unlink(missing_ok=True)
     return result
@@ -221,15 +221,6 @@ def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
     for path in removed:
         path.unlink(missing_ok=True)
     return len(removed)
-
-
-def _oldest_first(paths: Iterable[Path]) -> list[Path]:
-    """The files that are still there: another process may share the folder."""
-    dated = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            dated.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(dated)]
 
 
 def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -232,6 +232,18 @@ def sweep(folder: Path) -> int:
     for path in left:
         path.unlink(missing_ok=True)
     return len(left)
+
+
+def oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The files and folders that are still there, the one last written to at the end.
+
+    One may go at any moment: another thread or process may share the folder.
+    """
+    dated = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            dated.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(dated)]
 
 
 def sync_folder(folder: Path) -> None:

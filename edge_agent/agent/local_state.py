@@ -14,7 +14,7 @@ import logging
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 
 from ..config import AgentConfig
 from ..errors import CodecError, StateError, cause
-from ..storage import read_json, read_tensors, write_json, write_tensors
+from ..storage import oldest_first, read_json, read_tensors, write_json, write_tensors
 from ..task import Frozen, Tensors
 from ..wire.messages import Command, Epoch, FederationId, Install, UpdateManifest
 
@@ -46,15 +46,6 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return sorted(path.name for path in removed)
-
-
-def oldest_first(paths: Iterable[Path]) -> list[Path]:
-    """The files and folders that are still there, the one last written to at the end."""
-    dated = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            dated.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(dated)]
 
 
 def size_of(path: Path) -> int:
