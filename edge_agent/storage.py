@@ -246,6 +246,18 @@ def oldest_first(paths: Iterable[Path]) -> list[Path]:
     return [path for _, path in sorted(dated)]
 
 
+def size_of(path: Path) -> int:
+    """Bytes that a file, or all files below a folder, take on the disk; 0 where there is none."""
+    total = 0
+    for one in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):
+            status = one.stat()
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            total += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+    return total
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
     mode = _syncs.get()

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import shutil
-import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from pydantic import Field, ValidationError
 
 from ..config import AgentConfig
 from ..errors import CodecError, StateError, cause
-from ..storage import oldest_first, read_json, read_tensors, write_json, write_tensors
+from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
 from ..task import Frozen, Tensors
+from ..wire.chunks import BlobCache
 from ..wire.messages import Command, Epoch, FederationId, Install, UpdateManifest
 
 log = logging.getLogger(__name__)
@@ -48,33 +48,24 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     return sorted(path.name for path in removed)
 
 
-def size_of(path: Path) -> int:
-    """Bytes that a file, or all files below a folder, take on the disk; 0 where there is none."""
-    total = 0
-    for one in (path, *path.rglob("*")):
-        with contextlib.suppress(OSError):
-            status = one.stat()
-            if stat.S_ISDIR(status.st_mode):
-                continue
-            total += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
-    return total
+_VISIBLE = "[!.]*"
+"""Files but for those that the worker, or another process, is writing (`storage.write_atomic`)."""
 
 
-def make_room(config: AgentConfig, needed_bytes: int, wanted: Collection[str], run: str = "") -> int:
+def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str], run: str = "") -> int:
     """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
 
-    Old downloads go first, then cached features, then client state of runs other than ``run`` (empty: of none), each
-    the oldest first. Blobs in ``wanted``, by their digests, stay.
+    Old downloads go first, out of ``cache``, then cached features, then client state of runs other than ``run`` (empty:
+    of none), each the oldest first. Blobs in ``wanted``, by their digests, stay.
     """
     state = config.state
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
     if short <= 0:
         return 0
-    blobs = [*(state / "cache").glob("*"), *(state / "cache" / "partial").glob("*")]
-    downloads = [path for path in blobs if path.is_file() and path.name.partition(".")[0] not in wanted]
     runs = [path for path in (state / "runs").glob("*") if path.is_dir() and path.name != run] if run else []
-    freed, removed = 0, list[str]()
-    for path in (*oldest_first(downloads), *oldest_first((state / "features").glob("*")), *oldest_first(runs)):
+    downloads = freed = cache.free(short, wanted)
+    removed = list[str]()
+    for path in (*oldest_first((state / "features").glob(_VISIBLE)), *oldest_first(runs)):
         if freed >= short:
             break
         freed += size_of(path)
@@ -83,7 +74,8 @@ def make_room(config: AgentConfig, needed_bytes: int, wanted: Collection[str], r
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    log.info("room_made bytes=%d of=%d removed=%s", freed, short, ",".join(removed) or "nothing")
+    beside = ",".join(removed) or "nothing"
+    log.info("room_made bytes=%d of=%d downloads_bytes=%d removed=%s", freed, short, downloads, beside)
     return freed
 
 
@@ -92,7 +84,7 @@ def trim_features(config: AgentConfig) -> int:
 
     The newest file stays: it is that of the head in use.
     """
-    files = oldest_first((config.state / "features").glob("*"))
+    files = oldest_first((config.state / "features").glob(_VISIBLE))
     sizes = [size_of(path) for path in files]
     used, removed = sum(sizes), 0
     for path, size in list(zip(files, sizes, strict=True))[:-1]:

@@ -683,7 +683,7 @@ class TaskQueue:
         missing = sum(ref.size_bytes for ref in refs if not self._cache.has(ref.digest))
         if missing:
             run = self.job.run if self.job is not None else ""
-            make_room(self._tasks.config, missing, {ref.digest for ref in refs}, run)
+            make_room(self._tasks.config, self._cache, missing, {ref.digest for ref in refs}, run)
         self._downloads.fetch(refs)
 
     def _fetch_bundle(self) -> None:

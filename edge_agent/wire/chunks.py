@@ -16,12 +16,12 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChunkError, StateError, cause
-from ..storage import mapped, sync, write_atomic
+from ..storage import mapped, oldest_first, size_of, sync, write_atomic
 from .messages import MAX_RANGES, BlobRef
 
 FRAME_BYTES = 61_440
@@ -349,13 +349,36 @@ class BlobCache:
 
     def make_room(self, size_bytes: int) -> None:
         """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
+        idle = self._idle()
+        used = sum(map(_length, idle)) + sum(one.ref.size_bytes for one in self._under_way)
+        _remove(idle, used + size_bytes - self.limit_bytes, _length)
+
+    def free(self, size_bytes: int, wanted: Collection[str]) -> int:
+        """Remove as `make_room` does, but none in ``wanted``, until the disk has ``size_bytes`` more; returns how many.
+
+        ``wanted`` has digests.
+        """
+        return _remove([path for path in self._idle() if path.stem not in wanted], size_bytes, size_of)
+
+    def _idle(self) -> list[Path]:
+        """The files of blobs, also of partial ones that are not under way, the least recently used first."""
         self._under_way = [incoming for incoming in self._under_way if incoming.is_open]
         held = {incoming.path for incoming in self._under_way}
         whole = (path for path in self.folder.glob("*") if _NAME.fullmatch(path.name))
-        idle = [path for path in (*whole, *self._partial.glob("*.part")) if path not in held]
-        used = sum(path.stat().st_size for path in idle) + sum(one.ref.size_bytes for one in self._under_way)
-        for path in sorted(idle, key=lambda path: path.stat().st_mtime):
-            if used + size_bytes <= self.limit_bytes:
-                return
-            used -= path.stat().st_size
-            path.unlink()
+        return oldest_first(path for path in (*whole, *self._partial.glob("*.part")) if path not in held)
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _remove(files: Iterable[Path], least_bytes: int, size: Callable[[Path], int]) -> int:
+    """Remove files one after another until ``least_bytes`` are gone, or all; returns how many bytes are."""
+    gone = 0
+    for path in files:
+        if gone >= least_bytes:
+            break
+        gone += size(path)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".chunks").unlink(missing_ok=True)
+    return gone

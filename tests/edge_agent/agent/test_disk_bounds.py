@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from federation_harness import Federation
 
@@ -15,6 +17,8 @@ from edge_agent.agent import local_state
 from edge_agent.agent.local_state import disk_usage, make_room, trim_features
 from edge_agent.cli.agent import status
 from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.storage import write_tensors
+from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
 
 MB = 1 << 20
 LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}
@@ -60,6 +64,10 @@ def filled(config):
     return state
 
 
+def cache_of(config):
+    return BlobCache(config.state / "cache", config.cache_bytes)
+
+
 def left(state):
     """The files as ``kind/letter``."""
     files = [path.relative_to(state) for path in state.rglob("*") if path.is_file()]
@@ -83,14 +91,58 @@ def test_what_can_be_had_again_goes_first_and_what_is_in_use_stays(config, fille
     disk = FakeDisk(filled, free * MB)
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
     before = {*left(filled)}
-    assert make_room(config, 4 * MB, {"b" * 64}, "run-b") == len(goes) * MB
+    assert make_room(config, cache_of(config), 4 * MB, {"b" * 64}, "run-b") == len(goes) * MB
     assert before - {*left(filled)} == goes
 
 
 def test_client_state_stays_while_no_run_is_under_way(config, filled, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", FakeDisk(filled, 0).usage)
-    make_room(config, 0, ())
+    make_room(config, cache_of(config), 0, ())
     assert left(filled) == ["runs/a", "runs/b", "runs/c"]
+
+
+def at_replace(monkeypatch, act):
+    """Have ``act`` done when a file is written and is about to be moved to its place."""
+    replace = Path.replace
+
+    def raced(path, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        act()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", raced)
+
+
+def test_features_that_are_being_written_are_not_removed(config, filled, monkeypatch):
+    """The worker writes features while the loop makes room, and while another process has just fitted a head."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=0))
+    path, rows = filled / "features" / "features-new.safetensors", {"features": np.zeros((1000, 1000), np.float32)}
+    at_replace(monkeypatch, lambda: make_room(config, cache_of(config), MB, ()))
+    write_tensors(path, rows)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    put(path.parent / "features-last.safetensors", age=-(10**10))
+    at_replace(monkeypatch, lambda: trim_features(config))
+    write_tensors(path, rows)
+    assert sorted(one.name for one in path.parent.iterdir()) == ["features-last.safetensors", path.name]
+
+
+def test_what_is_removed_of_the_downloads_are_idle_blobs(config, monkeypatch):
+    """One download is under way; of one that was left, the notes go with it; files of others stay."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=0))
+    cache = cache_of(config)
+    left_alone, under_way = (Outgoing.of(os.urandom(MB)) for _ in range(2))
+    for one in (left_alone, under_way):
+        incoming = cache.receive(one.ref)
+        incoming.add(decode_frame(one.frame(0)))
+        incoming.save_notes()
+        if one is left_alone:
+            incoming.close()
+    put(config.state / "cache" / ("a" * 64), age=0)
+    stranger = put(config.state / "cache" / "notes.txt", age=0)
+    make_room(config, cache, MB, ())
+    files = {path for path in (config.state / "cache").rglob("*") if path.is_file()}
+    assert files == {stranger, incoming.path, incoming.path.with_suffix(".chunks")}
+    incoming.discard()
 
 
 def test_the_newest_features_stay_within_their_bound(config, filled):
