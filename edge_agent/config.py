@@ -260,7 +260,7 @@ class AgentConfig(Frozen):
         64 * 1024 * 1024,
         ge=0,
         description="disk that stays free of caches: before a download that would take it, old downloads go, then "
-        "features, then client state of runs that have ended",
+        "features; client state stays",
     )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: BrokerConfig = Field(default_factory=BrokerConfig)

@@ -52,31 +52,25 @@ _VISIBLE = "[!.]*"
 """Files but for those that the worker, or another process, is writing (`storage.write_atomic`)."""
 
 
-def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str], run: str = "") -> int:
+def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str]) -> int:
     """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
 
-    Old downloads go first, out of ``cache``, then cached features, then client state of runs other than ``run`` (empty:
-    of none), each the oldest first. Blobs in ``wanted``, by their digests, stay.
+    Old downloads go first, out of ``cache``, then cached features, each the oldest first. Blobs in ``wanted``, by their
+    digests, stay; so does client state, which cannot be had again and whose run may be paused.
     """
     state = config.state
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
     if short <= 0:
         return 0
-    runs = [path for path in (state / "runs").glob("*") if path.is_dir() and path.name != run] if run else []
-    downloads = freed = cache.free(short, wanted)
-    removed = list[str]()
-    for path in (*oldest_first((state / "features").glob(_VISIBLE)), *oldest_first(runs)):
-        if freed >= short:
+    downloads = cache.free(short, wanted)
+    features = 0
+    for path in oldest_first((state / "features").glob(_VISIBLE)):
+        if downloads + features >= short:
             break
-        freed += size_of(path)
-        removed.append(str(path.relative_to(state)))
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    beside = ",".join(removed) or "nothing"
-    log.info("room_made bytes=%d of=%d downloads_bytes=%d removed=%s", freed, short, downloads, beside)
-    return freed
+        features += size_of(path)
+        path.unlink(missing_ok=True)
+    log.info("room_made of=%d downloads_bytes=%d features_bytes=%d", short, downloads, features)
+    return downloads + features
 
 
 def trim_features(config: AgentConfig) -> int:

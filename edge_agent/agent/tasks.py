@@ -680,10 +680,9 @@ class TaskQueue:
         if job and self._cannot_hold(refs) is not None:
             refs = job
         self._downloads.keep_only(refs)
-        missing = sum(ref.size_bytes for ref in refs if not self._cache.has(ref.digest))
-        if missing:
-            run = self.job.run if self.job is not None else ""
-            make_room(self._tasks.config, self._cache, missing, {ref.digest for ref in refs}, run)
+        wanted = {ref.digest: ref for ref in refs}
+        if (missing := sum(map(self._cache.missing_bytes, wanted.values()))) > 0:
+            make_room(self._tasks.config, self._cache, missing, wanted)
         self._downloads.fetch(refs)
 
     def _fetch_bundle(self) -> None:

@@ -313,6 +313,12 @@ class BlobCache:
         """Whether the blob is present."""
         return self.path(digest).is_file()
 
+    def missing_bytes(self, ref: BlobRef) -> int:
+        """Bytes of the disk that the blob will take beyond what its partial file takes; 0 where it is present."""
+        if self.has(ref.digest):
+            return 0
+        return max(0, ref.size_bytes - size_of(self._partial / f"{ref.digest}.part"))
+
     def read(self, digest: str) -> memoryview:
         """The blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
 

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,10 +16,15 @@ from federation_harness import Federation
 
 from edge_agent.agent import local_state
 from edge_agent.agent.local_state import disk_usage, make_room, trim_features
+from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.transfers import Downloads
 from edge_agent.cli.agent import status
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.storage import write_tensors
+from edge_agent.task import ImageInput, Task
 from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.messages import Job
+from edge_agent.worker import InlineWorker
 
 MB = 1 << 20
 LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}
@@ -82,23 +88,17 @@ def left(state):
         (13, {"cache/d"}),
         (12, {"cache/d", "cache/a"}),
         (9, {"cache/d", "cache/a", "cache/c", "features/a", "features/b"}),
-        (6, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c", "runs/a", "runs/c"}),
-        (0, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c", "runs/a", "runs/c"}),
+        (8, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c"}),
+        (0, {"cache/d", "cache/a", "cache/c", "features/a", "features/b", "features/c"}),
     ],
 )
 def test_what_can_be_had_again_goes_first_and_what_is_in_use_stays(config, filled, monkeypatch, free, goes):
-    """4 MiB are needed, 10 have to stay free; blob b is wanted and run-b is under way."""
+    """4 MiB are needed, 10 have to stay free; blob b is wanted, and each of the runs may be paused."""
     disk = FakeDisk(filled, free * MB)
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
     before = {*left(filled)}
-    assert make_room(config, cache_of(config), 4 * MB, {"b" * 64}, "run-b") == len(goes) * MB
+    assert make_room(config, cache_of(config), 4 * MB, {"b" * 64}) == len(goes) * MB
     assert before - {*left(filled)} == goes
-
-
-def test_client_state_stays_while_no_run_is_under_way(config, filled, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", FakeDisk(filled, 0).usage)
-    make_room(config, cache_of(config), 0, ())
-    assert left(filled) == ["runs/a", "runs/b", "runs/c"]
 
 
 def at_replace(monkeypatch, act):
@@ -162,6 +162,30 @@ def test_an_agent_makes_room_before_it_downloads(tmp_path, monkeypatch):
         fed.request(rounds=1)
         fed.finish()
         assert not old.exists()
+
+
+@pytest.mark.parametrize("spare, stays", [(0, True), (-64 * 1024, False)])
+def test_no_room_is_made_for_what_has_arrived_of_a_download(config, monkeypatch, spare, stays):
+    """Of 4 MiB about 1 MiB is still to come after a restart: with room for that, the only old download stays."""
+    blob, old = Outgoing.of(os.urandom(4 * MB)), put(config.state / "cache" / ("a" * 64), age=0)
+    part, arrived = cache_of(config).receive(blob.ref), 3 * MB // blob.ref.chunk_bytes
+    for index in range(arrived):
+        part.add(decode_frame(blob.frame(index)))
+    part.close()
+    to_come = 4 * MB - arrived * blob.ref.chunk_bytes
+    disk = SimpleNamespace(free=config.min_free_bytes + to_come + spare)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: disk)
+    downloads = Downloads(cache_of(config), Mock(), lambda: 0.0)
+    uploads = Mock(holds=lambda _key: False)
+    queue = TaskQueue(SimpleNamespace(config=config), downloads, uploads, InlineWorker(), Mock())
+    queue.on_job(job_of(blob.ref))
+    assert old.exists() is stays
+    downloads.keep_only(())
+
+
+def job_of(ref):
+    task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
+    return Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=task, blobs=(ref,), deadline_s=60)
 
 
 def test_many_runs_leave_a_bounded_folder(tmp_path):
