@@ -192,7 +192,6 @@ class TaskRunner:
         device = (session.precision, str(session.device), __version__)
         training = json.dumps([*key, *(ref.digest for ref in job.blobs), job.work, *device])
         checkpoint = TrainingCheckpointFile(folder, training, self.config.training.checkpoint_s, time.monotonic)
-        self._cancelled = None
         control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
@@ -201,8 +200,8 @@ class TaskRunner:
         checkpoint.remove()
         return manifest
 
-    def cancel(self, key: JobKey) -> None:
-        """Stop the training of this job at its next step, from another thread; its round is over."""
+    def cancel(self, key: JobKey | None) -> None:
+        """Stop the training of this job at its next step, from another thread; its round is over. None: of no job."""
         self._cancelled = key
 
     def check(self, task: Task) -> None:
@@ -597,6 +596,7 @@ class TaskQueue:
         if self.is_working:
             return
         if job is not None and not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs):
+            self._tasks.cancel(None)  # here, not in the worker: a Cancel that arrives before the first step counts
             self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
         elif install is not None and self._downloads.has_all((install.blob,)):
             work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))

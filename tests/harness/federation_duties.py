@@ -75,7 +75,7 @@ class FakeDuties:
     def release_memory(self) -> None:
         self.rests += 1
 
-    def cancel(self, key: wire.JobKey) -> None:
+    def cancel(self, key: wire.JobKey | None) -> None:
         self.cancelled = key
 
     def forget_runs(self) -> int:

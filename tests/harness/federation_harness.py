@@ -80,7 +80,6 @@ class TrainingWorker(TimedWorker):
         if asked is None or asked.purpose != "train":
             InlineWorker().submit(name, job, done)
             return
-        self.tasks.cancelled = None
         self._jobs.append((self.clock() + self.seconds * asked.work, job, done))
 
     def collect(self) -> None:
