@@ -189,9 +189,12 @@ class TaskRunner:
         from ..methods.values import TrainingControl
 
         key, folder = job_key(job), self.resources.state_files(job.run).folder
-        device = (session.precision, str(session.device), __version__)
-        training = json.dumps([*key, *(ref.digest for ref in job.blobs), job.work, *device])
-        checkpoint = TrainingCheckpointFile(folder, training, self.config.training.checkpoint_s, time.monotonic)
+        every_s, training = self.config.training.checkpoint_s, ""
+        if every_s > 0:
+            device = (session.precision, str(session.device), __version__)
+            received_now = (ref.digest for ref in job.blobs)
+            training = json.dumps([*key, *received_now, job.work, *device, session.samples_digest, kept.digest()])
+        checkpoint = TrainingCheckpointFile(folder, training, every_s, time.monotonic)
         control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from ..config import Precision
 from ..errors import DataError
 from ..methods.base import Method
 from ..methods.values import Client, TrainingControl
+from ..storage import sha256_of
 from ..task import Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
@@ -27,6 +29,7 @@ from ..training.parts import (
 from ..training.precision import StepTimes, time_steps
 from ..training.ranges import activation_ranges
 from ..training.weights import put_weights
+from ..wire.tensors import pieces
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class ClientState:
 
     personal: Tensors = field(default_factory=dict)
     memory: Tensors = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of names and contents."""
+        return sha256_of(*pieces(self.personal), *pieces(self.memory))
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,12 @@ class Session:
     def step_times(self) -> StepTimes:
         """Seconds of a training step in each precision, on this client's model and a batch of its samples."""
         return time_steps(self._model, self._train[0][: self.method.params.batch_size])
+
+    @functools.cached_property
+    def samples_digest(self) -> str:
+        """SHA-256 (hex) of the training samples, which the result of a training depends on."""
+        inputs, labels = (tensor.cpu().numpy() for tensor in self._train)
+        return sha256_of(*pieces({"inputs": inputs, "labels": labels}))
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from federation_duties import TinyDuties
 from federation_harness import Federation, Killed
@@ -58,6 +60,48 @@ def test_a_killed_agent_resumes_its_epoch_with_the_same_bits(tmp_path, monkeypat
     assert again == sha
     in_round = (kill_at - 1) % STEPS
     assert steps <= more < steps + in_round, "at least one step before the kill was not done again"
+
+
+def other_samples(_folder, monkeypatch):
+    """As many as before, of other numbers: the user has exchanged files."""
+    whole = TinyDuties._samples
+
+    def exchanged(duties, task):
+        train, test = whole(duties, task)
+        return replace(train, inputs=train.inputs + 1), test
+
+    monkeypatch.setattr(TinyDuties, "_samples", exchanged)
+
+
+def no_client_state(folder, _monkeypatch):
+    """The user has removed a damaged file, as its error advises."""
+    (state,) = folder.glob("a0/runs/*/kept-*")
+    state.unlink()
+
+
+@pytest.mark.parametrize("change, is_resumed", [(None, True), (other_samples, False), (no_client_state, False)])
+def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, change, is_resumed):
+    """Killed before step 5 of round 2 of one agent, whose data then change: all 9 steps are done again."""
+    done, whole = [], loops._value
+
+    def counted(client, *rest):
+        done.append(client.round)
+        if len(done) == STEPS + 5:
+            raise Killed
+        return whole(client, *rest)
+
+    monkeypatch.setattr(loops, "_value", counted)
+    with Federation(tmp_path, agents=1, tasks=CheckpointingDuties) as fed:
+        fed.request("fedper", rounds=2, params=PARAMS)
+        fed.until(lambda: not fed.agents)
+        assert [*tmp_path.glob(f"a0/runs/*/{TRAINING_FILE}")]
+        if change is not None:
+            change(tmp_path, monkeypatch)
+        done.clear()
+        fed.add("a0")
+        fed.finish()
+        assert fed.record.status == "finished"
+        assert (done.count(2) < STEPS) is is_resumed
 
 
 @pytest.mark.parametrize("after", [0, 4])
