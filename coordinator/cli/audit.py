@@ -47,6 +47,8 @@ def _parts(result: Audit) -> Iterator[Table | str]:
     receipts = "no receipts of agents (--agent DIR compares them)"
     if result.agents:
         receipts = f"{counted(result.receipts, 'receipt')} of {', '.join(result.agents)}"
+    if result.unreadable_receipts:
+        receipts += f", {counted(result.unreadable_receipts, 'torn line')} left out"
     yield (
         f"{counted(result.entries, 'row')} of the journal, {counted(result.blobs, 'blob')}, "
         f"{receipts}; final encoder {result.encoder}"

@@ -58,6 +58,9 @@ class Audit:
     rounds: list[AuditedRound] = field(default_factory=list)
     blobs: int = 0
     receipts: int = 0
+    unreadable_receipts: int = 0
+    """Lines of receipts that a power cut, or a full disk, has torn: they are left out."""
+
     agents: list[str] = field(default_factory=list)
     """Agents whose notes were compared."""
 
@@ -111,7 +114,7 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
 
     Raises:
         UnknownName: no such run.
-        StateError: an agent's receipts cannot be read.
+        StateError: an agent's file of receipts cannot be read.
     """
     record = state.journal.replay(run)
     result = Audit(run, record.status)
@@ -138,8 +141,9 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
                 f"entry {entries[-1].id}: encoder {record.outcome.get('encoder_sha256')}, the checkpoint has {sha}"
             )
     folders = [*sorted((state.path / "hosted").glob("*/")), *agent_states]
-    receipts = [one for folder in folders for one in _receipts(folder / "runs" / str(record.request.get("id")))]
-    _compare_receipts(entries, receipts, closed, result)
+    read = [_receipts(folder / "runs" / str(record.request.get("id"))) for folder in folders]
+    result.unreadable_receipts = sum(unreadable for _, unreadable in read)
+    _compare_receipts(entries, [one for receipts, _ in read for one in receipts], closed, result)
     return result
 
 
@@ -277,8 +281,8 @@ def _compare_receipts(
         audited.confirmed = sum((agent, entry.round) in confirmed for agent, entry in one_round.accepted.items())
 
 
-def _receipts(folder: Path) -> list[_Receipt]:
-    """The receipts that an agent noted of a run, without an incomplete last line of a crash.
+def _receipts(folder: Path) -> tuple[list[_Receipt], int]:
+    """The receipts that an agent noted of a run, without an incomplete last line, and how many lines are none.
 
     Raises:
         StateError: they cannot be read.
@@ -287,17 +291,18 @@ def _receipts(folder: Path) -> list[_Receipt]:
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
-        return []
+        return [], 0
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}") from error
-    result = []
-    for number, line in enumerate(lines, 1):
+    result, unreadable = [], 0
+    for line in lines:
         try:
             raw = json.loads(line)
             receipt = _Receipt(
                 str(raw["agent"]), int(raw["round"]), raw["purpose"], str(raw["digest"]), raw["accepted"] is True
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{path}: line {number} is no receipt ({cause(error)}); remove the line") from error
-        result.append(receipt)
-    return result
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            unreadable += 1
+        else:
+            result.append(receipt)
+    return result, unreadable

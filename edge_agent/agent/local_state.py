@@ -9,8 +9,10 @@ same bits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -111,15 +113,21 @@ RECEIPTS = "receipts.jsonl"
 def note_receipt(folder: Path, agent: str, update: UpdateManifest, *, accepted: bool) -> None:
     """Add a line to the receipts of a run, in its ``folder``: what became of an update of this agent.
 
-    'headwater audit' compares them with the coordinator's journal. Nothing waits for the disk, and a full one costs the
-    line alone.
+    'headwater audit' compares them with the coordinator's journal. Nothing waits for the disk; a full one, or a power
+    cut, costs the line alone.
     """
     about = {"agent": agent, "round": update.round, "purpose": update.purpose, "digest": update.blob.digest}
     line = json.dumps({**about, "accepted": accepted}).encode() + b"\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / RECEIPTS).open("ab") as file:
-            file.write(line)
+        with (folder / RECEIPTS).open("ab+", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            if end and file.read(1) != b"\n":  # a line that a power cut tore
+                line = b"\n" + line
+            if file.write(line) != len(line):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, "no space left for all of it")
     except OSError as error:
         log.debug("receipt_not_noted folder=%s reason=%s", folder, cause(error))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 import sqlite3
 
 import numpy as np
@@ -17,8 +19,9 @@ from coordinator.cli.audit import audit as audit_command
 from coordinator.runs.audit import audit
 from coordinator.state.journal import hash_of
 from coordinator.state.store import StateFolder
-from edge_agent.agent.local_state import RECEIPTS
+from edge_agent.agent.local_state import RECEIPTS, note_receipt
 from edge_agent.errors import UnknownName
+from edge_agent.wire.messages import BlobRef, UpdateManifest
 from edge_agent.wire.tensors import decode, encode
 
 AGENTS = ("a0", "a1", "a2")
@@ -264,12 +267,51 @@ def test_the_command_prints_ok_or_the_row_and_ends_with_0_or_1(folder, capsys):
         audit_command("run-0002", state=folder / "coordinator")
 
 
-def test_a_torn_last_line_of_receipts_is_left_out_and_others_are_named(folder):
-    from edge_agent.errors import StateError
-
+def test_torn_lines_of_receipts_are_left_out_and_counted(folder, capsys):
+    """An incomplete last line may be one that is being written; others are of a full disk or a power cut."""
     (path,) = (folder / "a0" / "runs").glob(f"*/{RECEIPTS}")
-    path.write_bytes(path.read_bytes() + b'{"agent": "a0", "rou')
-    assert audited(folder).breaks == []
-    path.write_bytes(b"[]\n" + path.read_bytes())
-    with pytest.raises(StateError, match="line 1 is no receipt"):
-        audited(folder)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"agent": "a0", "rou')
+    before = audited(folder)
+    assert (before.breaks, before.receipts, before.unreadable_receipts) == ([], 9, 0)
+    torn = [b"[]", b'{"agent": "a0", "round": 2, "purp', b"\xff\xfe", b"", b"[" * 100_000]
+    torn.append(whole.splitlines()[0].replace(b'"round": 1', b'"round": Infinity'))
+    path.write_bytes(b"\n".join(torn) + b"\n" + whole)
+    after = audited(folder)
+    assert (after.breaks, after.receipts, after.unreadable_receipts) == ([], 9, len(torn))
+    audit_command("run-0001", state=folder / "coordinator", agent=[folder / "a0"])
+    assert "3 receipts of a0, 6 torn lines left out" in " ".join(capsys.readouterr().out.split())
+
+
+UPDATE = UpdateManifest(
+    run="run-0001",
+    round=1,
+    purpose="train",
+    blob=BlobRef(digest="a" * 64, size_bytes=1, chunk_bytes=1024),
+    samples=1,
+    metrics={},
+)
+
+
+@pytest.mark.parametrize("room", [0, 1, 50])
+def test_a_full_disk_costs_one_line_of_receipts(tmp_path, room):
+    """The second of three lines meets a disk with ``room`` bytes; made full by a limit on the size of files."""
+    note_receipt(tmp_path, "a0", UPDATE, accepted=True)
+    path = tmp_path / RECEIPTS
+    one = path.stat().st_size
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (one + room, limits[1]))
+        note_receipt(tmp_path, "a0", UPDATE.model_copy(update={"round": 2}), accepted=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == one
+    note_receipt(tmp_path, "a0", UPDATE.model_copy(update={"round": 3}), accepted=True)
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_a_line_that_a_power_cut_tore_does_not_take_the_next_one_with_it(tmp_path):
+    (tmp_path / RECEIPTS).write_bytes(b'{"agent": "a0", "rou')
+    note_receipt(tmp_path, "a0", UPDATE, accepted=True)
+    assert json.loads((tmp_path / RECEIPTS).read_text().splitlines()[1])["round"] == 1
