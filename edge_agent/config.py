@@ -253,7 +253,9 @@ class AgentConfig(Frozen):
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"
     )
     features_bytes: int = Field(
-        128 * 1024 * 1024, ge=1 << 20, description="cached features kept on disk, oldest dropped first"
+        128 * 1024 * 1024,
+        ge=1 << 20,
+        description="cached features kept on disk, oldest dropped first; those of the head in use stay in any case",
     )
     keep_runs: int = Field(3, ge=1, le=1000, description="runs whose client state stays here, the newest")
     min_free_bytes: int = Field(

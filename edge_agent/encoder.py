@@ -30,7 +30,7 @@ from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back
 from .own_norm import OwnNorm, changed
-from .storage import oldest_first, read_json, read_tensors, sha256_file, write_json, write_tensors
+from .storage import oldest_first, read_json, read_tensors, sha256_file, size_of, write_json, write_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -184,6 +184,8 @@ def features_of(
     shape = len(samples), encoder.feature_dim
     known = _read_features(path, encoder.feature_dim)[1]
     if known.shape == shape:
+        with contextlib.suppress(OSError):
+            os.utime(path)  # most recently used
         return known
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
     rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
@@ -221,6 +223,26 @@ def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
     for path in removed:
         path.unlink(missing_ok=True)
     return len(removed)
+
+
+def trim_features(cache: Path, most_bytes: int, fingerprint: str) -> int:
+    """Remove the least recently used features until they take at most ``most_bytes``; returns how many files went.
+
+    Two files stay whatever they take: the features that the encoder with this fingerprint was used for last, those of
+    the training and the held-out samples of its head.
+    """
+    files = oldest_first(cache.glob("features-*.safetensors"))
+    # A name ends with the encoder's fingerprint, the providers and the digest of the samples.
+    of_head = [path for path in files if path.name.split("-")[-3:-2] == [fingerprint[:32]]][-2:]
+    sizes = {path: size_of(path) for path in files}
+    used, removed = sum(sizes.values()), 0
+    for path in files:
+        if used <= most_bytes:
+            break
+        if path not in of_head:
+            used, removed = used - sizes[path], removed + 1
+            path.unlink(missing_ok=True)
+    return removed
 
 
 def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:

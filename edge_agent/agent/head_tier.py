@@ -24,7 +24,7 @@ from ..data import Samples, from_files
 from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
-from ..encoder import Encoder, remove_features
+from ..encoder import Encoder, remove_features, trim_features
 from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError, cause
 from ..heads import FitData, saved
 from ..heads.base import softmax
@@ -42,7 +42,7 @@ from ..personalize import (
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
-from .local_state import file_mark, is_settled, samples_folder, trim_features
+from .local_state import file_mark, is_settled, samples_folder
 
 log = logging.getLogger(__name__)
 
@@ -259,16 +259,20 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
 
 
 def _remove_features(config: AgentConfig) -> None:
-    """Remove cached features of encoders that are not installed here any more or were not taken, and old ones."""
+    """Remove cached features of encoders that are not installed here any more or were not taken, and old ones.
+
+    Those of the head in use stay.
+    """
     try:
         installed = bundles.manifests(config.state / "bundles")
-    except HeadwaterError as error:  # of a predecessor that is damaged: nothing is known of what is to stay
+        fingerprint = saved.load(config.state / "head").fingerprint
+    except HeadwaterError as error:  # a predecessor, or the head, is damaged: nothing is known of what is to stay
         log.warning("features_not_removed reason=%s", error)
         return
     fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
     if removed := remove_features(config.state / "features", fingerprints):
         log.info("features_removed files=%d: of encoders that are not installed", removed)
-    if removed := trim_features(config):
+    if removed := trim_features(config.state / "features", config.features_bytes, fingerprint):
         log.info("features_removed files=%d: beyond features_bytes = %d", removed, config.features_bytes)
 
 

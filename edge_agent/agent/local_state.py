@@ -50,10 +50,6 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     return sorted(path.name for path in removed)
 
 
-_VISIBLE = "[!.]*"
-"""Files but for those that the worker, or another process, is writing (`storage.write_atomic`)."""
-
-
 def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str]) -> int:
     """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
 
@@ -66,29 +62,14 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
         return 0
     downloads = cache.free(short, wanted)
     features = 0
-    for path in oldest_first((state / "features").glob(_VISIBLE)):
+    # No hidden files: those are being written, by the worker or another process (`storage.write_atomic`).
+    for path in oldest_first((state / "features").glob("[!.]*")):
         if downloads + features >= short:
             break
         features += size_of(path)
         path.unlink(missing_ok=True)
     log.info("room_made of=%d downloads_bytes=%d features_bytes=%d", short, downloads, features)
     return downloads + features
-
-
-def trim_features(config: AgentConfig) -> int:
-    """Remove the oldest cached features until they take at most ``features_bytes``; returns how many files went.
-
-    The newest file stays: it is that of the head in use.
-    """
-    files = oldest_first((config.state / "features").glob(_VISIBLE))
-    sizes = [size_of(path) for path in files]
-    used, removed = sum(sizes), 0
-    for path, size in list(zip(files, sizes, strict=True))[:-1]:
-        if used <= config.features_bytes:
-            break
-        used, removed = used - size, removed + 1
-        path.unlink(missing_ok=True)
-    return removed
 
 
 def disk_usage(config: AgentConfig) -> dict[str, int]:

@@ -14,6 +14,7 @@ from edge_agent import encoder as encoders
 from edge_agent.data import Samples
 from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, DataError, MissingCapability, StateError
+from edge_agent.storage import oldest_first
 from edge_agent.task import ImageInput
 
 
@@ -226,3 +227,19 @@ def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, 
         os.utime(cache / new, ns=(seed, seed))
         names.append(new)
     assert {path.name for path in cache.iterdir()} == {*names[2:]}
+
+
+def test_features_that_are_found_again_are_the_most_recently_used(make_bundle, tmp_path):
+    made, cache = make_bundle(), tmp_path / "features"
+    encoder = Encoder.open(bundles.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
+    task, labels = made.manifest.task, np.zeros(2, np.int64)
+    inputs = (np.full((2, *task.input_shape), number, np.float32) for number in range(2))
+    one, other = (Samples(rows, labels, task.class_names, task.input) for rows in inputs)
+    features_of(one, encoder, cache)
+    (first,) = cache.iterdir()
+    os.utime(first, ns=(1, 1))
+    features_of(other, encoder, cache)
+    (second,) = {*cache.iterdir()} - {first}
+    os.utime(second, ns=(2, 2))
+    features_of(one, encoder, cache)
+    assert oldest_first([first, second]) == [second, first]

@@ -15,11 +15,12 @@ import pytest
 from federation_harness import Federation
 
 from edge_agent.agent import local_state
-from edge_agent.agent.local_state import disk_usage, make_room, trim_features
+from edge_agent.agent.local_state import disk_usage, make_room
 from edge_agent.agent.tasks import TaskQueue
 from edge_agent.agent.transfers import Downloads
 from edge_agent.cli.agent import status
 from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.encoder import trim_features
 from edge_agent.storage import write_tensors
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
@@ -121,7 +122,7 @@ def test_features_that_are_being_written_are_not_removed(config, filled, monkeyp
     write_tensors(path, rows)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
     put(path.parent / "features-last.safetensors", age=-(10**10))
-    at_replace(monkeypatch, lambda: trim_features(config))
+    at_replace(monkeypatch, lambda: trim_features(path.parent, 2 * MB, "f" * 64))
     write_tensors(path, rows)
     assert sorted(one.name for one in path.parent.iterdir()) == ["features-last.safetensors", path.name]
 
@@ -145,13 +146,19 @@ def test_what_is_removed_of_the_downloads_are_idle_blobs(config, monkeypatch):
     incoming.discard()
 
 
-def test_the_newest_features_stay_within_their_bound(config, filled):
-    assert trim_features(config) == 1
-    assert [name for name in left(filled) if name.startswith("features")] == ["features/b", "features/c"]
-    put(filled / "features" / "features-large.safetensors", age=0, size=5 * MB)
-    assert trim_features(config) == 2
-    assert (filled / "features" / "features-large.safetensors").exists(), "that of the head in use"
-    assert trim_features(config) == 0
+def test_features_of_the_head_in_use_stay_within_their_bound(config, filled):
+    """Training and held-out samples of the head, 1 MiB each, are not those that were written last."""
+    folder, used, other = filled / "features", "f" * 32, "e" * 32
+    for letter in "abc":
+        (folder / f"features-{letter}.safetensors").unlink()
+    older, train, test = (put(folder / f"features-{used}-0-{n}.safetensors", age=50 - n) for n in range(3))
+    of_own_norm = put(folder / f"features-{used}-own-{other}-0-5.safetensors", age=3)
+    newest = put(folder / f"features-{other}-0-6.safetensors", age=2)
+    assert trim_features(folder, 3 * MB, used * 2) == 2
+    assert {*folder.iterdir()} == {train, test, newest} - {older, of_own_norm}
+    assert trim_features(folder, MB, used * 2) == 1
+    assert trim_features(folder, MB, used * 2) == 0
+    assert {*folder.iterdir()} == {train, test}
 
 
 def test_an_agent_makes_room_before_it_downloads(tmp_path, monkeypatch):

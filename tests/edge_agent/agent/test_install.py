@@ -139,6 +139,24 @@ def test_cached_features_go_with_their_bundle(config, make_bundle):
     assert {path.name.split("-")[1] for path in (config.state / "features").iterdir()} == only
 
 
+def test_a_refit_computes_no_features_again_where_one_file_fills_their_bound(config, make_bundle, monkeypatch):
+    """150 training samples take more than features_bytes, and those held out are written after them."""
+    computed, whole, made = [], Encoder.features, make_bundle(dim=2000)
+    head = config.head.model_copy(update={"local": False})
+    own = config.model_copy(update={"features_bytes": 1 << 20, "head": head})
+
+    def counted(encoder, inputs, *rest):
+        computed.append(len(inputs))
+        return whole(encoder, inputs, *rest)
+
+    monkeypatch.setattr(Encoder, "features", counted)
+    install_bundle(own, order(made), made.path)
+    assert {50, 150} <= {*computed}
+    computed.clear()
+    TaskRunner(own, "head").refit()
+    assert not {50, 150} & {*computed}, "the self-test alone"
+
+
 def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
     good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
     lenient = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": -1.0})})
