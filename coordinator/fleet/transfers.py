@@ -150,6 +150,10 @@ class Collection:
         made_for = (message.run, message.round, message.purpose)
         return made_for == (self.run, self.round, self.purpose_of(agent))
 
+    def awaits(self, agent: str, message: UpdateManifest) -> bool:
+        """Whether the update was made for this round and purpose by an agent that was asked."""
+        return agent in self.cohort and self.takes(agent, message)
+
     def __str__(self) -> str:
         about = f"round {self.round}"
         return about if self.purpose == "train" else f"{self.purpose.replace('_', ' ')} after {about}"
@@ -209,8 +213,11 @@ class Collector:
         """Refused updates since the start, by ``agent: reason``."""
 
     def open(self, collection: Collection) -> None:
-        """Accept updates for this round from now on."""
+        """Accept updates for this round from now on; uploads that are not of it are removed."""
         self.open_round = collection
+        for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
+            self._uploads.pop(agent).receiving.incoming.discard()
+        self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
 
     def close(self) -> None:
         """Accept no more updates for the open round; incomplete ones are removed."""

@@ -10,22 +10,28 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from federation_duties import TASK, FakeDuties, TinyDuties, step_of
+from federation_duties import TASK, WIDE_TASK, FakeDuties, TinyDuties, step_of
 from federation_harness import Federation
 from sklearn.datasets import load_digits
 
 from coordinator.config import CoordinatorConfig
+from coordinator.fleet import transfers
+from coordinator.fleet.transfers import Collector
 from coordinator.runs.audit import audit
-from coordinator.runs.buffered import rebased, refusal, staleness_weight
+from coordinator.runs.buffered import BufferedCollection, rebased, refusal, staleness_weight
 from coordinator.service.preflight import checked_method
 from coordinator.state.retention import blobs_needed
+from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.data import Samples
-from edge_agent.errors import UsageError
+from edge_agent.errors import ChunkError, UsageError
 from edge_agent.methods import Update
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import predict_probabilities
 from edge_agent.training.parts import load_arrays
+from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.wire.messages import Grant, Receipt, UpdateManifest
+from edge_agent.wire.tensors import encode, specs_of
 
 USUAL_S = 10.0
 SLOW = ("a7", "a8", "a9")
@@ -160,6 +166,69 @@ def test_an_agent_that_is_too_stale_is_called_off_and_starts_again(tmp_path):
         assert "a9" not in fed.entries("round_opened", round=5)[0].body["asked"]
         assert "a9" in fed.metrics()[3]["missing"]
         fed.finish()
+
+
+def test_an_upload_that_ends_after_its_agent_was_called_off_counts_in_no_round(tmp_path):
+    """Its last frame comes in round 3; it was aggregated as one of round 3, of which the journal knew nothing."""
+    settings = {"mode": "buffered", "buffer": 2, "max_staleness": 1, "quorum": 0.8}
+    with Federation(tmp_path, agents=(), round=settings, cohort={"min_agents": 1}, task=WIDE_TASK) as fed:
+        for name, training_s in (("a0", 10), ("a1", 10), ("a2", 14), ("a3", 15), ("a4", 15.5)):
+            fed.add(name, training_s=training_s)
+        fed.settle()
+        collector, handle, held = fed.coordinator.collector, fed.coordinator.handle, []
+
+        def delayed(agent, kind, payload):
+            upload = collector._uploads.get(agent) if (agent, kind) == ("a2", "ub") else None
+            if upload is not None and not held and upload.receiving.missing_bytes <= len(payload) + 6000:
+                held.append(payload)
+            else:
+                handle(agent, kind, payload)
+
+        fed.coordinator.handle = delayed
+        fed.request(rounds=4, keep_updates=True)
+        fed.until(lambda: fed.entries("round_opened", round=3))
+        assert held
+        with pytest.raises(ChunkError, match="no upload was granted"):
+            handle("a2", "ub", held[0])
+        assert list(collector.open_round.accepted) == list(fed.record.open_round.updates)
+        assert not [entry for entry in fed.entries("update_accepted", agent="a2") if entry.round == 1]
+        fed.finish()
+        assert audit(fed.state, fed.run, [tmp_path / name for name in fed.agents]).breaks == []
+
+
+@pytest.mark.parametrize("is_queued", [False, True], ids=["under_way", "queued"])
+@pytest.mark.parametrize(
+    "cohort, asked, goes_on",
+    [(("x", "y"), {"x": 1, "y": 1}, True), (("y",), {"y": 1}, False), (("x", "y"), {"y": 1}, False)],
+    ids=["works_on", "called_off", "asked_again"],
+)
+def test_the_next_round_goes_on_with_the_uploads_of_those_that_work_on_alone(
+    tmp_path, monkeypatch, cohort, asked, goes_on, is_queued
+):
+    tensors = {"encoder.w": np.arange(40_000, dtype=np.float32)}
+    blob, expected, said = Outgoing.of(encode(tensors)), specs_of(tensors), []
+    with StateFolder(tmp_path).open("test") as state:
+        run = state.journal.request_run({})
+        collector = Collector(state.blobs, state.journal, lambda *about: said.append(about), lambda: 0.0)
+        collector.open(BufferedCollection(run, 1, ("x", "y"), expected))
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers, "BUDGET_BYTES", 0 if is_queued else transfers.BUDGET_BYTES)
+            collector.manifest("x", UpdateManifest(run=run, round=1, blob=blob.ref, samples=3))
+        if not is_queued:
+            collector.chunk("x", decode_frame(blob.frame(0)))
+        second = BufferedCollection(run, 2, cohort, expected, asked_in=asked)
+        collector.open(second)
+        said.clear()
+        collector.tick()
+        assert [isinstance(message, Grant) for _, message in said] == [True] * (goes_on and is_queued)
+        assert collector.is_uploading("x") is goes_on
+        assert [path.suffix for path in (state.blobs.folder / "partial").rglob("*.part")] == [".part"] * goes_on
+        for index in range(blob.count) if goes_on else ():
+            collector.chunk("x", decode_frame(blob.frame(index)))
+        assert list(second.accepted) == ["x"] * goes_on
+        assert [message for _, message in said if isinstance(message, Receipt)] == (
+            [Receipt(run=run, digest=blob.ref.digest, accepted=True)] if goes_on else []
+        )
 
 
 def test_a_dead_agent_delays_nobody(tmp_path):
