@@ -360,8 +360,8 @@ class Journal:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether entries wait for `flush`."""
-        return self._has_deferred
+        """Whether entries wait for `flush`, or were lost and the next `flush` says so."""
+        return self._has_deferred or self._lost is not None
 
     def flush(self) -> None:
         """All deferred entries are on disk when this returns, in one transaction, and before them their files.

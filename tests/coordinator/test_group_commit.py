@@ -161,6 +161,40 @@ def test_a_full_disk_at_the_commit_stalls_the_run_and_gives_no_receipt(fed, undi
     assert len(fed.entries("update_accepted")) == 2 * AGENTS
 
 
+def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_when_it_is_offered_again(
+    tmp_path, undisturbed, monkeypatch
+):
+    """The fault of another agent is written at once, fails, and takes the accepted updates with it."""
+    with Federation(tmp_path, agents=AGENTS, capture=True) as fed:
+        with_slow_looks(fed.coordinator, fed.clock)
+        journal, collector = fed.state.journal, fed.coordinator.collector
+        fed.request(rounds=2)
+        while not (collector.open_round is not None and collector.open_round.accepted and journal.has_deferred):
+            if not fed.step():
+                fed.clock.now += 0.001
+        accepted, *_ = collector.open_round.accepted
+        failed = collector.open_round.outstanding[-1]
+        (offer,) = [
+            payload
+            for payload in fed.published(fed.topics.up(accepted))
+            if isinstance(wire.parse_from_agent(payload), wire.UpdateManifest)
+        ]
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.PendingSyncs, "finish", full)
+            with pytest.raises(OSError, match="No space left"):
+                collector.failed(failed, "TrainingFailed: the loss became nan", "")
+            fed.coordinator.handle(accepted, "up", offer)
+        assert not journal.entries(fed.run, ("update_accepted",))
+        assert not fed.messages(fed.topics.down(accepted), wire.Receipt)
+        fed.finish()
+        assert fed.encoder_sha256 == undisturbed
+        assert len(fed.entries("update_accepted")) == 2 * AGENTS
+
+
 @pytest.fixture
 def journal(tmp_path):
     with Journal(tmp_path / "journal.db") as opened:
