@@ -236,15 +236,11 @@ class Collector:
     def manifest(self, agent: str, message: UpdateManifest) -> None:
         """An agent offers an update; it is granted, receipted (again), or rejected with the reason.
 
-        While the run is stalled, or prepares to resume that round, there is no answer: the agent keeps its update and
-        offers it again.
+        While the run is stalled, or prepares to resume in a round that takes the update, there is no answer: the agent
+        keeps its update and offers it again.
         """
-        if self.open_round is None:
-            if self._is_stalled():
-                return
-            opened = self._journal.replay(message.run).open_round
-            if opened is not None and opened.round == message.round and message.purpose in {"train", "contribute"}:
-                return
+        if self.open_round is None and (self._is_stalled() or self._will_be_awaited(agent, message)):
+            return
         try:
             already = self._already_accepted(agent, message)
             if not already:
@@ -302,6 +298,16 @@ class Collector:
         self._admit_next()
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _will_be_awaited(self, agent: str, message: UpdateManifest) -> bool:
+        """Whether the round in which the run resumes takes the update."""
+        if message.purpose not in {"train", "contribute"}:
+            return False
+        record = self._journal.replay(message.run)
+        if record.open_round is not None:
+            return record.open_round.asked_in(agent) == message.round
+        closed = () if record.is_over else self._journal.entries(record.run, ("round_closed",), round=record.round)
+        return any(entry.body.get("busy", {}).get(agent) == message.round for entry in closed)
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round

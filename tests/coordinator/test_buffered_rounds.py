@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from federation_duties import TASK, WIDE_TASK, FakeDuties, TinyDuties, step_of
-from federation_harness import Federation
+from federation_harness import Federation, Killed
 from sklearn.datasets import load_digits
 
 from coordinator.config import CoordinatorConfig
@@ -19,6 +19,7 @@ from coordinator.fleet import transfers
 from coordinator.fleet.transfers import Collector
 from coordinator.runs.audit import audit
 from coordinator.runs.buffered import BufferedCollection, rebased, refusal, staleness_weight
+from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
 from coordinator.state.retention import blobs_needed
 from coordinator.state.store import StateFolder
@@ -263,6 +264,40 @@ def test_a_killed_coordinator_resumes_with_the_same_bits_for_the_same_updates(tm
     assert same >= number, "the round under way had its updates"
     assert digests[:same] == undisturbed[:same]
     assert any(staleness for _, staleness in updates)
+
+
+@pytest.mark.parametrize("kind", ["round_opened", "round_closed"])
+def test_an_update_that_arrives_before_a_restarted_run_is_back_in_its_round_is_kept_by_its_agent(tmp_path, kind):
+    """``a1`` trains for 35 s from round 1 on; the coordinator is killed in, or just before, round 3 at 20 s."""
+
+    def slow_start(coordinator):
+        def before_run(run):
+            until = fed.clock.now + 4 * USUAL_S
+            while fed.clock.now < until:
+                yield Waiting("the weights to begin with")
+            return run
+
+        coordinator.hooks.before_run = before_run
+
+    with buffered(tmp_path, agents=2, slow=("a1",), factor=3.5, buffer=1) as fed:
+        append = fed.state.journal.append
+
+        def killed(appended, **about):
+            if (appended, about.get("round")) == ("round_opened", 3):
+                raise Killed
+            return append(appended, **about)
+
+        fed.state.journal.append = killed if kind == "round_closed" else append
+        fed.request(rounds=5)
+        fed.until(lambda: fed.coordinator is None or fed.entries("round_opened", round=3))
+        fed.kill_coordinator()
+        fed.start_coordinator(slow_start)
+        assert bool(fed.entries("round_opened", round=3)) is (kind == "round_opened")
+        fed.finish()
+        assert next(entry.round for entry in fed.entries("update_accepted", agent="a1")) == 1
+        assert any(line["staleness"].get("a1") == line["round"] - 1 for line in fed.metrics())
+        assert not fed.entries("update_refused")
+        assert [number for _, number, what in fed.tasks["a1"].done if what == "train"].count(1) == 1
 
 
 def test_the_audit_aggregates_the_updates_of_earlier_rounds_again(tmp_path):
