@@ -76,7 +76,9 @@ class Pace:
         for agent, (seconds, work, late) in times.items():
             known = self._times.setdefault(agent, deque(maxlen=HISTORY))
             if late:
-                self._late_boots[agent] = boots.get(agent, "")
+                boot = boots.get(agent, "")
+                self.asked(agent, boot)  # a replay does not know when it was asked
+                self._late_boots[agent] = boot
                 known.append(_Time(seconds, LATE_FACTOR * seconds / work, is_late=True))
             else:
                 self._forget_late(agent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from federation_harness import Federation
+from federation_harness import Federation, Killed
 
 from coordinator.config import RoundConfig
 from coordinator.runs.pace import GRACE_FACTOR, HISTORY, LEAST_WORK, Pace
@@ -139,6 +139,46 @@ def test_a_restarted_coordinator_asks_for_the_same_work(tmp_path, moment, number
             return [entry.body["work"] for entry in fed.entries("round_opened")][: number + (moment == "closed")]
 
     assert run(tmp_path / "killed", is_killed=True) == run(tmp_path / "undisturbed", is_killed=False)
+
+
+def test_a_device_that_is_late_again_after_it_was_restarted_gets_the_same_work_from_a_restarted_coordinator(tmp_path):
+    """``a4`` is late in round 1, where the others take longer, away in round 2, back in round 3, late in round 4."""
+
+    def run(folder, *, is_killed):
+        with fleet(folder, rounds=5) as fed:
+            others = [agent for name, agent in fed.agents.items() if name != "a4"]
+            for agent in others:
+                agent.worker.seconds = 3 * USUAL_S
+            fed.until(lambda: fed.entries("round_closed", round=1))
+            for agent in others:
+                agent.worker.seconds = USUAL_S
+            fed.kill("a4")
+            fed.until(lambda: fed.entries("round_closed", round=2))
+            fed.add("a4", training_s=FACTOR * USUAL_S)
+            append = fed.state.journal.append
+
+            def killed(kind, **about):
+                if (kind, about.get("round")) == ("round_opened", 5) and is_killed:
+                    raise Killed
+                return append(kind, **about)
+
+            fed.state.journal.append = killed
+            fed.until(lambda: fed.coordinator is None or fed.entries("round_opened", round=5))
+            assert (fed.coordinator is None) == is_killed
+            if is_killed:
+                cohort = fed.config.cohort.model_copy(update={"min_agents": 5})  # it waits until all are back
+                fed.config = fed.config.model_copy(update={"cohort": cohort})
+                fed.start_coordinator()
+            fed.finish(2000)
+            closed = [entry.body["times"].get("a4") for entry in fed.entries("round_closed")]
+            assert [bool(times and times[2]) for times in closed[:4]] == [True, False, False, True]
+            return [entry.body["work"] for entry in fed.entries("round_opened")]
+
+    undisturbed = run(tmp_path / "undisturbed", is_killed=False)
+    # The longest of the others' times is 30 s. Late after 40 s counts as 160 s, late after 20 s as 80 s.
+    work = [{}, {"a4": 30 / 160}, {}, {}, {"a4": 30 / 80}]
+    assert [pytest.approx(shares, rel=0.02) for shares in work] == undisturbed
+    assert run(tmp_path / "killed", is_killed=True) == undisturbed
 
 
 # --- the arithmetic -------------------------------------------------------------------------------------------------
