@@ -220,18 +220,20 @@ class Collector:
         self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
 
     def close(self) -> None:
-        """Accept no more updates for the open round; incomplete ones are removed."""
+        """Accept no more updates for the open round; incomplete ones are removed, also those of before a pause."""
         for upload in self._uploads.values():
             upload.receiving.incoming.discard()
-        self._uploads.clear()
-        self._queue.clear()
-        self.open_round = None
+        self.pause()
+        for path in (self._blobs.folder / "partial").glob("*/*"):
+            path.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        """The coordinator stops: incomplete updates stay on disk, to be resumed."""
+        """The coordinator stops, or the run is stalled: incomplete updates stay on disk, to be resumed."""
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
+        self._queue.clear()
+        self.open_round = None
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
         """An agent offers an update; it is granted, receipted (again), or rejected with the reason.

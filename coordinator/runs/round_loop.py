@@ -209,6 +209,7 @@ class RunLoop:
         collection = self.run.context.collector.open_round
         if collection is not None:
             self._call_off(collection)
+        self.run.context.collector.close()  # a stalled run has no open round, and incomplete updates
         self.withdraw()
 
     def status(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class Coordinator:
         try:
             self.state.journal.flush()
         except (StateError, OSError) as error:  # the agents offer them again; the run resumes from the journal
-            self.collector.close()  # it counts what the journal does not have
+            self.collector.pause()  # it counts what the journal does not have
             if (loop := self.loop) is not None:
                 self.runs.stall(loop.run.id, error)
             else:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from federation_duties import WIDE_TASK
 from federation_harness import Federation, Killed
 
 from coordinator.state.journal import Journal
@@ -44,6 +45,10 @@ def undisturbed(tmp_path):
         federation.request(rounds=2)
         federation.finish()
         return federation.encoder_sha256
+
+
+def full(_pending):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def path_of(descriptor):
@@ -180,9 +185,6 @@ def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_whe
             if isinstance(wire.parse_from_agent(payload), wire.UpdateManifest)
         ]
 
-        def full(_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         with monkeypatch.context() as patch:
             patch.setattr(storage.PendingSyncs, "finish", full)
             with pytest.raises(OSError, match="No space left"):
@@ -193,6 +195,47 @@ def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_whe
         fed.finish()
         assert fed.encoder_sha256 == undisturbed
         assert len(fed.entries("update_accepted")) == 2 * AGENTS
+
+
+@pytest.mark.parametrize("end", ["resumed", "cancelled"])
+def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tmp_path, monkeypatch, end):
+    """``a0`` has delivered, and ``a1`` half of its update, which it does not send again."""
+    with Federation(tmp_path, agents=2, capture=True, task=WIDE_TASK) as fed:
+        fed.request(rounds=1)
+        collector = fed.coordinator.collector
+        handle, last = fed.coordinator.handle, []
+
+        def missing_bytes(agent):
+            upload = collector._uploads.get(agent)
+            return upload.receiving.missing_bytes if upload is not None else 0
+
+        def held(agent, kind, payload):
+            """The last frame of ``a0``, and all of ``a1`` beyond a half."""
+            if (agent, kind) == ("a0", "ub") and missing_bytes(agent) <= len(payload) + 6000:
+                last.append(payload)
+            elif (agent, kind) != ("a1", "ub") or missing_bytes(agent) > 262_000:
+                handle(agent, kind, payload)
+
+        fed.coordinator.handle = held
+        fed.until(lambda: last and 0 < missing_bytes("a1") <= 262_000)
+        missing = collector._uploads["a1"].receiving.missing
+        handle("a0", "ub", last[0])
+        assert list(collector.open_round.accepted) == ["a0"]
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.PendingSyncs, "finish", full)
+            fed.coordinator.step(0)
+        assert "stalled" in fed.coordinator.waiting.what
+        fed.coordinator.handle = handle
+        if end == "resumed":
+            fed.finish()
+            assert len(fed.entries("update_accepted")) == 2
+            grants = [grant.missing for grant in fed.messages(fed.topics.down("a1"), wire.Grant)]
+            assert grants == [((0, 103),), missing]
+        else:
+            fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "no room"})
+            fed.finish()
+            assert fed.record.status == "cancelled"
+            assert not [path for path in (fed.state.blobs.folder / "partial").rglob("*") if path.is_file()]
 
 
 @pytest.fixture
