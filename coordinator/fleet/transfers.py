@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
@@ -519,6 +520,9 @@ class _Offer:
     joining: dict[str, float] = field(default_factory=dict)
     """Those of them that have yet to answer, and when they were asked: they may listen already, over slow links."""
 
+    median_rate: float = 0.0
+    """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
+
     def sending_to(self, agent: str) -> Sending | None:
         """What is sent to an agent now."""
         return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
@@ -643,6 +647,8 @@ class Distributor:
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_S
             self._touched.update(self._busy)
+            for offer in self._busy.values():
+                self._measure(offer)
         touched, self._touched = self._touched, {}
         for digest, offer in touched.items():
             if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
@@ -701,6 +707,7 @@ class Distributor:
 
     def _start(self, offer: _Offer) -> None:
         """Send to all who wait: by broadcast to those who need the same."""
+        self._measure(offer)
         waiting, offer.waiting = offer.waiting, {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
@@ -730,14 +737,16 @@ class Distributor:
     def _pace(self, agent: str) -> Pace:
         return self._paces.setdefault(agent, Pace(AHEAD_BYTES))
 
+    def _measure(self, offer: _Offer) -> None:
+        """Compute the median rate of the offer: not for each message, because all its agents count."""
+        paces = map(self._paces.get, {*offer.waiting, *offer.carousel.listeners, *offer.direct})
+        rates = [pace.rate for pace in paces if pace is not None and pace.rate]
+        offer.median_rate = median_high(rates) if rates else 0.0
+
     def _is_slow(self, agent: str, offer: _Offer) -> bool:
         """Whether the others would have to wait for this agent's link."""
         mine = self._pace(agent)
-        if mine.samples < SLOW_SAMPLES:
-            return False
-        agents = {*offer.waiting, *offer.carousel.listeners, *offer.direct, agent}
-        rates = sorted(pace.rate for other in agents if (pace := self._paces.get(other)) is not None and pace.rate)
-        return mine.rate < SLOW_SHARE * rates[len(rates) // 2]
+        return mine.samples >= SLOW_SAMPLES and mine.rate < SLOW_SHARE * offer.median_rate
 
     def _separate(self, offer: _Offer, agent: str) -> None:
         """Have an agent request the blob for itself."""

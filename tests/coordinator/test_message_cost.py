@@ -6,9 +6,11 @@ import random
 import sys
 
 import pytest
+from federation_duties import WIDE_TASK
 from federation_harness import Clock, Federation
 
 from coordinator.fleet.registry import Roster
+from coordinator.fleet.transfers import SLOW_SAMPLES
 from coordinator.runs.request import Request
 from coordinator.service import coordinator as service
 from coordinator.state.journal import Journal
@@ -61,6 +63,41 @@ def test_a_heartbeat_takes_as_many_steps_with_400_agents_as_with_20(tmp_path, ki
             payload = heartbeat("m0007", **run)
             fed.coordinator.handle("m0007", "h", payload)
             counts.append(calls(lambda fed=fed, payload=payload: fed.coordinator.handle("m0007", "h", payload)))
+    assert counts[0] == counts[1]
+
+
+def test_a_report_on_a_broadcast_takes_as_many_steps_with_400_agents_as_with_20(tmp_path):
+    """Whether its agent is too slow to listen with the others was decided by the rates of all of them."""
+    counts = []
+    for size in (20, 400):
+        with Federation(
+            tmp_path / str(size), agents=(), cohort={"min_agents": size}, task=WIDE_TASK, capture=True
+        ) as fed:
+            fed.settle()
+            joined(fed, size)
+            fed.request(rounds=1)
+            fed.until(lambda fed=fed: fed.coordinator.collector.open_round)
+            digest = fed.messages(fed.topics.down("m0000"), wire.Job)[0].blobs[0].digest
+            offer = fed.coordinator.distributor._offers[digest]
+
+            def say(agent, message, fed=fed):
+                stamped = message.model_copy(update={"boot": "b1", "seq": 1})
+                fed.coordinator.handle(agent, "up", wire.encode(stamped))
+
+            agents = fed.coordinator.collector.open_round.cohort
+            for agent in agents:
+                say(agent, wire.Want(digest=digest, ranges=((0, 103),), direct=False))
+            for arrived in range(1, 7):
+                fed.clock.now += 0.2
+                fed.coordinator.step(0)
+                for agent in agents:
+                    say(agent, wire.Progress(digest=digest, missing=((2 * arrived, 103),)))
+            pace = fed.coordinator.distributor._paces["m0007"]
+            assert len(offer.carousel.listeners) == size
+            assert pace.samples >= SLOW_SAMPLES
+            assert pace.rate > 0
+            report = wire.Progress(digest=digest, missing=((20, 103),))
+            counts.append(calls(lambda say=say, report=report: say("m0007", report)))
     assert counts[0] == counts[1]
 
 
