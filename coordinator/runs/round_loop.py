@@ -287,7 +287,7 @@ class RunLoop:
             if new := self.selection.replacements(collection, wanted):
                 opened = self._enlarged(opened, new, {"again": []})
                 log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
-                collection = self._open(opened, is_new=True)
+                collection = self._open(opened, is_new=True, late=collection.late)
                 until = self._ask_members(opened, collection, new)
                 continue
             unanswered = self.selection.unanswered(collection, late_s)
@@ -302,7 +302,7 @@ class RunLoop:
             stats.waiting_s += clock() - waits_since
             if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
                 opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
-                collection = self._open(opened, is_new=True)
+                collection = self._open(opened, is_new=True, late=collection.late)
                 until = self._ask_members(opened, collection)
         self._dismiss(opened, collection, unanswered)
         self._close(opened, collection, stats, unanswered)
@@ -392,8 +392,11 @@ class RunLoop:
         self.selection.asked(new or collection.outstanding)
         return until
 
-    def _open(self, opened: OpenRound, *, is_new: bool) -> Collection:
-        """Accept updates of a round, or of another attempt at it, in addition to those that have arrived."""
+    def _open(self, opened: OpenRound, *, is_new: bool, late: Sequence[tuple[str, int]] = ()) -> Collection:
+        """Accept updates of a round, or of another attempt at it, in addition to those that have arrived.
+
+        ``late``: the late updates that came during the attempt before (`Collection.late`).
+        """
         number, attempt, buffer = opened.round, opened.attempt, opened.body.get("buffer")
         left_out = opened.body.get("left_out", {})
         if is_new:
@@ -417,6 +420,7 @@ class RunLoop:
             self.selection.on_trial,
             failed_boots=dict(opened.failed_boots),
             left_out=left_out,
+            late=list(late),
         )
         self._collect(collection)
         log.info(

@@ -6,6 +6,7 @@ With the round settings that are shipped, on a virtual clock; each agent trains 
 from __future__ import annotations
 
 import pytest
+from federation_disturbances import Stranger
 from federation_duties import FakeDuties
 from federation_harness import Federation
 
@@ -67,6 +68,28 @@ def test_a_member_that_fails_is_replaced_by_an_agent_that_was_not_asked(tmp_path
         assert line["agents"] == sorted([first, new, *others]), "as many updates as without the failure"
         assert trained(fed) == line["agents"], "the others trained once, and nobody else was asked"
         assert line["seconds"] < 2 * TRAINING_S + 3
+
+
+def test_a_late_update_is_in_the_figures_of_a_round_in_which_a_member_is_replaced(tmp_path):
+    """``slow`` is asked in round 1, and offers its update when round 2 is open."""
+    with fleet(tmp_path) as fed:
+        for name in ("a0", "a1"):
+            fed.add(name, seconds=TRAINING_S)
+        slow = Stranger(fed, "slow")
+        slow.hello()
+        fed.settle()
+        fed.request(rounds=2)
+        fed.until(lambda: fed.entries("round_opened"))
+        for name in ("a2", "a3", "a4", "a5"):
+            fed.add(name, seconds=TRAINING_S)
+        fed.until(lambda: fed.entries("round_opened", round=2))
+        slow.offer(fed.final)
+        fed.settle()
+        fed.kill(next(name for name in fed.entries("round_opened", round=2)[0].body["cohort"] if name != "slow"))
+        fed.finish()
+        first, second = fed.metrics()
+        assert (first["late"], second["late"]) == ([], [{"agent": "slow", "round": 1}])
+        assert len(second["added"]) == 1
 
 
 def test_two_of_three_that_fail_are_replaced_one_after_another(tmp_path):
