@@ -49,9 +49,11 @@ MAX_PRESENCE_BYTES = 100
 MOST_LISTED = 200
 """Agents that ``status.json`` lists; ``agents.json`` has all where there are more."""
 ADVANCE_S = 0.02
-"""Longest time from a message to the next look at timers and the run: one look serves all messages in between."""
+"""Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
 ADVANCE_SHARE = 0.05
-"""The share of the time that those looks may take; with a few agents a look is so short that each message has its own.
+"""The share of the time that those looks may take as long as `ADVANCE_S` allows it, which is up to 1 ms for a look.
+
+With a few agents a look is so short that each message has its own; a look of 20 ms takes half of the time.
 """
 
 

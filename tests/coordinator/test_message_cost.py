@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from federation_duties import WIDE_TASK
@@ -136,6 +138,25 @@ def test_messages_share_a_look_at_the_run_where_it_takes_long(tmp_path):
         apart = [b - a for a, b in zip(looks.times, looks.times[1:], strict=False)]
         assert 40 <= len(looks.times) <= 60
         assert max(apart) <= service.ADVANCE_S + 0.002 + 0.0011  # the look itself, and the message after it
+
+
+def test_looks_take_the_share_of_the_time_that_the_readme_names(tmp_path):
+    """Messages come so densely that each look that is due begins at once."""
+    readme = " ".join((Path(service.__file__).parents[1] / "README.md").read_text(encoding="utf-8").split())
+    (named,) = re.findall(r"looks of (1 ms take .*?)\. ", readme)
+    shares = re.findall(r"(\d+) ms(?: take)? (\d+) %", named)
+    assert [took_ms for took_ms, _ in shares] == ["1", "2", "5", "20"]
+    for took_ms, percent in shares:
+        with Federation(tmp_path / took_ms, agents=()) as fed:
+            fed.settle()
+            joined(fed, 1)
+            looks = Looks(fed, look_s=int(took_ms) / 1000)
+            feed(fed, 2000, 0.0001)
+            looks.times.clear()
+            since = fed.clock.now
+            feed(fed, 5000, 0.0001)
+            took_s = len(looks.times) * looks.look_s
+            assert 100 * took_s / (fed.clock.now - since) == pytest.approx(int(percent), abs=1)
 
 
 def test_a_short_look_follows_each_message_at_once(tmp_path):
