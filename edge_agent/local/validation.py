@@ -210,10 +210,11 @@ def learning_curve(
 def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:
     """The forecast for ``samples`` to learn from, of all curves that go with the points; None below three of them.
 
-    The error falls as r + (1 - r) n^-b times what it is at the last point: a share r remains, 0..1, and b is 0..1.
+    The error falls as r + (1 - r) n^-b times what it is at the last point: a share r remains, 0..1, and b is 0..1.5.
     Every r and b counts as its curve fits the points within their noise, so that few or scattered points leave a wide
     range, and a curve that does not rise promises nothing. The noise of a point is that of its ``repeats`` folds, and
-    at least binomial; that of ``tested`` independent answers, recordings where there are some, widens the range.
+    at least binomial; that of ``tested`` independent answers, recordings where there are some, widens the range. Points
+    that no curve fits within noise (accuracy that jumps) are taken to be as noisy as the best curve misses them.
     """
     if len(points) < 3:
         return None
@@ -223,16 +224,19 @@ def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeat
     between = np.mean([point.spread**2 for point in points]) / max(1, repeats - 1)
     noise = np.maximum(binomial, between)
     last = np.linspace(-3, 3, 31) * math.sqrt(noise[-1]) + errors[-1]
-    remains, power, last = np.meshgrid(np.linspace(0, 1, 11), np.linspace(0, 1, 21), last, indexing="ij")
+    remains, power, last = np.meshgrid(np.linspace(0, 1, 11), np.linspace(0, 1.5, 31), last, indexing="ij")
     falls = [remains + (1 - remains) * (size / sizes[-1]) ** -power for size in sizes]
     misfit = sum((last * fall - error) ** 2 / one for fall, error, one in zip(falls, errors, noise, strict=True))
-    weights = np.where(last >= 0, np.exp(-np.asarray(misfit) / 2), 0.0)
+    misfit = np.where(last >= 0, misfit, np.inf)
+    best = float(misfit.min())  # taken off every misfit: above 1,490 the weight of the best curve would be 0, too
+    weights = np.exp((best - misfit) / (2 * max(1.0, best / len(points))))
     gains = np.maximum(last, 0) * (1 - remains) * (1 - (samples / sizes[-1]) ** -power)
+    gains = np.minimum(gains, max(errors[-1], math.sqrt(binomial[-1])))  # what is wrong can become right, no more
     steps = np.linspace(-3, 3, 25)
     reached = points[-1].mean + gains.reshape(-1, 1) + steps * math.sqrt(noise[-1])
     low, high = _quantiles(reached, weights.reshape(-1, 1) * np.exp(-(steps**2) / 2))
     expected = points[-1].mean + float(np.average(gains, weights=weights))
-    return Forecast(samples, min(1.0, expected), max(0.0, low), min(1.0, high), _quantiles(gains, weights))
+    return Forecast(samples, min(1.0, expected), min(1.0, max(0.0, low)), min(1.0, high), _quantiles(gains, weights))
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

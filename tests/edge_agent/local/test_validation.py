@@ -150,6 +150,8 @@ def test_the_range_of_a_forecast_covers_what_twice_as_many_samples_give(error_wi
         ((0.80, 0.93, 0.941, 0.940, 0.941), 0.01, 750, "hardly help"),
         ((0.30, 0.45, 0.60, 0.72, 0.80), 0.01, 750, "is worth it"),
         ((0.98, 1.0, 1.0, 1.0, 1.0), 0.0, 3, "it is not clear"),  # three recordings
+        ((0.50, 0.80, 0.97, 0.995, 0.999), 0.001, 5000, "hardly help"),  # falls faster than 1 / n
+        ((0.10, 0.11, 0.15, 0.97, 0.99), 0.01, 5000, "hardly help"),  # jumps, as no curve does
     ],
 )
 def test_advice_promises_no_more_than_the_curve(accuracies, spread, tested, words):
@@ -160,6 +162,7 @@ def test_advice_promises_no_more_than_the_curve(accuracies, spread, tested, word
     assert "with 1500 samples to fit, twice as many as here, about " in curve.advice
     known = curve.forecast
     assert 0 <= known.low < known.expected <= known.high <= 1
+    assert 0 <= known.gain[0] <= known.gain[1] <= max(1 - points[-1].mean, 0.3 * (tested < 10))
     assert ("worth it" in words) is (known.expected > points[-1].mean + 0.02)
     assert (known.low < 0.85) is (tested < 100)
 
@@ -170,11 +173,12 @@ def test_a_forecast_is_that_of_a_slow_twin():
     noise = [max((e * 90 + 1) / 92 * (1 - (e * 90 + 1) / 92) / 90, 0.02**2 / 2) for e in (0.3, 0.2, 0.16)]
     pairs = []
     for remains in np.linspace(0, 1, 11):
-        for power in np.linspace(0, 1, 21):
+        for power in np.linspace(0, 1.5, 31):
             for last in 0.16 + np.linspace(-3, 3, 31) * np.sqrt(noise[-1]):
                 falls = [remains + (1 - remains) * (n / 80) ** -power for n in (20, 40, 80)]
                 misfit = sum((last * f - e) ** 2 / s for f, e, s in zip(falls, (0.3, 0.2, 0.16), noise, strict=True))
-                pairs.append((last * (1 - remains) * (1 - (240 / 80) ** -power), np.exp(-misfit / 2) * (last >= 0)))
+                gain = min(last * (1 - remains) * (1 - (240 / 80) ** -power), 0.16)
+                pairs.append((gain, np.exp(-misfit / 2) * (last >= 0)))
     pairs.sort()
     gains, weights = np.array(pairs).T
     shares = np.cumsum(weights) / weights.sum()
