@@ -123,8 +123,10 @@ class DataConfig(Frozen):
     test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: int = Field(0, ge=0, description="seed of that split")
     test: str | None = Field(None, description="source of the held-out samples; all of 'source' is for training then")
-    strict: bool = Field(
-        False, description="refuse data with images or recordings that cannot be used, instead of leaving those out"
+    strict: bool | None = Field(
+        False,
+        description="refuse data with images, recordings or other files of data that cannot be used, instead of "
+        "leaving those out",
     )
     partition: Path | None = Field(
         None, description="partition file; this device uses only its client's rows of the source"

@@ -123,7 +123,7 @@ def local_data(
     client: str | None = None,
     test_fraction: float | None = None,
     seed: int = 0,
-    strict: bool = True,
+    strict: bool | None = None,
 ) -> DataConfig:
     """What ``[data]`` of an agent's configuration says, from arguments; ``seed`` counts where samples are split.
 
@@ -201,14 +201,14 @@ class Personalizer:
         client: str | None = None,
         test_fraction: float | None = None,
         seed: int = 0,
-        strict: bool = True,
+        strict: bool | None = None,
         own_classes: bool = False,
     ) -> tuple[Samples, Samples]:
         """Training and held-out samples of a data source, the same rows that an agent and ``edge-agent fit`` take.
 
         ``test``: a source that is held out as a whole. ``partition``: a file, of which ``client`` has some rows.
-        Neither: ``test_fraction`` (default 0.25) of the samples is held out. Not ``strict``: what cannot be used is
-        left out. ``own_classes``: as in `fit`.
+        Neither: ``test_fraction`` (default 0.25) of the samples is held out. ``strict``: as in `edge_agent.data.load`.
+        ``own_classes``: as in `fit`.
 
         Raises:
             ConfigError: arguments that do not go together.

@@ -81,7 +81,7 @@ def load(
     *,
     folder: Path | None = None,
     compact: bool = False,
-    strict: bool = True,
+    strict: bool | None = None,
     labelled: bool | None = True,
     own_classes: bool = False,
 ) -> Samples:
@@ -90,9 +90,10 @@ def load(
     Classes are matched by name, so that a device may hold some of the task's classes, in any order. With
     ``own_classes`` it may hold others, too: they follow, or take the place of ``class_names`` where the data have none
     of these. A relative path is resolved from ``folder``, or from the working folder. ``compact``: 8-bit images are not
-    normalised yet, which takes a quarter of the memory; `Samples.ready` normalises them. Not ``strict``: images and
-    recordings that cannot be used are left out, named in ``skipped`` and in a warning. Not ``labelled``: labels are not
-    needed and not read; None: they are read where there are any.
+    normalised yet, which takes a quarter of the memory; `Samples.ready` normalises them. ``strict`` False: images and
+    recordings that cannot be used are left out, named in ``skipped`` and in a warning; None: an error, but files beside
+    them that are not read (of another form, or in another place) are left out; True: these are an error, too. Not
+    ``labelled``: labels are not needed and not read; None: they are read where there are any.
 
     Raises:
         UnknownName: no such kind of source.
@@ -155,7 +156,7 @@ def _samples(
     source: str,
     *,
     compact: bool = False,
-    strict: bool = True,
+    strict: bool | None = None,
     own_classes: bool = False,
 ) -> Samples:
     _check_kind(raw, spec, source)  # data of another kind have other classes, too, which is not what is wrong with them
@@ -168,7 +169,13 @@ def _samples(
 
 
 def _unlabelled(
-    raw: Raw, spec: InputSpec, class_names: Sequence[str], source: str, *, compact: bool = False, strict: bool = True
+    raw: Raw,
+    spec: InputSpec,
+    class_names: Sequence[str],
+    source: str,
+    *,
+    compact: bool = False,
+    strict: bool | None = None,
 ) -> Samples:
     _check_kind(raw, spec, source)
     done = _execute(raw, spec, source, compact=compact, strict=strict)
@@ -441,7 +448,7 @@ class _Executed:
         return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
 
-def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool = True) -> _Executed:
+def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool | None = None) -> _Executed:
     if isinstance(spec, WindowInput):
         return _execute_windows(raw, spec, source, strict=strict)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
@@ -463,7 +470,7 @@ def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, s
     return _Executed(inputs, rows, groups, targets, skipped)
 
 
-def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) -> _Executed:
+def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
     result: list[np.ndarray] = []
     targets: list[np.ndarray] = []
 
@@ -495,33 +502,37 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool) 
 
 
 def _for_all(
-    raw: Raw, fill: Callable[[int], None], source: str, what: str, *, strict: bool
+    raw: Raw, fill: Callable[[int], None], source: str, what: str, *, strict: bool | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
 
     Raises:
-        DataError: it failed for some, where that is not allowed, or for all; they are reported at once.
+        DataError: it failed for some, where ``strict`` (as of `load`) does not allow that, or for all; or files are
+            beside them where that is not allowed. All are reported at once.
     """
     rows: list[int] = []
-    mistakes, by_reason = [*raw.skipped], dict[str, list[str]]()
+    failed, by_reason = [], dict[str, list[str]]()
     for row in range(len(raw.items)):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
             name = raw.names[row] if raw.names else str(row)
-            mistakes.append(f"{name}: {error}")
+            failed.append(f"{name}: {error}")
             by_reason.setdefault(str(error), []).append(name)
-    total = len(raw.items) + len(raw.skipped)
-    if mistakes and (strict or not rows):
-        lines = [*raw.skipped, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
+    total, left = len(raw.items) + len(raw.skipped), (*raw.skipped, *failed)
+    if not rows or (strict is not False and failed) or (strict and left):
+        beside = raw.skipped if strict or not rows else ()
+        lines = [*beside, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
         more = f"\n  … and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         shown = "\n".join(f"  - {line}" for line in lines[:_SHOWN])
         advice = "\nWithout --strict (strict = false, strict=False in Python) these are left out." if rows else ""
-        raise DataError(f"{source}: {len(mistakes)} of {total} {what} cannot be used\n{shown}{more}{advice}")
-    if mistakes:
-        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(mistakes), total, mistakes[0])
-    return np.array(rows, np.int64), tuple(mistakes)
+        raise DataError(
+            f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used\n{shown}{more}{advice}"
+        )
+    if left:
+        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(left), total, left[0])
+    return np.array(rows, np.int64), left
 
 
 def _check_labelled(raw: Raw) -> None:

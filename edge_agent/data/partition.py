@@ -224,17 +224,21 @@ def read_pools(
     class_names: Sequence[str] | None = None,
     *,
     folder: Path | None = None,
+    strict: bool = False,
 ) -> Pools:
     """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
+
+    Its rows are counted, so that none is left out; ``strict``: files beside them that are not read are an error, too.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`.
     """
+    read = functools.partial(load, folder=folder, compact=True, strict=strict or None)
     parts = parts_of(source)
     if parts is None:
-        return Pools(load(source, input, class_names, folder=folder, compact=True))
-    train = load(parts[0], input, class_names, folder=folder, compact=True)
-    return Pools(train, load(parts[1], train.input, train.class_names, folder=folder, compact=True))
+        return Pools(read(source, input, class_names))
+    train = read(parts[0], input, class_names)
+    return Pools(train, read(parts[1], train.input, train.class_names))
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ def own_samples(
 ) -> tuple[Samples, Samples]:
     """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
 
-    A partition counts rows, so nothing of its source is left out, whether ``config.strict`` or not.
+    A partition counts rows, so none of its source is left out, whether ``config.strict`` or not.
 
     ``own_classes`` (its source may hold others than ``class_names``) and ``labelled``: see `edge_agent.data.load`.
 
@@ -294,7 +298,8 @@ def own_samples(
     """
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
-        return own.taken_from(read_pools(config.source, spec, class_names, folder=config.folder))
+        pools = read_pools(config.source, spec, class_names, folder=config.folder, strict=bool(config.strict))
+        return own.taken_from(pools)
     read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
     samples = read(config.source, spec, class_names, own_classes=own_classes)
     if config.test is None:

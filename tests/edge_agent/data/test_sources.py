@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_agent.config import DataConfig
 from edge_agent.data import check, from_files, load, parse_source, registry
+from edge_agent.data.partition import Pool, divided, own_samples, read_pools
 from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, WindowInput
 
@@ -128,15 +130,26 @@ def test_files_that_look_like_images_and_are_not_read_are_counted(folder):
     for name in ("red/1.HEIC", "red/notes.txt", ".hidden.png", "red/.cache/x.png", "README.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x")
-    samples = load(f"images:{folder}", SPEC, strict=False)
-    assert len(samples) == 6
-    assert samples.skipped == (
-        "loose.png: lies beside the folders of classes, so it has none; move it into one",
-        "red/1.HEIC: is of a form that is not read; save it as JPEG or PNG",
-        "red/more/a.png: lies in a folder inside that of a class; move it up",
-    )
+    source = f"images:{folder}"
+    pool = Pool.of(np.array([0, 0, 0, 1, 1, 1]), None)
+    divided("iid", {}, pool, {"c0": (np.array([0, 3]), np.array([4]))}).write(folder.parent / "p.json")
+    of_partition = {"source": source, "partition": folder.parent / "p.json"}
+    names = load(source, SPEC).class_names
+    for samples in (load(source, SPEC), load(source, SPEC, strict=False), read_pools(source, SPEC).train):
+        assert len(samples) == 6
+        assert samples.skipped == (
+            "loose.png: lies beside the folders of classes, so it has none; move it into one",
+            "red/1.HEIC: is of a form that is not read; save it as JPEG or PNG",
+            "red/more/a.png: lies in a folder inside that of a class; move it up",
+        )
+    assert [len(part) for part in own_samples(DataConfig(**of_partition), "c0", SPEC, names)] == [2, 1]
     with pytest.raises(DataError, match="3 of 9 images cannot be used"):
-        load(f"images:{folder}", SPEC)
+        load(source, SPEC, strict=True)
+    with pytest.raises(DataError, match="3 of 9 images cannot be used"):
+        own_samples(DataConfig(**of_partition, strict=True), "c0", SPEC, names)
+    (folder / "red" / "broken.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"1 of 10 images cannot be used\n  - red/broken.png: cannot be read"):
+        load(source, SPEC)
 
 
 def test_a_folder_of_nothing_but_other_forms_says_which(tmp_path):
