@@ -470,7 +470,8 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         raise DataError(f"the head does not know {', '.join(others)}; remove these samples, or fit another head")
     train = None
     if _all_here(fitted_on, saved.learned):
-        train = _of_known_classes(fitted_on, saved.class_names, arguments.data)[0]
+        train, renamed = _of_known_classes(fitted_on, saved.class_names, arguments.data)
+        train = None if renamed else train  # a device alone would learn from what is left, the head learned from all
     scores, features = score_saved(bundle, saved, _encoder(arguments, bundle, saved), test, _options(arguments), train)
     parts = (test if train is None else train, test)
     count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)

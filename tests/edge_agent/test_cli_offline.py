@@ -75,6 +75,9 @@ def test_samples_of_classes_that_a_head_does_not_know_are_left_out_and_named(pet
     (pets / "photos" / "tree").rename(pets / "photos" / "bush")
     found = answer(capsys, "evaluate", *words, "--head", "own")
     assert (found["unknown_classes"], found["n_test"]) == (["bush"], 10)
+    assert found["acc.local"] is None, "a device alone would learn from a remnant of what the head was fitted on"
+    assert main(["evaluate", *words, "--head", "own"]) == 0
+    assert "note: no acc.local: a device alone would learn from the samples" in capsys.readouterr().out
     assert (
         "does not know bush"
         in answer(capsys, "evaluate", *words, "--head", "own", "--strict", code=2)["error"]["message"]
