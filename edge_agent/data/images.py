@@ -6,8 +6,10 @@ Options: ``limit`` (at most that many of each class, first by name). Photos are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,41 +107,72 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
     if not root.is_dir():
         raise DataError(f"{kind}: no folder '{root}'; expected a folder with one sub-folder of files for each class")
 
-    def files_in(folder: Path) -> list[Path]:
-        return [path for path in visible(folder) if path.name.lower().endswith(suffixes) and path.is_file()][:limit]
-
-    held = {folder.name: paths for folder in visible(root) if folder.is_dir() and (paths := files_in(folder))}
-    if empty := [folder.name for folder in visible(root) if folder.is_dir() and folder.name not in held and held]:
+    here = _Folder.of(root, kind, suffixes)
+    folders = {name: _Folder.of(root / name, kind, suffixes) for name in here.folders}
+    held = {name: folder.files[:limit] for name, folder in folders.items() if folder.files}
+    if empty := [name for name in folders if name not in held and held]:
         _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(empty))
-    skipped = tuple(_unread(root, kind, suffixes, has_classes=bool(held)))
-    paths = [path for group in held.values() for path in group]
-    names = tuple(str(path.relative_to(root)) for path in paths)
-    if paths:
+    skipped = tuple(f"{Path(*parts)}: {why}" for parts, why in sorted(_unread(root, here, folders, kind, suffixes)))
+    if held:
+        names = tuple(f"{folder}{os.sep}{name}" for folder, group in held.items() for name in group)
         labels = np.repeat(np.arange(len(held)), [len(group) for group in held.values()])
-        return ClassFiles(paths, labels, tuple(held), names, skipped=skipped)
+        return ClassFiles([root / name for name in names], labels, tuple(held), names, skipped=skipped)
     reason = (
         f"{kind}: no {'images' if kind == 'images' else 'files'} in the sub-folders of '{root}'; expected one "
         f"sub-folder for each class, with files ending in {', '.join(suffixes)}"
     )
-    if not (paths := files_in(root)):
+    if not (flat := tuple(here.files[:limit])):
         others = f"; found {len(skipped)} other files, first {skipped[0]}" if skipped else ""
         raise DataError(f"{reason}{others}")
-    return ClassFiles(paths, np.full(len(paths), -1), (), tuple(path.name for path in paths), reason, skipped)
+    return ClassFiles([root / name for name in flat], np.full(len(flat), -1), (), flat, reason, skipped)
 
 
-def _unread(root: Path, kind: str, suffixes: tuple[str, ...], *, has_classes: bool) -> Iterator[str]:
-    """The files below ``root`` that look like data of this kind and are not read, each with the reason."""
-    advice, foreign = _FOREIGN.get(kind, ("", ""))
-    for path in sorted(path for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth)):
-        parts, name = path.relative_to(root).parts, path.name.lower()
-        if any(part.startswith(".") for part in parts) or not path.is_file():
-            continue
-        if path.suffix and path.suffix.lower() in foreign.split():
-            yield f"{Path(*parts)}: is of a form that is not read; {advice}"
-        elif name.endswith(suffixes) and len(parts) > 2:
-            yield f"{Path(*parts)}: lies in a folder inside that of a class; move it up"
-        elif name.endswith(suffixes) and len(parts) == 1 and has_classes:
-            yield f"{Path(*parts)}: lies beside the folders of classes, so it has none; move it into one"
+@dataclass(frozen=True)
+class _Folder:
+    """Names in one folder, sorted, without hidden ones: files of a kind, those of other forms of it, and folders."""
+
+    files: list[str]
+    foreign: list[str]
+    folders: list[str]
+
+    @classmethod
+    def of(cls, folder: Path, kind: str, suffixes: tuple[str, ...]) -> _Folder:
+        """The names in ``folder``; most files are not looked at one by one, as their folder tells what they are."""
+        files, folders = list[str](), list[str]()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                known = (
+                    Path(entry.path) if entry.is_symlink() else entry
+                )  # a path forgives links that lead to themselves
+                if entry.name.startswith("."):
+                    continue
+                if known.is_file():
+                    files.append(entry.name)
+                elif known.is_dir():
+                    folders.append(entry.name)
+        files.sort()
+        others = tuple(_FOREIGN.get(kind, ("", ""))[1].split())
+        own = [name for name in files if name.lower().endswith(suffixes)]
+        return cls(own, [name for name in files if name.lower().endswith(others)], sorted(folders))
+
+
+def _unread(
+    root: Path, here: _Folder, folders: Mapping[str, _Folder], kind: str, suffixes: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and reason of files, down to two levels below ``root``, that look like data of the kind and are not read."""
+    form = f"is of a form that is not read; {_FOREIGN.get(kind, ('', ''))[0]}"
+    if any(folder.files for folder in folders.values()):
+        beside = "lies beside the folders of classes, so it has none; move it into one"
+        yield from (((file,), beside) for file in here.files)
+    yield from (((file,), form) for file in here.foreign)
+    for name, folder in folders.items():
+        yield from (((name, file), form) for file in folder.foreign)
+        for inner in folder.folders:
+            with contextlib.suppress(PermissionError):
+                deeper = _Folder.of(root / name / inner, kind, suffixes)
+                nested = "lies in a folder inside that of a class; move it up"
+                yield from (((name, inner, file), nested) for file in deeper.files)
+                yield from (((name, inner, file), form) for file in deeper.foreign)
 
 
 def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import sys
 import zlib
@@ -12,6 +13,7 @@ from PIL import Image
 
 from edge_agent.config import DataConfig
 from edge_agent.data import check, from_files, load, parse_source, registry
+from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
 from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.task import ImageInput, WindowInput
@@ -150,6 +152,26 @@ def test_files_that_look_like_images_and_are_not_read_are_counted(folder):
     (folder / "red" / "broken.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"1 of 10 images cannot be used\n  - red/broken.png: cannot be read"):
         load(source, SPEC)
+
+
+def test_each_folder_is_read_once_and_no_file_is_looked_at(folder, monkeypatch):
+    """Those inside a class are read, too; what lies deeper, or is hidden, is not."""
+    for name in ("red/more/deep", "red/.cache"):
+        paint(folder / name / "a.png", "red")
+    read, looked_at, scandir, is_file = [], [], os.scandir, Path.is_file
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: looked_at.append(path) or is_file(path))
+    assert len(files_by_class(folder, "images", (".png",), 2).paths) == 4
+    assert sorted(read) == [folder, folder / "blue", folder / "red", folder / "red" / "more"]
+    assert looked_at == []
+
+
+def test_links_to_files_and_folders_are_read_and_those_to_themselves_are_not(folder):
+    (folder / "red" / "link.png").symlink_to(folder / "blue" / "0.png")
+    (folder / "red" / "loop.png").symlink_to("loop.png")
+    (folder / "green").symlink_to(folder / "blue")
+    files = files_by_class(folder, "images", (".png",))
+    assert (files.class_names, np.bincount(files.labels).tolist()) == (("blue", "green", "red"), [3, 3, 4])
 
 
 def test_a_folder_of_nothing_but_other_forms_says_which(tmp_path):
