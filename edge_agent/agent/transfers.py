@@ -363,7 +363,7 @@ class Downloads:
         self._budget.forget()
         for download in self._under_way.values():
             self._leave(download)
-            download.is_direct = True
+            download.is_direct, download.receiving.meter = True, flow.Meter()
 
     def listening(self, filters: Iterable[str]) -> None:
         """The broker has confirmed these filters: request what comes on their topics."""

@@ -56,11 +56,15 @@ LONGEST_GAP_S = 2.0
 """A longer one between bytes is an interruption; it does not count as time that the link needs."""
 
 
+RECENT_S = 10.0
+"""The rate of a transfer is that of so many last seconds: links change."""
+
+
 class Meter:
     """Bytes per second of one transfer while it flows."""
 
     def __init__(self) -> None:
-        self._bytes, self._took_s = 0, 0.0
+        self._spans = deque[tuple[float, int]]()  # seconds and bytes of about a second each, the newest last
         self._last_at: float | None = None
 
     def begin(self, now: float) -> None:
@@ -69,16 +73,28 @@ class Meter:
             self._last_at = now
 
     def add(self, size: int, now: float) -> None:
-        """So many bytes have arrived."""
-        last_at = now if self._last_at is None else self._last_at
-        self._took_s += min(now - last_at, LONGEST_GAP_S)
-        self._bytes += size
+        """So many bytes have arrived; the first ones tell when others began to come, unless `begin` did."""
+        if self._last_at is None:
+            self._last_at = now
+            return
+        took_s = min(now - self._last_at, LONGEST_GAP_S)
         self._last_at = now
+        if self._spans and self._spans[-1][0] < 1:
+            before_s, before = self._spans.pop()
+            took_s, size = took_s + before_s, size + before
+        self._spans.append((took_s, size))
+        while self._took_s - self._spans[0][0] >= RECENT_S:
+            self._spans.popleft()
 
     @property
     def rate(self) -> float:
         """0: not yet known."""
-        return self._bytes / self._took_s if self._took_s >= MEASURED_S else 0.0
+        took_s = self._took_s
+        return sum(size for _, size in self._spans) / took_s if took_s >= MEASURED_S else 0.0
+
+    @property
+    def _took_s(self) -> float:
+        return sum(took_s for took_s, _ in self._spans)
 
 
 class Pace:
@@ -251,7 +267,8 @@ class Sending:
         self._settle(frames, now)
 
     def cut(self) -> None:
-        """The connection was lost, and what was under way with it: it is to be sent again."""
+        """The connection was lost, and what was under way with it: it is to be sent again, perhaps on another link."""
+        self.meter = Meter()
         for frame in self._flight:
             for flags in (self.need, self._doubtful):
                 flags[frame.start : frame.stop] = b"\1" * (frame.stop - frame.start)
@@ -330,10 +347,8 @@ class Receiving:
         """
         self.incoming.add(frame)
         size = len(frame.data)
-        if self._frame_at is None:
-            self.meter.begin(now)
-        else:
-            self.meter.add(size, now)
+        self.meter.add(size, now)
+        if self._frame_at is not None:
             self._gap_s = max(now - self._frame_at, 0.75 * self._gap_s)
         self._unreported += size
         self._heard_at = self._frame_at = now

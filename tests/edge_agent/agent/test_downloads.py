@@ -88,6 +88,37 @@ def test_a_model_that_cannot_arrive_in_time_says_so_with_the_figures(bench):
     assert "0.035 MB are still to come, which take 35 s at the measured 1 kB/s, and the round closes in 20 s" in why
 
 
+def test_the_rate_of_the_link_before_is_not_that_of_a_model_under_way(bench):
+    """400 chunks of 1000 bytes: 20 at one a second, then, on another link, a hundred a second."""
+    blob = Outgoing.of(bytes(400_000), 1000)
+    bench.downloads.fetch((blob.ref,))
+    for index in range(20):
+        bench.now += 1.0
+        bench.frame(blob, index)
+    assert "at the measured 1 kB/s" in bench.downloads.objection((blob.ref,), 100)
+    bench.downloads.cut()
+    assert bench.downloads.objection((blob.ref,), 100) == "", "nothing is known of the new link"
+    for index in range(20, 320):
+        bench.now += 0.01
+        bench.frame(blob, index)
+        assert bench.downloads.objection((blob.ref,), 100) == ""
+    assert "at the measured 100 kB/s" in bench.downloads.objection((blob.ref,), 0.1)
+
+
+def test_a_link_that_became_fast_is_not_judged_by_the_time_before(bench):
+    """A chunk a second for 100 s, then 20 a second: 200 chunks are still to come, and the round closes in 60 s."""
+    blob = Outgoing.of(bytes(400_000), 1000)
+    bench.downloads.fetch((blob.ref,))
+    for index in range(100):
+        bench.now += 1.0
+        bench.frame(blob, index)
+    assert "at the measured 1 kB/s" in bench.downloads.objection((blob.ref,), 60)
+    for index in range(100, 200):
+        bench.now += 0.05
+        bench.frame(blob, index)
+    assert bench.downloads.objection((blob.ref,), 60) == ""
+
+
 def test_nothing_is_asked_for_before_it_can_be_heard(bench, blob):
     listen(bench, blob)
     bench.downloads.fetch((blob.ref,))

@@ -228,6 +228,40 @@ def test_an_update_that_cannot_arrive_in_time_says_so_with_the_figures(bench):
     assert bench.uploads.objection(50) == "", "the link is a new one"
 
 
+def test_the_rate_of_the_link_before_is_not_that_of_an_update_under_way(bench):
+    """1000 chunks, of which five took a second each; the new link takes 50 a second."""
+    manifest = put(bench.outbox, size=1000 * CHUNK_BYTES // 4 - 100)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 1000)))
+    for number in range(1, 6):
+        bench.now += 1.0
+        bench.uploads.ack(ack(manifest, (number, 1000)))
+    assert "at the measured 5.12 kB/s" in bench.uploads.objection(100)
+    bench.uploads.cut()
+    assert bench.uploads.objection(100) == "", "nothing is known of the new link"
+    bench.uploads.grant(grant(manifest, (5, 1000), at_most=4))  # frames of one chunk
+    for number in range(6, 206):
+        bench.now += 0.02
+        bench.uploads.ack(ack(manifest, (number, 1000)))
+        assert bench.uploads.objection(100) == ""
+    assert "256 kB/s" in bench.uploads.objection(1)
+
+
+def test_a_link_that_became_fast_is_not_judged_by_the_time_before(bench):
+    """A chunk a second for 100 s, then 100 a second: 800 chunks are still to come, and the round closes in 30 s."""
+    manifest = put(bench.outbox, size=1000 * CHUNK_BYTES // 4 - 100)
+    bench.uploads.offer(manifest)
+    bench.uploads.grant(grant(manifest, (0, 1000), at_most=4))  # frames of one chunk
+    for number in range(1, 101):
+        bench.now += 1.0
+        bench.uploads.ack(ack(manifest, (number, 1000)))
+    assert "at the measured 5.12 kB/s" in bench.uploads.objection(30)
+    for number in range(101, 501):
+        bench.now += 0.01
+        bench.uploads.ack(ack(manifest, (number, 1000)))
+    assert bench.uploads.objection(30) == ""
+
+
 def test_words_about_another_blob_change_nothing(bench):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)

@@ -264,6 +264,20 @@ def test_a_meter_knows_the_rate_after_two_seconds_and_leaves_out_interruptions()
     assert meter.rate == pytest.approx(44_000 / 7), "85 s without a byte count as two"
 
 
+@pytest.mark.parametrize("apart_s", [0.01, 0.3, 1.0, 1.7])
+def test_the_rate_is_that_of_the_last_ten_seconds(apart_s):
+    """100 s at 1 kB/s, then 12 s at 100 kB/s: nothing of the slow time is left, whatever comes at once."""
+    meter, now = Meter(), 0.0
+    meter.begin(now)
+    for rate, seconds in ((1_000, 100), (100_000, 12)):
+        end = now + seconds
+        while now < end:
+            now += apart_s
+            meter.add(round(rate * apart_s), now)
+        assert meter.rate == pytest.approx(rate, rel=0.001)
+    assert len(meter._spans) <= 12
+
+
 # --- the receiver ----------------------------------------------------------------------------------------------------
 
 REPORT_CHUNKS = 8
