@@ -415,9 +415,7 @@ class Downloads:
             if download.is_direct:
                 size += missing
                 self._budget.note(rate, now)
-            elif (
-                download.is_listening and rate and now - download.listening_at >= SETTLED_S and missing > rate * left_s
-            ):
+            elif download.is_listening and now - download.listening_at >= SETTLED_S and missing > rate * left_s > 0:
                 self._separate(download)
         return self._budget.objection("the model cannot arrive in time", size, left_s, now) if size else ""
 

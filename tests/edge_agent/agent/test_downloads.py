@@ -119,6 +119,22 @@ def test_a_link_that_became_fast_is_not_judged_by_the_time_before(bench):
     assert bench.downloads.objection((blob.ref,), 60) == ""
 
 
+def test_a_broadcast_that_is_too_slow_is_left_while_there_is_time(bench):
+    """60 of 400 chunks at five a second: 68 s are left to come. After the deadline nothing is won by leaving it."""
+    blob = Outgoing.of(bytes(400_000), 1000)
+    listen(bench, blob)
+    bench.begin(blob)
+    for index in range(60):
+        bench.now += 0.2
+        bench.frame(blob, index)
+    bench.heard()
+    for left_s in (69, 0, -1):
+        assert bench.downloads.objection((blob.ref,), left_s) == ""
+        assert (bench.heard(), bench.listening) == ([], [blob.ref.digest])
+    assert bench.downloads.objection((blob.ref,), 60) == ""
+    assert (bench.heard(), bench.listening) == ([want(blob, (60, 400))], [])
+
+
 def test_nothing_is_asked_for_before_it_can_be_heard(bench, blob):
     listen(bench, blob)
     bench.downloads.fetch((blob.ref,))
