@@ -143,9 +143,11 @@ def label_array(labels: ArrayLike) -> np.ndarray:
     result = np.asarray(labels)
     if result.dtype.kind != "O":
         return result
-    for row, label in enumerate(values := result.ravel().tolist()):
-        if isinstance(label, bool) or not isinstance(label, (str, int)):
+    values: list[str | int] = []
+    for row, label in enumerate(result.ravel().tolist()):
+        if isinstance(label, bool) or not isinstance(label, (str, int, np.integer)):
             raise DataError(f"y: label {row} is {label!r}, expected text or an integer; leave its row out")
+        values.append(label if isinstance(label, str) else int(label))  # NumPy makes floats of its own mixed integers
     return np.array(values).reshape(result.shape)
 
 

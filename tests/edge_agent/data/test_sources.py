@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from edge_agent.config import DataConfig
-from edge_agent.data import check, from_files, load, parse_source, registry
+from edge_agent.data import check, from_files, label_array, load, parse_source, registry
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
 from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
@@ -202,6 +202,17 @@ def test_without_pillow_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setattr("edge_agent.data.images.has_pillow", lambda: False)
     with pytest.raises(MissingCapability, match=r"headwater\[agent\]"):
         load(f"images:{folder}", SPEC)
+
+
+def test_labels_may_be_numpy_integers_among_objects():
+    """As pandas gives them where a column once held something else."""
+    for given in ([np.int64(3), 1], [np.int8(3), np.uint64(1)]):
+        found = label_array(np.array(given, object))
+        assert (found.tolist(), found.dtype.kind) == ([3, 1], "i")
+    assert label_array(np.array([np.str_("a"), "b"], object)).tolist() == ["a", "b"]
+    for bad in (None, 1.0, np.float64(1), True, np.bool_(True)):
+        with pytest.raises(DataError, match=r"y: label 1 is .*, expected text or an integer"):
+            label_array(np.array([1, bad], object))
 
 
 def test_single_files_become_inputs(folder):
