@@ -83,7 +83,8 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
         tested = part == number
         learns = ~tested & ~_near(tested, units, cut, samples)
         result.append(Fold(np.flatnonzero(learns), np.flatnonzero(tested)))
-    return [fold for fold in result if len(fold.train) and len(fold.test)]
+    result = [fold for fold in result if len(fold.train) and len(fold.test)]
+    return result if len(result) >= 2 else []
 
 
 def sitting_of(samples: Samples, divisions: Sequence[Fold]) -> float | None:

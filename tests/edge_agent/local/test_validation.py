@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from operator import itemgetter
+
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from edge_agent.data import Samples
@@ -108,6 +112,29 @@ def test_windows_that_overlap_learned_ones_are_not_new():
 
 def test_one_sample_of_each_class_cannot_be_divided():
     assert folds(samples_of([0, 1, 2]), 5, np.random.default_rng(0)) == []
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=8),
+    stride=st.sampled_from([2, 4]),
+    count=st.integers(2, 5),
+)
+@example(runs=[(0, 1, 1), (0, 0, 2)], stride=2, count=5)  # one fold has all neighbours of what it tests left out
+@settings(max_examples=300)
+def test_folds_of_any_recordings_are_two_or_more_or_none_and_leak_nothing(runs, stride, count):
+    """``runs``: recording, class and number of windows that follow one another."""
+    groups = np.concatenate([np.full(windows, recording) for recording, _, windows in sorted(runs, key=itemgetter(0))])
+    labels = np.concatenate([np.full(windows, label) for _, label, windows in sorted(runs, key=itemgetter(0))])
+    spec = WindowInput(channels=1, length=4, stride=stride)
+    divisions = folds(samples_of(labels, groups, spec), count, np.random.default_rng(0))
+    assert len(divisions) == 0 or 2 <= len(divisions) <= count
+    tested = [row for fold in divisions for row in fold.test]
+    assert len(tested) == len(set(tested)), "no sample is tested twice"
+    for fold in divisions:
+        assert fold.train.size
+        assert fold.test.size
+        near = np.abs(fold.train[:, None] - fold.test) * stride < 4
+        assert not (near & (groups[fold.train][:, None] == groups[fold.test])).any()
 
 
 def measured(error_with, count, rng, folds=3):
