@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import folder_lock, mapped, sha256_file, sha256_of, write_atomic, write_json
+from edge_agent.storage import folder_lock, mapped, read_json, sha256_file, sha256_of, write_atomic, write_json
 
 from .journal import FINAL, Journal, utc_now
 from .retention import blobs_needed
-from .store import StateFolder
+from .store import TEMPORARY, StateFolder
 
 TRIES = 8
 """Snapshots that are taken until one has all of its blobs; a round may end between the two."""
 
 MARKER = "backup.json"
+"""Names the journal that a backup is of, from before its first file on: what no backup made is never removed."""
+
+_OWNER = "headwater backup"
 _PINS = "backup"
 _APPENDED = ".jsonl"
 """Such files grow in place: a hard link to one would grow, too."""
@@ -52,16 +55,16 @@ def back_up(state: StateFolder, target: Path) -> Backup:
     """Copy an opened state folder to ``target``, which is new, empty, or an earlier backup of the same folder.
 
     The copy is a state folder: a coordinator that starts on it resumes its runs. A kill leaves the earlier backup, or
-    one without its marker that the next call completes.
+    one whose marker says that it is incomplete, which the next call completes.
 
     Raises:
-        UsageError: ``target`` holds something else, or is inside the state folder.
+        UsageError: ``target`` holds something else, is inside the state folder, or has it inside.
         StateError: a blob is missing or damaged, or another backup is being made.
         OSError: ``target`` cannot be written.
     """
     _check_target(state, target)
     pins = state.path / _PINS
-    with folder_lock(pins, "headwater backup"):
+    with folder_lock(pins, _OWNER):
         for left in pins.glob("*/"):  # of a backup that was killed
             shutil.rmtree(left)
         pinned = StateFolder(pins / secrets.token_hex(4))
@@ -69,24 +72,27 @@ def back_up(state: StateFolder, target: Path) -> Backup:
             _pin(state, pinned)
             with pinned.look():
                 entries, runs = pinned.journal.last_id(), len(pinned.journal.runs())
-            with folder_lock(target, "headwater backup"):
-                return _copy(pinned.path, target, entries, runs)
+                first = pinned.journal.first_hash()
+            with folder_lock(target, _OWNER):
+                return _copy(pinned.path, target, first, entries, runs)
         finally:
             shutil.rmtree(pinned.path, ignore_errors=True)
 
 
 def _check_target(state: StateFolder, target: Path) -> None:
     """Return quietly where a backup may be written over what is there."""
-    if target.resolve().is_relative_to(state.path.resolve()):
+    source, folder = state.path.resolve(), target.resolve()
+    if folder.is_relative_to(source) or source.is_relative_to(folder):
+        where = "inside" if folder.is_relative_to(source) else "above"
         raise UsageError(
-            f"{target} is inside the state folder; name a folder elsewhere, on another disk if there is one"
+            f"{target} is {where} the state folder; name a folder elsewhere, on another disk if there is one"
         )
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    if not target.exists() or (target.is_dir() and _is_unused(target)):
         return
     if not (target / "journal.db").is_file():
-        if target.is_dir() and {path.name for path in target.iterdir()} <= {"lock", "blobs", "runs", "hosted"}:
+        if _marked(target) == state.journal.first_hash():
             return  # the first backup there was killed
-        raise UsageError(f"{target} is neither empty nor a backup; name a new folder")
+        raise UsageError(f"{target} is neither empty nor a backup of this state folder; name a new folder")
     with Journal(target / "journal.db") as journal:
         newest = journal.entries(after=journal.last_id() - 1)
     known = state.journal.entries(after=newest[-1].id - 1)[:1] if newest else []
@@ -94,6 +100,23 @@ def _check_target(state: StateFolder, target: Path) -> None:
         raise UsageError(
             f"{target} holds the journal of another state folder, or one that was continued since; name a new folder"
         )
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether a folder holds nothing, or at most the lock of a backup that was killed before it wrote its marker."""
+    names = {path.name for path in folder.iterdir() if not TEMPORARY.fullmatch(path.name)}
+    if names != {"lock"}:
+        return not names
+    return (folder / "lock").is_file() and (folder / "lock").read_bytes()[: len(_OWNER)] in {b"", _OWNER.encode()}
+
+
+def _marked(folder: Path) -> str | None:
+    """What the marker of a backup says of its journal; None where there is no such marker."""
+    try:
+        journal = (read_json(folder / MARKER) or {}).get("journal")
+    except StateError:  # a file of somebody else
+        return None
+    return journal if isinstance(journal, str) else None
 
 
 def _pin(state: StateFolder, pinned: StateFolder) -> None:
@@ -161,9 +184,9 @@ def _is_linked(path: Path, other: Path) -> bool:
     return True
 
 
-def _copy(source: Path, target: Path, entries: int, runs: int) -> Backup:
+def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Backup:
     """Copy pinned files: what the new journal needs first, then the journal, and what goes last."""
-    (target / MARKER).unlink(missing_ok=True)
+    write_json(target / MARKER, {"journal": first, "is_complete": False})
     files = {path.relative_to(source): path for path in source.rglob("*") if path.is_file()}
     journal = files.pop(Path("journal.db"))
     blobs = {path for path in files if path.parts[0] == "blobs"}
@@ -177,7 +200,8 @@ def _copy(source: Path, target: Path, entries: int, runs: int) -> Backup:
             path.unlink()
     size = sum(path.stat().st_size for path in (journal, *files.values()))
     result = Backup(entries, runs, len(blobs), size, copied)
-    write_json(target / MARKER, {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()})
+    made = {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()}
+    write_json(target / MARKER, {"journal": first, "is_complete": True, **made})
     return result
 
 

@@ -426,6 +426,11 @@ class Journal:
         with self._transaction() as connection:
             return _value(connection, "SELECT max(id) FROM entries") or 0
 
+    def first_hash(self) -> str:
+        """Hash of the first entry, which no other journal has but copies of this one; empty in an empty journal."""
+        with self._transaction() as connection:
+            return _value(connection, "SELECT hash FROM entries WHERE id = 1") or ""
+
     def version(self) -> tuple[int, int]:
         """Another value whenever entries were appended since it was asked for, here or by another process."""
         with self._transaction() as connection:

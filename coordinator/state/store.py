@@ -29,7 +29,8 @@ _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # as `edge_agent.storage.write_atomic` names them
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+"""Names of temporary files of `edge_agent.storage.write_atomic`."""
 
 
 class BlobStore:
@@ -273,7 +274,7 @@ def sweep(folder: Path, older_than_s: float | None = None) -> None:
     Newer ones may belong to other processes, which write a report or a status.
     """
     for path in folder.glob(".*.tmp"):
-        if not _TEMPORARY.fullmatch(path.name):
+        if not TEMPORARY.fullmatch(path.name):
             continue
         with contextlib.suppress(FileNotFoundError):  # it was renamed, or removed by another process
             if older_than_s is None or path.stat().st_mtime < older_than_s:

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from federation_duties import WIDE_TASK
@@ -207,30 +208,73 @@ def test_a_backup_never_replaces_what_is_no_backup_of_this_folder(tmp_path):
                 back_up(state, tmp_path / "backup")
 
 
+@pytest.mark.parametrize("name", ["runs/resnet/events", "blobs/photos.zip", "hosted/page.html", "lock", "backup.json"])
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name):
+    """With names as in a backup, but no marker of one."""
+    target = tmp_path / "experiments"
+    (target / name).parent.mkdir(parents=True)
+    (target / name).write_text("weeks of work")
+    with StateFolder(tmp_path / "state").open("a coordinator") as state:
+        state.journal.append("coordinator_started")
+        with pytest.raises(UsageError, match="neither empty nor a backup of this state folder"):
+            back_up(state, target)
+    assert [(path, path.read_text()) for path in target.rglob("*") if path.is_file()] == [
+        (target / name, "weeks of work")
+    ]
+
+
+def test_an_incomplete_backup_of_another_state_folder_is_refused(tmp_path, monkeypatch):
+    with StateFolder(tmp_path / "one").open("one") as one, StateFolder(tmp_path / "two").open("two") as two:
+        one.journal.append("coordinator_started", body={"of": "one"})
+        two.journal.append("coordinator_started", body={"of": "two"})
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(backups, "write_atomic", mock.Mock(side_effect=KeyboardInterrupt))
+            back_up(one, tmp_path / "backup")
+        with pytest.raises(UsageError, match="neither empty nor a backup of this state folder"):
+            back_up(two, tmp_path / "backup")
+        assert back_up(one, tmp_path / "backup").entries == 1
+
+
+def test_a_folder_around_the_state_folder_is_refused(tmp_path):
+    """Called 'runs', it would be taken for files of an earlier backup and removed."""
+    with StateFolder(tmp_path / "project" / "runs").open("a coordinator") as state:
+        state.journal.append("coordinator_started")
+        with pytest.raises(UsageError, match="is above the state folder"):
+            back_up(state, tmp_path / "project")
+        assert state.journal.is_in_place
+
+
 def test_a_backup_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeypatch):
+    """At each of its first writes: the marker, the blob, the journal, the results."""
+
     class Gone(BaseException):
         pass
 
     with slow_fleet(tmp_path) as fed:
         fed.request(rounds=2)
         fed.until(lambda: fed.record.round == 1)
-        real, count = backups.write_atomic, [0]
+        count = [0]
 
-        def write_atomic(*arguments, **options):
-            count[0] += 1
-            if count[0] == dies_at:
-                raise Gone
-            real(*arguments, **options)
+        def dying(write):
+            def or_die(*arguments, **options):
+                count[0] += 1
+                if count[0] == dies_at:
+                    raise Gone
+                write(*arguments, **options)
 
-        for dies_at in range(1, 4):
-            count[0] = 0
+            return or_die
+
+        for dies_at in range(1, 5):
+            count[0], target = 0, tmp_path / f"backup-{dies_at}"
             with StateFolder(fed.config.state).look() as state:
                 with monkeypatch.context() as patch, pytest.raises(Gone):
-                    patch.setattr(backups, "write_atomic", write_atomic)
-                    back_up(state, tmp_path / f"backup-{dies_at}")
-                assert not (tmp_path / f"backup-{dies_at}" / MARKER).exists()
-                back_up(state, tmp_path / f"backup-{dies_at}")
-            assert_whole(tmp_path / f"backup-{dies_at}")
+                    for name in ("write_atomic", "write_json"):
+                        patch.setattr(backups, name, dying(getattr(backups, name)))
+                    back_up(state, target)
+                assert dies_at == 1 or json.loads((target / MARKER).read_bytes())["is_complete"] is False
+                back_up(state, target)
+            assert json.loads((target / MARKER).read_bytes())["is_complete"] is True
+            assert_whole(target)
 
 
 def test_client_state_of_hosted_clients_is_copied_and_their_caches_are_not(tmp_path):
