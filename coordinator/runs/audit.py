@@ -140,8 +140,9 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
             result.breaks.append(
                 f"entry {entries[-1].id}: encoder {record.outcome.get('encoder_sha256')}, the checkpoint has {sha}"
             )
-    folders = [*sorted((state.path / "hosted").glob("*/")), *agent_states]
-    read = [_receipts(folder / "runs" / str(record.request.get("id"))) for folder in folders]
+    hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
+    folders = [folder / "runs" / str(record.request.get("id")) for folder in (*hosted, *agent_states)]
+    read = [_receipts(folder) for folder in folders]
     result.unreadable_receipts = sum(unreadable for _, unreadable in read)
     _compare_receipts(entries, [one for receipts, _ in read for one in receipts], closed, result)
     return result

@@ -65,8 +65,9 @@ def back_up(state: StateFolder, target: Path) -> Backup:
     _check_target(state, target)
     pins = state.path / _PINS
     with folder_lock(pins, _OWNER):
-        for left in pins.glob("*/"):  # of a backup that was killed
-            shutil.rmtree(left)
+        for left in pins.iterdir():  # of a backup that was killed
+            if left.is_dir():
+                shutil.rmtree(left)
         pinned = StateFolder(pins / secrets.token_hex(4))
         try:
             _pin(state, pinned)

@@ -111,6 +111,22 @@ def test_machine_paths_are_recognised(line, found):
     assert bool(MACHINE.search(line)) is found
 
 
+def test_no_glob_asks_for_folders_only(root, sources):
+    """Before Python 3.11 a pattern that ends in a slash matches files, too: ask each path with ``is_dir``."""
+    tests = (path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py"))
+    wrong = [
+        ast.unparse(node)
+        for tree in (*(source.tree for source in sources), *map(ast.parse, tests))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"glob", "rglob"}
+        and node.args
+        and ast.unparse(node.args[0]).endswith(("/'", '/"'))
+    ]
+    assert wrong == []
+
+
 def test_no_test_waits_for_the_clock(root):
     """Waiting for an event with a time limit is fine; sleeping is how tests become slow and still fail at times."""
     wrong = [
