@@ -173,7 +173,7 @@ class OwnDataHooks(RunHooks):
         seconds = round(run.context.stopwatch() - begin, 3)
         body = {**result, "seconds": seconds, "encoder_sha256": encoder_sha256(run)}
         journal.append("warm_started", run=run.id, digest=digest, body=body)  # before the state is used
-        prune_blobs(run.context.state, digest)
+        prune_blobs(run.context.state)
         path.unlink(missing_ok=True)
         known = "unknown" if result["accuracy"] is None else result["accuracy"]
         log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result["samples"], known)

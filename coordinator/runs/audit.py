@@ -21,8 +21,7 @@ from edge_agent.wire.messages import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
 from ..state.journal import Entry
-from ..state.retention import blobs_needed
-from ..state.store import StateFolder
+from ..state.store import StateFolder, blobs_needed
 from .buffered import rebased
 from .release import pooled_before, sha256_of_encoder
 from .request import Request

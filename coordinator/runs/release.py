@@ -281,7 +281,7 @@ def with_pooled_norm(
     pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
     digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
     state.journal.append("norm_pooled", run=run.id, round=number, digest=digest, body={"clients": clients})
-    prune_blobs(state, run.checkpoint)
+    prune_blobs(state)
     return replace(run, pooled=pooled)
 
 
@@ -321,7 +321,7 @@ def with_client_ranges(
     ranges = {update.client: update.tensors["ranges"].copy() for update in updates_of(state.blobs, collection)}
     digest = state.blobs.put(*pieces(ranges))
     state.journal.append("ranges_collected", run=run.id, round=number, digest=digest, body={"clients": sorted(ranges)})
-    prune_blobs(state, run.checkpoint)
+    prune_blobs(state)
     return replace(run, client_ranges=ranges)
 
 

@@ -25,7 +25,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
-from ..state.store import blobs_in_use, retain_checkpoint
+from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
 from .buffered import BufferedCollection, rebased, refusal
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
@@ -546,7 +546,7 @@ class RunLoop:
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
-        blobs.prune({digest, *body["bases"].values(), *blobs_in_use(journal)})
+        prune_blobs(run.context.state)
         self.selection.closed(closed, body, run.id)
         run.context.state.run(run.id).append_metrics(round_record(closed, body))
         took = (figures["seconds"], figures["waiting_s"])

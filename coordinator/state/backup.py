@@ -18,8 +18,7 @@ from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import folder_lock, mapped, read_json, sha256_file, sha256_of, write_atomic, write_json
 
 from .journal import FINAL, Journal, utc_now
-from .retention import blobs_needed
-from .store import TEMPORARY, StateFolder
+from .store import TEMPORARY, StateFolder, blobs_needed
 
 TRIES = 8
 """Snapshots that are taken until one has all of its blobs; a round may end between the two."""

@@ -143,6 +143,9 @@ class RunRecord:
     checkpoint: str | None = None
     open_round: OpenRound | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
+    bases: tuple[str, ...] = ()
+    """Digests of the states that agents of buffered rounds have started from."""
+
     is_pruned: bool = False
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
@@ -159,6 +162,7 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         StateError: the entry contradicts those before it.
     """
     opened, number, body = record.open_round, entry.round, entry.body
+    bases = tuple(body.get("bases", {}).values())
     if entry.kind in {"run_started", "warm_started"}:
         return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
     if entry.kind in FINAL:
@@ -173,11 +177,11 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
             opened = OpenRound(number, int(body.get("attempt", 1)), cohort, body)
         else:
             opened = opened.next_attempt(cohort, body)
-        return replace(record, status="running", open_round=opened)
+        return replace(record, status="running", open_round=opened, bases=bases)
     if entry.kind == "round_closed":
         if opened is None or opened.round != number or entry.digest is None:
             raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
-        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None)
+        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None, bases=bases)
     if opened is not None and opened.takes(entry):
         record = replace(record, open_round=_with_update(opened, entry))
     return record
@@ -510,10 +514,23 @@ class Journal:
             rows = connection.execute(f"SELECT run, digest FROM entries WHERE id IN ({newest})")  # noqa: S608 - constants
             return {run: digest for run, digest in rows if run is not None}
 
+    def digests(self, kinds: Sequence[str], run: str | None = None) -> set[tuple[str | None, str]]:
+        """Run and digest of entries of these kinds that have a digest, of one run if given; no body is read."""
+        of_run = "" if run is None else " AND run = ?"
+        wanted = f"digest IS NOT NULL AND kind IN ({', '.join('?' * len(kinds))}){of_run}"
+        with self._transaction() as connection:
+            rows = connection.execute(
+                f"SELECT DISTINCT run, digest FROM entries WHERE {wanted}",  # noqa: S608 - values are bound
+                [*kinds, *([] if run is None else [run])],
+            )
+            return {(name, digest) for name, digest in rows}
+
     def unfinished(self) -> list[str]:
         """Ids of the runs that have not ended, in the order of their requests."""
-        over = {entry.run for entry in self.entries(kinds=tuple(FINAL))}
-        return [run for run in self.runs() if run not in over]
+        over = f"SELECT run FROM entries WHERE kind IN {(*FINAL,)} AND run IS NOT NULL"  # noqa: S608 - constants
+        query = f"SELECT run FROM entries WHERE kind = 'run_requested' AND run NOT IN ({over}) ORDER BY id"  # noqa: S608 - constants
+        with self._transaction() as connection:
+            return [run for (run,) in connection.execute(query)]
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

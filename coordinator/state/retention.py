@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .journal import FINAL
-from .store import StateFolder, blobs_in_use
+from .store import StateFolder, blobs_needed
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
         StateError: the journal cannot be written.
         OSError: a file cannot be removed.
     """
-    removed = prunable(state, runs)
+    removed = prunable(state, runs) if runs else []
     for one in removed:
         bundles = [path for path in one.files if path.suffix == ".hwb"]  # copies: all others are named by the journal
         for path in bundles:
@@ -97,17 +97,3 @@ def usage(state: StateFolder) -> dict[str, int]:
         "ended_runs": len(over & journal.checkpoints().keys()),
         "free_bytes": shutil.disk_usage(state.path).free,
     }
-
-
-def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
-    """Digests that runs other than ``pruned`` need.
-
-    The accepted updates of open rounds are among them, and the states that agents of buffered rounds started from.
-    """
-    needed = blobs_in_use(state.journal, pruned)
-    for run in state.journal.unfinished():
-        opened = state.journal.replay(run).open_round
-        for entry in state.journal.entries(run, ("round_opened", "round_closed"))[-1:]:
-            needed |= {*entry.body.get("bases", {}).values()}
-        needed |= {update.digest for update in opened.updates.values()} if opened is not None else set()
-    return needed

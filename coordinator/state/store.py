@@ -16,7 +16,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,25 +290,31 @@ def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, 
         journal.append("state_kept", run=run, round=number, digest=digest)
 
 
-def prune_blobs(state: StateFolder, checkpoint: str) -> None:
-    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints than this one."""
-    state.blobs.prune({checkpoint, *blobs_in_use(state.journal)})
+def prune_blobs(state: StateFolder) -> None:
+    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints."""
+    state.blobs.prune(blobs_needed(state))
 
 
-def blobs_in_use(journal: Journal, pruned: Collection[str] = ()) -> set[str]:
-    """Digests that entries of the journal need: releases, newest checkpoints, retained states and updates.
+def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
+    """Digests that runs other than ``pruned`` need: releases, newest checkpoints, retained states and updates.
 
-    Runs that were pruned, and those in ``pruned``, need none; the release on offer stays whichever run it is of.
+    The accepted updates of open rounds are among them, and the states that agents of buffered rounds started from. Runs
+    that were pruned need none; the release on offer stays whichever run it is of.
     """
-    released = journal.entries(kinds=("release_made",))
+    journal = state.journal
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
-    needed = [*released, *journal.entries(kinds=("norm_pooled", "ranges_collected", "state_kept"))]
-    for run in checkpoints:
-        if any(request.body.get("keep_updates") for request in journal.entries(run, ("run_requested",))):
-            needed += journal.entries(run, (*CHECKPOINTS, "update_accepted"))
-    digests = {entry.digest for entry in needed if entry.run not in gone} | {entry.digest for entry in released[-1:]}
-    return {digest for digest in digests if digest is not None} | set(checkpoints.values())
+    kept = journal.digests(("release_made", "norm_pooled", "ranges_collected", "state_kept"))
+    for request in journal.entries(kinds=("run_requested",)):
+        if request.run in checkpoints and request.body.get("keep_updates"):
+            kept |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
+    offered = journal.entries(kinds=("release_made",))[-1:]
+    needed = {*checkpoints.values(), *(entry.digest for entry in offered if entry.digest is not None)}
+    needed |= {digest for run, digest in kept if run not in gone}
+    for record in map(journal.replay, journal.unfinished()):
+        needed |= {*record.bases}
+        needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
+    return needed
 
 
 def states_of(state: StateFolder, run: str) -> dict[int, str]:

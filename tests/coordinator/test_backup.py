@@ -19,8 +19,7 @@ from coordinator.cli.backup import backup
 from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
 from coordinator.state.journal import Journal
-from coordinator.state.retention import blobs_needed
-from coordinator.state.store import StateFolder
+from coordinator.state.store import StateFolder, blobs_needed
 from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import sha256_file
 

@@ -21,8 +21,7 @@ from coordinator.runs.audit import audit
 from coordinator.runs.buffered import BufferedCollection, rebased, refusal, staleness_weight
 from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
-from coordinator.state.retention import blobs_needed
-from coordinator.state.store import StateFolder
+from coordinator.state.store import StateFolder, blobs_needed
 from edge_agent import methods
 from edge_agent.data import Samples
 from edge_agent.errors import ChunkError, UsageError

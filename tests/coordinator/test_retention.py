@@ -9,8 +9,8 @@ from federation_harness import Federation
 
 from coordinator.cli.prune import prune, removed_by
 from coordinator.state.journal import Journal
-from coordinator.state.retention import prunable, runs_beyond
-from coordinator.state.store import StateFolder, states_of
+from coordinator.state.retention import prunable, prune_runs, runs_beyond
+from coordinator.state.store import StateFolder, prune_blobs, states_of
 from edge_agent.errors import StateError, UsageError
 
 
@@ -140,6 +140,45 @@ def test_kept_updates_stay_until_their_run_is_pruned(tmp_path):
         ended(fed, 2)
         fed.wait(1)
         assert not blobs_on_disk(fed.state) & digests
+
+
+def test_no_update_is_parsed_to_know_which_blobs_stay(tmp_path, monkeypatch):
+    """At the end of each round: with all updates kept, a long run would take longer with each of them."""
+    real, read = Journal.entries, []
+
+    def entries(journal, *arguments, **options):
+        found = real(journal, *arguments, **options)
+        read.extend(found)
+        return found
+
+    def blob(number):
+        return f"{number:064x}"
+
+    with StateFolder(tmp_path).open("a coordinator") as state:
+        journal = state.journal
+        for keeps in (True, False):
+            run = journal.request_run({"keep_updates": keeps})
+            journal.append("run_started", run=run, digest=blob(0))
+            for number in range(1, 6):
+                journal.append("round_opened", run=run, round=number, body={"cohort": ["a0", "a1"]})
+                for agent in ("a0", "a1"):
+                    entry = {"run": run, "round": number, "agent": agent, "body": {"samples": 1}}
+                    journal.append("update_accepted", **entry, digest=blob(1000 * keeps + 10 * number + int(agent[1])))
+                if number < 5:
+                    journal.append("round_closed", run=run, round=number, digest=blob(2000 + 10 * number + keeps))
+            journal.replay(run)
+        state.blobs.folder.mkdir(exist_ok=True)
+        for number in range(3000):
+            (state.blobs.folder / blob(number)).touch()
+        monkeypatch.setattr(Journal, "entries", entries)
+        prune_blobs(state)
+        assert {entry.kind for entry in read} <= {"run_requested"}
+        updates = [1000 + 10 * number + agent for number in range(1, 6) for agent in (0, 1)]
+        # Of the run that does not keep them: the last checkpoint, and the updates of the round that is open.
+        assert blobs_on_disk(state) == {blob(n) for n in (0, *updates, 50, 51, 2011, 2021, 2031, 2041, 2040)}
+        read.clear()
+        assert prune_runs(state, []) == []
+        assert read == []
 
 
 def test_a_kill_in_the_middle_of_pruning_leaves_a_folder_that_the_next_round_cleans(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 
 from coordinator.cli import main
-from coordinator.state.store import StateFolder, states_of
+from coordinator.state.store import StateFolder, prune_blobs, states_of
 from edge_agent.agent.local_state import ClientStateFiles
 
 
@@ -41,10 +41,8 @@ def test_another_runs_end_leaves_kept_states_alone(images, folder):
     path, _ = simulated(images, folder / "again")
     state = StateFolder(path)
     with state.open("test"):
-        from coordinator.state.store import blobs_in_use
-
         before = states_of(state, "run-0001")
-        state.blobs.prune(blobs_in_use(state.journal))
+        prune_blobs(state)
         assert states_of(state, "run-0001") == before
         assert len(before) == 3
 
