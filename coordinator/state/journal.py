@@ -255,7 +255,7 @@ class Journal:
         """Entries that were appended here."""
 
         self._replayed: dict[str, tuple[int, RunRecord]] = {}
-        """Run -> its newest entry that `replay` has read, and where the run stood then."""
+        """Run -> newest entry of the journal when `replay` read it, whichever run's, and where the run stood then."""
 
     def __enter__(self) -> Journal:
         return self.open()
@@ -492,15 +492,15 @@ class Journal:
         """
         with self._lock:
             after, record = self._replayed.get(run, (0, RunRecord(run, {})))
-            entries = self.entries(run, after=after)
+            newest = self.last_id()  # before the entries: another process may append in between
+            entries = self.entries(run, after=after) if newest > after else []
             if not after:
                 if not entries or entries[0].kind != "run_requested":
                     raise UnknownName("run", run, self.runs())
                 record = RunRecord(run, entries[0].body)
             for entry in entries if after else entries[1:]:
                 record = step(record, entry)
-            if entries:
-                self._replayed[run] = (entries[-1].id, record)
+            self._replayed[run] = (max([newest, *(entry.id for entry in entries[-1:])]), record)
             return record
 
     def runs(self) -> list[str]:

@@ -285,6 +285,31 @@ def test_unknown_run_is_named_with_its_nearest(journal):
         journal.replay("run-0002")
 
 
+def test_replay_reads_each_entry_of_the_journal_once(journal):
+    """A run that has ended long ago is not looked for in everything that was written since."""
+
+    def steps():
+        """Steps of the database's machine; reading a row takes some."""
+        count = [0]
+        journal._connection.set_progress_handler(lambda: count.__setitem__(0, count[0] + 1), 1)
+        record = journal.replay(first)
+        journal._connection.set_progress_handler(None, 1)
+        assert record.status == "finished"
+        return count[0]
+
+    first = journal.request_run({})
+    journal.append("run_finished", run=first)
+    second = journal.request_run({})
+    unchanged = [steps(), steps()][-1]
+    for number in range(1, 301):
+        journal.append("update_accepted", run=second, round=number, agent="a0", digest="0" * 64)
+    once, again = steps(), steps()
+    assert once > 300
+    assert again == unchanged < 50
+    journal.append("run_pruned", run=first)
+    assert journal.replay(first).is_pruned
+
+
 def test_unfinished_runs_in_the_order_of_their_requests(journal):
     runs = [journal.request_run({}) for _ in range(4)]
     assert runs == ["run-0001", "run-0002", "run-0003", "run-0004"]
