@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,27 +106,36 @@ T = TypeVar("T")
 
 
 def _when_there_is_room(folder: Path, stop: threading.Event | None, act: Callable[[], T]) -> T:
-    """The result of ``act``, which is tried again while it fails on a full disk, until ``stop`` is set.
+    """The result of ``act``, which is tried again while it fails because the disk is full, until ``stop`` is set.
 
     Raises:
-        StateError: it failed with room on the disk, or without ``stop``.
+        StateError: it failed for another reason, with room on the disk, or without ``stop``.
     """
     is_logged = False
     while True:
         try:
             return act()
-        except StateError:
+        except StateError as error:
             free = shutil.disk_usage(folder).free if folder.is_dir() else LEAST_FREE_BYTES
-            if free >= LEAST_FREE_BYTES or stop is None:
+            if free >= LEAST_FREE_BYTES or stop is None or not _may_be_for_room(error):
                 raise
             if not is_logged:
                 log.warning(
                     "start_waits folder=%s free_bytes=%d needed=%d: the disk is full; make room on it, the coordinator "
-                    "starts then",
+                    "starts then: %s",
                     folder,
                     free,
                     LEAST_FREE_BYTES,
+                    error,
                 )
             is_logged = True
             if stop.wait(START_AGAIN_S):
                 raise
+
+
+def _may_be_for_room(error: StateError) -> bool:
+    """Whether a full disk can be the cause: not of a lock that another process holds, nor of a damaged journal."""
+    if isinstance(error.__cause__, OSError):
+        return error.__cause__.errno in {errno.ENOSPC, errno.EDQUOT}
+    # SQLite words a full disk in several ways; what is damaged is a DatabaseError, or has no cause.
+    return isinstance(error.__cause__, sqlite3.OperationalError)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import sqlite3
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from coordinator.service import app
 from coordinator.state.store import StateFolder
+from edge_agent.errors import StateError
 
 LOADED = """
 import contextlib, io, sys
@@ -65,31 +71,60 @@ def test_help_of_the_device_loads_nothing_but_the_standard_library():
     assert not packages(loaded_by("edge_agent", "--help")) & (HEAVY | {"pydantic", "numpy", "paho"})
 
 
-@pytest.mark.parametrize("free, tries", [(0, 3), (1 << 20, 1)], ids=["full", "with room"])
-def test_a_start_that_fails_on_a_full_disk_is_tried_again_until_there_is_room(tmp_path, monkeypatch, free, tries):
-    from types import SimpleNamespace
+class Stop:
+    """Set at the third pause, of ``START_AGAIN_S`` each."""
 
-    from coordinator.service import app
-    from edge_agent.errors import StateError
+    def __init__(self):
+        self.pauses = 0
 
-    class Stop:
-        pauses = 0
+    def wait(self, seconds):
+        assert seconds == app.START_AGAIN_S
+        self.pauses += 1
+        return self.pauses == 3
 
-        def wait(self, seconds):
-            assert seconds == app.START_AGAIN_S
-            self.pauses += 1
-            return self.pauses == tries
 
-    def fail():
-        raise StateError("database or disk is full")
-
+def with_free(monkeypatch, free):
     monkeypatch.setattr(app.shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+
+
+@pytest.mark.parametrize(
+    "cause", [sqlite3.OperationalError("database or disk is full"), OSError(errno.ENOSPC, "No space left on device")]
+)
+@pytest.mark.parametrize("free, pauses", [(0, 3), (1 << 20, 0)], ids=["full", "with room"])
+def test_a_start_that_fails_on_a_full_disk_is_tried_again_until_there_is_room(
+    tmp_path, monkeypatch, caplog, free, pauses, cause
+):
+    def fail():
+        raise StateError(f"cannot be written ({cause})") from cause
+
+    with_free(monkeypatch, free)
     stop = Stop()
     with pytest.raises(StateError):
         app._when_there_is_room(tmp_path, stop, fail)
-    assert stop.pauses == (tries if free == 0 else 0)
+    assert stop.pauses == pauses
+    assert [str(cause) in record.getMessage() for record in caplog.records] == [True] * bool(pauses)
     results = iter((fail, lambda: "started"))
     if free == 0:
         assert app._when_there_is_room(tmp_path, Stop(), lambda: next(results)()) == "started"
     with pytest.raises(StateError):
         app._when_there_is_room(tmp_path, None, fail)
+
+
+@pytest.mark.parametrize("trouble", ["locked", "no database", "changed"])
+def test_room_is_not_waited_for_where_that_would_not_help(tmp_path, monkeypatch, trouble):
+    """The disk is full, and the start fails for another reason."""
+    with_free(monkeypatch, 0)
+    stop, folder = Stop(), StateFolder(tmp_path)
+    with folder.open("headwater serve") as state:
+        state.journal.append("coordinator_started")
+    with contextlib.ExitStack() as stack:
+        if trouble == "locked":
+            stack.enter_context(StateFolder(tmp_path).open("headwater serve"))
+        elif trouble == "no database":
+            folder.journal.path.write_bytes(b"no database " * 1000)
+        else:
+            with contextlib.closing(sqlite3.connect(folder.journal.path)) as connection, connection:
+                connection.execute("UPDATE entries SET agent = 'a9'")
+        with pytest.raises(StateError, match=r"is in use by headwater serve|not a database|its content was changed"):
+            app._when_there_is_room(tmp_path, stop, lambda: stack.enter_context(folder.open("headwater serve")))
+    assert stop.pauses == 0
