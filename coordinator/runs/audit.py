@@ -122,27 +122,35 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
     except StateError as error:
         result.breaks.append(str(error))
         return result
+    hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
+    folders = [folder / "runs" / str(record.request.get("id")) for folder in (*hosted, *agent_states)]
+    # Of a run at work: the journal has everything that receipts and figures tell of only if it is read after them.
+    read = [_receipts(folder) for folder in folders]
+    result.unreadable_receipts = sum(unreadable for _, unreadable in read)
+    figures = state.run(run).metrics()
     entries = state.journal.entries(run)
     result.entries = len(entries)
     closed = list(_rounds(entries, result.breaks.append))
     result.rounds = [AuditedRound(one.number, len(one.accepted)) for one in closed]
-    _compare_figures(state, run, closed, result.breaks.append, is_over=record.is_over)
+    with_figures = record.round if record.is_over else record.round - 1  # the last ones are restored when it resumes
+    _compare_figures(state.run(run).metrics_path, figures, closed, with_figures, result.breaks.append)
     sound = _compare_blobs(state, entries, result)
     request = Request.from_body(record.request)
     method = methods.create(request.method, request.params)
     _compare_states(state, method, entries, closed, sound, result)
     if record.status == "finished" and record.checkpoint in sound:
-        pooled = pooled_before(state, run, record.round)
-        sha = sha256_of_encoder({**decode(state.blobs.read(record.checkpoint or "")), **pooled})
-        result.encoder = "equal" if sha == record.outcome.get("encoder_sha256") else "different"
+        try:
+            state_after = decode(state.blobs.read(record.checkpoint or ""))
+        except StateError:
+            if not _removed(state, {record.checkpoint}):
+                raise
+        else:
+            sha = sha256_of_encoder({**state_after, **pooled_before(state, run, record.round)})
+            result.encoder = "equal" if sha == record.outcome.get("encoder_sha256") else "different"
         if result.encoder == "different":
             result.breaks.append(
                 f"entry {entries[-1].id}: encoder {record.outcome.get('encoder_sha256')}, the checkpoint has {sha}"
             )
-    hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
-    folders = [folder / "runs" / str(record.request.get("id")) for folder in (*hosted, *agent_states)]
-    read = [_receipts(folder) for folder in folders]
-    result.unreadable_receipts = sum(unreadable for _, unreadable in read)
     _compare_receipts(entries, [one for receipts, _ in read for one in receipts], closed, result)
     return result
 
@@ -186,26 +194,25 @@ def _row(entry: Entry) -> str:
     return f"entry {entry.id} ({entry.kind}{agent}, round {entry.round})"
 
 
-def _compare_figures(state: StateFolder, run: str, closed: Iterable[_Round], breaks: Break, *, is_over: bool) -> None:
-    """Each closed round has one line of figures, with the agents whose updates were aggregated."""
-    folder = state.run(run)
-    lines = [line for line in folder.metrics() if line.get("kind") == "round"]
+def _compare_figures(
+    path: Path, figures: Iterable[dict[str, Any]], closed: Iterable[_Round], last: int, breaks: Break
+) -> None:
+    """Each closed round has one line of figures, with the agents that were aggregated; after ``last`` it may lack."""
+    lines = [line for line in figures if line.get("kind") == "round"]
     numbers, rounds = [line.get("round") for line in lines], list(closed)
     for one in rounds:
         count = numbers.count(one.number)
-        if count != 1 and (count or is_over or one is not rounds[-1]):  # the last one is restored when the run resumes
-            breaks(f"{folder.metrics_path}: {count} lines of round {one.number}, expected 1")
+        if count != 1 and (count or one.number <= last):
+            breaks(f"{path}: {count} lines of round {one.number}, expected 1")
         elif count and lines[numbers.index(one.number)].get("agents") != sorted(one.accepted):
-            breaks(
-                f"{folder.metrics_path}: round {one.number} has other agents than the journal's {sorted(one.accepted)}"
-            )
+            breaks(f"{path}: round {one.number} has other agents than the journal's {sorted(one.accepted)}")
     for number in sorted({*numbers} - {one.number for one in rounds}, key=str):
-        breaks(f"{folder.metrics_path}: round {number} is not closed in the journal")
+        breaks(f"{path}: round {number} is not closed in the journal")
 
 
 def _compare_blobs(state: StateFolder, entries: Iterable[Entry], result: Audit) -> set[str]:
     """Digests of the blobs on disk with the right hash; a wrong one breaks, and one that is needed and gone."""
-    needed, sound = blobs_needed(state), set[str]()
+    needed, sound, wrong = blobs_needed(state), set[str](), list[tuple[Entry, StateError]]()
     for entry in entries:
         if entry.digest is None or entry.digest in sound:
             continue
@@ -214,9 +221,17 @@ def _compare_blobs(state: StateFolder, entries: Iterable[Entry], result: Audit) 
                 state.blobs.check(entry.digest)
                 sound.add(entry.digest)
         except StateError as error:
-            result.breaks.append(f"{_row(entry)}: {error}")
+            wrong.append((entry, error))
+    removed = _removed(state, {entry.digest for entry, _ in wrong})
+    result.breaks += [f"{_row(entry)}: {error}" for entry, error in wrong if entry.digest not in removed]
     result.blobs = len(sound)
     return sound
+
+
+def _removed(state: StateFolder, digests: set[str | None]) -> set[str]:
+    """Of these blobs, those that a coordinator at work has removed since, as nothing needs them any more."""
+    gone = {digest for digest in digests if digest is not None and digest not in state.blobs}
+    return gone - blobs_needed(state) if gone else gone
 
 
 def _compare_states(
@@ -235,9 +250,10 @@ def _compare_states(
             row = _row(one.closed)
             try:
                 sha = _aggregated(state, method, before or "", updates, one)
-            except HeadwaterError as error:
-                audited.is_aggregation = False
-                result.breaks.append(f"{row}: its updates cannot be aggregated: {error}")
+            except (HeadwaterError, OSError) as error:
+                if not _removed(state, {before, *bases, *(entry.digest for entry in updates.values())}):
+                    audited.is_aggregation = False
+                    result.breaks.append(f"{row}: its updates cannot be aggregated: {cause(error)}")
             else:
                 audited.is_aggregation = sha == one.closed.digest
                 if not audited.is_aggregation:

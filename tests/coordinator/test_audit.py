@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
 import signal
 import sqlite3
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Federation
 
 from coordinator.cli.audit import audit as audit_command
+from coordinator.runs import audit as audits
 from coordinator.runs.audit import audit
-from coordinator.state.journal import hash_of
-from coordinator.state.store import StateFolder
+from coordinator.state.journal import Journal, hash_of
+from coordinator.state.retention import prune_runs, runs_beyond
+from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.agent.local_state import RECEIPTS, note_receipt
 from edge_agent.errors import UnknownName
 from edge_agent.wire.messages import BlobRef, UpdateManifest
@@ -112,6 +116,63 @@ def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
         result = audited(tmp_path)
         assert result.breaks == []
         assert [one.is_aggregation for one in result.rounds] == [True] * 3
+
+
+READS = [
+    *((Journal, name) for name in ("replay", "verify", "entries")),
+    *((BlobStore, name) for name in ("__contains__", "check", "read")),
+    *((audits, name) for name in ("_receipts", "blobs_needed", "mapped")),
+    (RunFolder, "metrics"),
+]
+
+
+@contextlib.contextmanager
+def disturbed(owner, name, act):
+    """Inside, ``act`` runs just before and just after each call of a function by others than itself."""
+    real, acting = getattr(owner, name), []
+
+    def call(*arguments, **options):
+        if acting:
+            return real(*arguments, **options)
+        acting.append(True)
+        try:
+            act()
+            result = real(*arguments, **options)
+            act()
+        finally:
+            acting.clear()
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+@pytest.mark.parametrize("owner, name", READS)
+def test_a_run_at_work_breaks_nowhere(tmp_path, owner, name):
+    """A round closes, and the next one has an update, around whatever the audit reads."""
+    with Federation(tmp_path, agents=(), cohort={"min_agents": 2}) as fed:
+        fed.add("a0", seconds=1)
+        fed.add("a1", seconds=2)
+        fed.request(rounds=30, keep_updates=name in {"read", "mapped"})  # others are not aggregated again
+        fed.until(lambda: fed.entries("update_accepted", round=3))
+
+        def go_on():
+            number = fed.record.round
+            fed.until(lambda: fed.record.is_over or fed.entries("update_accepted", round=number + 2))
+
+        with StateFolder(fed.config.state).look() as state, disturbed(owner, name, go_on):
+            result = audit(state, fed.run, [tmp_path / "a0", tmp_path / "a1"])
+        assert fed.record.round > 3
+        assert result.breaks == []
+
+
+@pytest.mark.parametrize("owner, name", READS)
+def test_a_run_that_is_pruned_meanwhile_breaks_nowhere(folder, owner, name):
+    with StateFolder(folder / "coordinator").look() as state, StateFolder(folder / "coordinator").open("it") as other:
+        with disturbed(owner, name, lambda: prune_runs(other, runs_beyond(other, 0))):
+            result = audit(state, "run-0001", [folder / name for name in AGENTS])
+        assert other.journal.replay("run-0001").is_pruned
+    assert result.breaks == []
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedadam", "scaffold", "dualfed", "fedpac"])
