@@ -6,9 +6,11 @@ stay. The removal is journaled before the first file goes, so that a missing che
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,9 @@ def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed
         needed |= digests
         blobs = (state.blobs.path(digest) for digest in sorted(digests))
-        files = [path for path in (*sorted(state.run(run).folder.glob("*.hwb")), *blobs) if path.is_file()]
+        sizes = _sizes((*sorted(state.run(run).folder.glob("*.hwb")), *blobs))
         status = next(FINAL[entry.kind] for entry in entries if entry.kind in FINAL)
-        result.append(Prunable(run, status, tuple(files), sum(path.stat().st_size for path in files)))
+        result.append(Prunable(run, status, tuple(sizes), sum(sizes.values())))
     return result
 
 
@@ -90,10 +92,21 @@ def usage(state: StateFolder) -> dict[str, int]:
     journal = state.journal
     over = {entry.run for entry in journal.entries(kinds=tuple(FINAL))}
     over -= {entry.run for entry in journal.entries(kinds=("run_pruned",))}
-    blobs = [path.stat().st_size for path in state.blobs.folder.glob("*") if path.is_file()]
+    blobs = _sizes(state.blobs.folder.glob("*"))
     return {
         "blobs": len(blobs),
-        "blob_bytes": sum(blobs),
+        "blob_bytes": sum(blobs.values()),
         "ended_runs": len(over & journal.checkpoints().keys()),
         "free_bytes": shutil.disk_usage(state.path).free,
     }
+
+
+def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
+    """File -> bytes, of those that are files; a coordinator at work may remove one at any moment."""
+    result = dict[Path, int]()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                result[path] = status.st_size
+    return result

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from federation_harness import Federation
 
 from coordinator.cli.prune import prune, removed_by
 from coordinator.state.journal import Journal
-from coordinator.state.retention import prunable, prune_runs, runs_beyond
+from coordinator.state.retention import prunable, prune_runs, runs_beyond, usage
 from coordinator.state.store import StateFolder, prune_blobs, states_of
 from edge_agent.errors import StateError, UsageError
 
@@ -238,6 +240,35 @@ def test_export_of_a_pruned_run_says_what_removed_its_checkpoint(tmp_path):
         with pytest.raises(UsageError, match="the checkpoint of run-0001 was removed by retention"):
             TrainedModel.of(fed.config.state, "run-0001")
         assert TrainedModel.of(fed.config.state).record.run == "run-0002"
+
+
+@pytest.mark.parametrize("goes_at", [1, 2])
+def test_a_file_that_goes_while_files_are_counted_is_no_error(tmp_path, monkeypatch, goes_at):
+    """A coordinator at work removes one of two files just before it is looked at for that time."""
+    real, looks = Path.stat, Counter()
+
+    def stat(path, **options):
+        if path == goes:
+            looks[path] += 1
+            if looks[path] == goes_at:
+                path.unlink(missing_ok=True)
+        return real(path, **options)
+
+    with StateFolder(tmp_path).open("a coordinator") as state:
+        run, stays = state.journal.request_run({}), state.blobs.put(b"stays")
+        for kind, digest in (("run_started", stays), ("run_finished", None)):
+            state.journal.append(kind, run=run, digest=digest)
+        for counted, goes in (
+            (lambda: usage(state)["blobs"], state.blobs.path("0" * 64)),
+            (lambda: len(prunable(state, [run])[0].files), state.run(run).folder / "run-0001.hwb"),
+        ):
+            goes.parent.mkdir(parents=True, exist_ok=True)
+            goes.write_bytes(b"goes")
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "stat", stat)
+                assert counted() == goes_at, "one look at each file is enough"
+            goes.unlink(missing_ok=True)
+            assert counted() == 1
 
 
 def test_figures_of_the_disk_are_in_the_status(tmp_path, capsys):
