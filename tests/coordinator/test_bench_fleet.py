@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from coordinator.broker import find_mosquitto
 from coordinator.cli import command_tree
+from coordinator.config import CoordinatorConfig, load_config
 from coordinator.research.bench import fleet, fleet_mqtt
 from coordinator.research.bench.measuring import FleetPlan
 from coordinator.research.bench.workloads import number_of
@@ -61,6 +62,18 @@ def test_messages_and_bytes_of_a_fleet_are_counted(tmp_path):
 def test_agents_beyond_the_cohort_only_send_heartbeats(tmp_path):
     figures = fleet.measure_in_memory(FleetPlan(agents=6, cohort=2, payload=str(BYTES), rounds=1, idle_s=0), tmp_path)
     assert figures.updates == 2
+
+
+def test_a_coordinator_over_a_broker_has_the_same_settings_as_one_in_memory(tmp_path):
+    settings = fleet.settings(FleetPlan(agents=6, cohort=2))
+    path = tmp_path / "coordinator.toml"
+    fleet.write_config(path, {**settings, "state": "here", "broker": {"url": "mqtt://127.0.0.1:1"}})
+    written = load_config(path)
+    assert (written.state, written.broker.url) == (tmp_path / "here", "mqtt://127.0.0.1:1")
+    own = CoordinatorConfig.model_validate({**settings, "state": written.state, "broker": written.broker})
+    of_the_place = {"export": {"folder"}}  # in memory there is no file that it could be beside
+    assert written.model_dump(exclude=of_the_place) == own.model_dump(exclude=of_the_place)
+    assert (own.cohort.max_agents, own.export.after_run) == (2, False)
 
 
 def packet(kind, body):

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -109,6 +109,19 @@ def settings(plan: FleetPlan) -> dict[str, Any]:
         "round": {"quorum": 1.0},
         "export": {"after_run": False},
     }
+
+
+def write_config(path: Path, values: Mapping[str, Any]) -> None:
+    """Write settings as TOML, a line for each: what JSON writes of numbers, strings, lists and booleans is TOML."""
+
+    def lines(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from lines(value, f"{above}{name}.")
+            else:
+                yield f"{above}{name} = {json.dumps(value)}\n"
+
+    path.write_text("".join(lines(values)), encoding="utf-8")
 
 
 class LeapingClock:
@@ -301,12 +314,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
     state_path = folder / "coordinator"
     with broker(plan.transport) as running, contextlib.ExitStack() as stack:
         address, config = running.config(), folder / "coordinator.toml"
-        config.write_text(
-            f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n[broker]\n'
-            f'url = "{address.url}"\n[task]\nclass_names = ["a"]\n[cohort]\nmin_agents = {plan.cohort_size}\n'
-            f"max_agents = {plan.cohort_size}\n[round]\nquorum = 1.0\n[export]\nafter_run = false\n",
-            encoding="utf-8",
-        )
+        write_config(config, {**settings(plan), "state": state_path.name, "broker": {"url": address.url}})
         arguments = ["coordinator", "--config", config]
         coordinator = stack.enter_context(module("coordinator", arguments, folder, module=PROGRAMS))
         coordinator.answer()
