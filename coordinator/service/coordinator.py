@@ -37,7 +37,7 @@ from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.journal import utc_now
-from ..state.store import StateFolder
+from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
 
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
-MOST_LISTED = 200
-"""Agents that ``status.json`` lists; ``agents.json`` has all where there are more."""
 ADVANCE_S = 0.02
 """Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
 ADVANCE_SHARE = 0.05
@@ -502,8 +500,9 @@ class Coordinator:
         }
 
     def everyone(self) -> list[dict[str, Any]]:
-        """All known agents as in `status`, sorted by id."""
-        return list(self._described(self.roster.members(), None if self.loop is None else self.loop.status()))
+        """All known agents as in `status`, sorted by id, and hosted clients that have not connected yet."""
+        run = None if self.loop is None else self.loop.status()
+        return [*self._described(self.roster.members(), run), *self._away()]
 
     def _counts(self) -> dict[str, int]:
         members, ready = self.roster.members(), len(self.roster.ready)

@@ -187,14 +187,15 @@ def read_status(state: Path) -> dict[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
-EVERYONE = "agents.json"
-"""All agents of a large fleet, of which ``status.json`` has only some."""
+EVERYONE, MOST_LISTED = "agents.json", 200
+"""Where all agents are if the fleet has more than so many; ``status.json`` lists only so many."""
 
 
 def read_agents(state: Path) -> list[dict[str, Any]]:
     """All agents that the coordinator of a state folder last wrote about."""
-    listed: list[dict[str, Any]] = read_status(state).get("agents", [])
-    if read_status(state).get("fleet", {}).get("agents", 0) <= len(listed):
+    status = read_status(state)
+    listed: list[dict[str, Any]] = status.get("agents", [])
+    if status.get("fleet", {}).get("agents", 0) <= MOST_LISTED:
         return listed
     try:
         result = json.loads((state / EVERYONE).read_bytes())

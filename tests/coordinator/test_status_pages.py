@@ -10,7 +10,8 @@ from federation_harness import Federation
 from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
-from coordinator.service.coordinator import MOST_LISTED
+from coordinator.config import CoordinatorConfig
+from coordinator.state.store import MOST_LISTED, read_agents
 from edge_agent.wire import messages as wire
 
 SIZE = 450
@@ -64,6 +65,24 @@ def test_the_status_file_lists_no_more_agents_however_many_there_are(fed):
         "stalled": 0,
     }
     assert path.stat().st_size <= size + 4096
+
+
+@pytest.mark.parametrize("size", [MOST_LISTED, MOST_LISTED + 3])
+def test_hosted_clients_that_are_away_are_listed_beside_all_others(tmp_path, size):
+    """Three of them: as many as the agents that the status leaves out."""
+    away = ["h0", "h1", "h2"]
+    hosted = [{"id": name, "data": {"source": "images:digits"}} for name in away]
+    fed = Federation(tmp_path, agents=())
+    fed.config = CoordinatorConfig.model_validate({**fed.config.model_dump(), "hosted": hosted})
+    with fed:
+        fed.settle()
+        for number in range(size):
+            hello(fed, f"m{number:04d}")
+        fed.wait(40)
+        agents = read_agents(fed.config.state)
+        assert [agent["id"] for agent in agents] == [*(f"m{number:04d}" for number in range(size)), *away]
+        assert [agent["present"] for agent in agents[-4:]] == [True, False, False, False]
+        assert len(json.loads((fed.config.state / "status.json").read_bytes())["agents"]) == MOST_LISTED + len(away)
 
 
 def test_an_open_round_of_a_large_cohort_is_counted_and_not_listed(tmp_path):
