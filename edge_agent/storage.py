@@ -406,6 +406,29 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         file.close()
 
 
+def lock_holder(folder: Path) -> str | None:
+    """Who holds ``folder`` by `folder_lock`, as text; None: nobody does, or the folder is not there."""
+    try:
+        with (folder / "lock").open("r+") as file:
+            holder = file.read(200).strip() or "another process"
+            try:
+                _lock(file.fileno())
+            except OSError:
+                return holder
+            _unlock(file.fileno())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None
+
+
+def take_lock_away(folder: Path) -> None:
+    """Let another process hold ``folder``, although one that does not answer holds it now and does not notice.
+
+    Only where the holder is prevented from writing by other means, as by `coordinator.state.journal`.
+    """
+    (folder / "lock").unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def waited_lock(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for some milliseconds, waiting for other holders; for commands that change a file in it."""

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from edge_agent.errors import StateError, cause
+from edge_agent.worker import stop_on_signals
+
 from ..state.backup import back_up
 from ..state.store import StateFolder
 from ..text import counted
-from .options import Config, Json, State, state_path
-from .output import present
+from .options import INTERRUPTED, Config, Json, State, state_path
+from .output import console, present
 
 Target = Annotated[
     Path, typer.Argument(metavar="DIR", help="New folder, or one with an earlier backup to bring up to date.")
 ]
+Every = Annotated[
+    float | None,
+    typer.Option("--every", min=1, max=86_400, help="Go on until stopped, with so many seconds between two backups."),
+]
 
 
-def backup(target: Target, config: Config = None, state: State = None, as_json: Json = False) -> None:
+def backup(
+    target: Target, config: Config = None, state: State = None, every: Every = None, as_json: Json = False
+) -> None:
     """Copy the state folder, also while a coordinator works on it.
 
     The copy has the journal as of one moment and the blobs that it needs, compared with their hashes, with the results
     of runs and the client state of hosted clients. To restore it, stop the coordinator and start one with the copy as
-    its state folder: it resumes the runs.
+    its state folder: it resumes the runs. With --every it stays up to date for 'headwater serve --standby'; then an
+    error ends the command only the first time, and later ones are reported and tried again.
 
     Example: headwater backup backups/home --config coordinator.toml
+    Example: headwater backup replica --every 60 --config coordinator.toml
     """
     path = state_path(config, state)
+    _back_up(path, target, as_json=as_json)
+    if every is None:
+        return
+    with stop_on_signals() as stop:
+        _repeat(path, target, every, stop, as_json=as_json)
+        if stop.signal == signal.SIGINT:
+            raise typer.Exit(INTERRUPTED)
+
+
+def _repeat(path: Path, target: Path, every_s: float, stop: threading.Event, *, as_json: bool) -> None:
+    while not stop.wait(every_s):
+        try:
+            _back_up(path, target, as_json=as_json)
+        except (StateError, OSError) as error:  # a full disk, or the folder is in use: it may be better next time
+            reason = cause(error) if isinstance(error, OSError) else str(error)
+            console.print(f"no backup was made, the one before stays: {reason}", soft_wrap=True)
+
+
+def _back_up(path: Path, target: Path, *, as_json: bool) -> None:
     with StateFolder(path).look() as folder:
         made = back_up(folder, target)
     line = (

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from typing import Annotated
 
 import typer
 
 from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import load_config
-from ..service.app import coordinator
+from ..service.app import coordinator, take_over
 from ..service.preflight import check_defaults, without_lost_weights
+from ..service.standby import TAKEOVER_S
 from .follow import Invocation, standing
 from .options import INTERRUPTED, Config, State, Verbose
 from .output import console, set_up_logging
 
+TakesOver = Annotated[
+    bool, typer.Option("--standby", help="Only watch the coordinator that serves, and take over when it is silent.")
+]
+TakeoverAfter = Annotated[
+    float, typer.Option("--takeover-s", min=5, max=86_400, help="Seconds of silence after which it counts as lost.")
+]
 
-def serve(config: Config = None, state: State = None, verbose: Verbose = False) -> None:
+
+def serve(
+    config: Config = None,
+    state: State = None,
+    standby: TakesOver = False,
+    takeover_s: TakeoverAfter = TAKEOVER_S,
+    verbose: Verbose = False,
+) -> None:
     """Serve a federation until stopped: agents may come and go, runs are started with 'headwater run'.
 
     Clients whose data lie here ([[hosted]]) train beside the agents, in processes of this command; a [warm_start] and
@@ -25,12 +41,25 @@ def serve(config: Config = None, state: State = None, verbose: Verbose = False) 
     A run that was under way when the coordinator stopped, or was killed, is resumed in the round it was in. Exit code 0
     after SIGTERM, 130 after Ctrl-C.
 
+    With --standby a second coordinator waits on the same state folder, or on a copy that 'headwater backup DIR
+    --every 60' keeps up to date, and resumes the runs where the first is lost. One that was only suspended, or cut
+    off, ends with exit code 2 when it is back; nothing that it does then counts.
+
     Example: headwater serve --config configs/coordinator.toml
+    Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
     in_child(lambda: check_defaults(without_lost_weights(settings), config))  # models need torch, 190 MB
-    with stop_on_signals() as stop, coordinator(settings, stop) as service:
+    with stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        if standby:
+            console.print(f"standing by for federation '{settings.federation}'; Ctrl-C stops", soft_wrap=True)
+            service = take_over(settings, stop, stack, takeover_s)
+        else:
+            service = stack.enter_context(coordinator(settings, stop))
+        if service is None:
+            console.print("stopped; nothing was taken over")
+            raise typer.Exit(INTERRUPTED if stop.signal == signal.SIGINT else 0)
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
         )

@@ -116,9 +116,10 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
     elif advised := advice(result):
         yield f"advice: {advised}"
-    for key, title in (("storage", "storage"), ("other_coordinator", "another coordinator")):
-        if serving and result.get(key):
-            yield f"{title}: {result[key]}"
+    titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
+    for key, title in titles.items() if serving else ():
+        if said := result.get(key):
+            yield f"{title}: {'; '.join(said) if isinstance(said, list) else said}"
     for what in ("messages", "updates"):  # since the coordinator's start, with the most frequent causes
         if number := result.get(f"rejected_{what}", 0):
             most = (result.get("rejected_most") or {}).get(what, {})

@@ -10,7 +10,7 @@ import heapq
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from edge_agent.errors import DuplicateId, MessageError, RunFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics, new_id, run_name
 
-from ..state.journal import Journal, utc_now
+from ..state.journal import Entry, Journal, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -419,16 +419,32 @@ class Rejections:
         return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))[:most])
 
 
-def begin(journal: Journal, *, version: str, boot: str, make_id: Callable[[], str] = new_id) -> tuple[str, int]:
+EPOCHS_OF_A_COPY = 1000
+"""The epochs of a copy begin at the next multiple of it, so that restarts of the original stay below them."""
+
+
+def begin(
+    journal: Journal, *, version: str, boot: str, is_copy: bool = False, make_id: Callable[[], str] = new_id
+) -> tuple[str, int]:
     """Federation id and epoch of a coordinator that starts now; the start is in the journal when this returns.
 
-    The first start of a state folder draws the federation id, all later ones keep it. The epoch counts the starts.
+    The first start of a state folder draws the federation id, all later ones keep it. The epoch counts the starts;
+    ``is_copy``: that of a backup, whose original may be started again. From now on no earlier start writes entries.
     """
     starts = journal.entries(kinds=("coordinator_started",))
     known = [str(entry.body["federation"]) for entry in starts if "federation" in entry.body]
     federation = known[0] if known else make_id()
-    journal.append("coordinator_started", body={"version": version, "boot": boot, "federation": federation})
-    return federation, len(starts) + 1
+    epoch = epoch_of(starts) + 1
+    if is_copy:
+        epoch += -epoch % EPOCHS_OF_A_COPY
+    body = {"version": version, "boot": boot, "federation": federation, "epoch": epoch}
+    journal.serve_from(journal.append("coordinator_started", body=body).id)
+    return federation, epoch
+
+
+def epoch_of(starts: Sequence[Entry]) -> int:
+    """The epoch of the last of these starts, 0 without any; earlier versions did not write it, and counted them."""
+    return max((int(start.body.get("epoch", number)) for number, start in enumerate(starts, 1)), default=0)
 
 
 class RunIds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 import shutil
 import sqlite3
 import threading
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from edge_agent.errors import StateError
+from edge_agent.errors import DuplicateCoordinator, StateError, UsageError
+from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Transport
@@ -29,6 +31,7 @@ from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
 from .preflight import overlaps
+from .standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,34 @@ LEAST_FREE_BYTES = 1 << 20
 
 START_AGAIN_S = 2.0
 """Pause between two tries of a start on a full disk."""
+
+
+def take_over(
+    config: CoordinatorConfig, stop: threading.Event, stack: contextlib.ExitStack, takeover_s: float
+) -> Coordinator | None:
+    """`coordinator`, entered into ``stack`` once the one that serves is silent; None where ``stop`` is set before.
+
+    Raises:
+        UsageError: the broker is embedded in the coordinator, or that works on another state folder.
+        StateError: there is no journal in the state folder, or it is damaged.
+    """
+    if config.broker is None:
+        raise UsageError(
+            "a standby needs a broker that outlives the coordinator, and this one is embedded in it; give [broker] url"
+        )
+    while True:
+        transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
+        with contextlib.closing(transport):
+            if not Standby(config.federation, config.state, transport, takeover_s=takeover_s).wait(stop):
+                return None
+        try:
+            return stack.enter_context(coordinator(config, stop))
+        except DuplicateCoordinator as error:
+            log.warning("taken_over_by_another reason=%s", error)
+        except StateError as error:
+            if lock_holder(config.state) is None:
+                raise
+            log.warning("taken_over_by_another reason=%s", error)
 
 
 @contextlib.contextmanager
@@ -65,11 +96,11 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             stack.enter_context(served)
             broker = served.config()
             log.info("broker_started url=%s", broker.url)
-        topics = Topics(config.federation)
+        topics, boot = Topics(config.federation), secrets.token_hex(8)
         limits, heartbeats = RateLimits(topics), topics.heartbeat("")
         mqtt = MqttTransport(
             broker,
-            f"{config.federation}-coordinator",
+            f"{config.federation}-coordinator-{boot}",  # two with one id would end each other's connection for ever
             admits=limits.admits,
             is_urgent=lambda topic: topic.startswith(heartbeats),
         )
@@ -88,6 +119,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             transport,
             worker=worker,
             hooks=hooks,
+            boot=boot,
             broker_url=broker.url,
             probe_s=probe_s,
             limits=limits,

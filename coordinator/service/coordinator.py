@@ -36,6 +36,7 @@ from ..runs.release import ReleaseOffers
 from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
+from ..state.backup import MARKER
 from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -124,7 +125,11 @@ class Coordinator:
 
     def start(self) -> None:
         """Record the start and subscribe; serving begins when no other coordinator answers."""
-        self.commands.federation, self.commands.epoch = begin(self.state.journal, version=__version__, boot=self._boot)
+        marker = self.state.path / MARKER
+        self.commands.federation, self.commands.epoch = begin(
+            self.state.journal, version=__version__, boot=self._boot, is_copy=marker.exists()
+        )
+        marker.unlink(missing_ok=True)  # it is a state folder from now on, which no backup may overwrite
         self.peers.start(self.federation_id, self.commands.epoch)
         self.hooks.start(self.state)
         self.roster.disconnected()
@@ -142,8 +147,8 @@ class Coordinator:
             self.step(self.idle_s())
 
     def close(self) -> None:
-        """Write the status, unless the state folder was removed, and close everything; the next start resumes."""
-        if self.state.journal.is_in_place:
+        """Write the status, unless the state folder is no longer ours, and close everything; the next start resumes."""
+        if self.state.journal.is_ours:
             self._flush()
             self.catch_up()
         self.collector.pause()
@@ -217,7 +222,7 @@ class Coordinator:
     def _advance(self) -> None:
         """Results of computations, timers, then the active run as far as it can go."""
         begin = self.clock()
-        self.state.journal.check_in_place()
+        self.state.journal.check_ours()
         self._flush()
         try:
             self.worker.collect()
@@ -476,6 +481,7 @@ class Coordinator:
             "federation_id": self.federation_id,
             "epoch": self.commands.epoch,
             "other_coordinator": self.peers.note or None,
+            "standby": self.peers.standbys,
             "at": utc_now().isoformat(timespec="milliseconds"),
             "run": run,
             "waiting": {

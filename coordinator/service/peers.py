@@ -3,7 +3,7 @@
 A coordinator announces its start and serves when no answer comes for a while. An answer names the boot that it
 answers, so that a late, duplicate or once forged message does not prove that another coordinator is running. Of two
 that are, one stops: with the same federation id that with the lower epoch, because the other is its successor; with
-different federation ids that which has been serving for less time.
+different federation ids, or equal epochs, that which has been serving for less time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Peers:
         self._announced_at = float("-inf")
         self._answered: dict[str, float] = {}
         self._named: set[str] = set()
+        self._standbys: dict[str, tuple[str, float]] = {}
         self._note, self._noted_at = "", float("-inf")
 
     @property
@@ -70,6 +71,12 @@ class Peers:
     def note(self) -> str:
         """Another coordinator that has answered in the last `NOTED_S` seconds, as text; empty: none has."""
         return self._note if self._clock() - self._noted_at < NOTED_S else ""
+
+    @property
+    def standbys(self) -> list[str]:
+        """Coordinators in reserve that were heard lately, as text."""
+        known = sorted(self._standbys.values())
+        return [f"{what}, heard {now - at:.0f} s ago" for what, at in known if (now := self._clock()) - at < KNOWN_S]
 
     def start(self, federation: str, epoch: int) -> None:
         """The federation id and epoch of this coordinator."""
@@ -113,12 +120,16 @@ class Peers:
         if message.boot == self._boot:
             return
         now = self._clock()
+        if message.standby:
+            lately = {boot: known for boot, known in self._standbys.items() if now - known[1] < KNOWN_S}
+            self._standbys = lately if len(lately) < MOST_ANSWERED else {}
+            self._standbys[message.boot] = (f"host '{message.host}', process {message.process}", now)
         if now - self._answered.get(message.boot, float("-inf")) >= ANSWER_APART_S:
             if len(self._answered) >= MOST_ANSWERED:
                 self._answered.clear()
             self._answered[message.boot] = now
             self._announce(message.boot)
-        if message.answers != self._boot:
+        if message.standby or message.answers != self._boot:
             return
         serves = "is starting" if message.serving_s is None else f"has been serving for {message.serving_s:.0f} s"
         about = (
@@ -129,8 +140,8 @@ class Peers:
         )
         if self._yields_to(message):
             what_to_do = (
-                "its state folder is the same or a copy, and it started later, so this one stops; work with that one"
-                if message.federation == self._federation
+                "its state folder is the same or a copy, with a higher epoch, so this one stops; work with that one"
+                if message.federation == self._federation and message.epoch > self._epoch
                 else "this one stops. Stop the other first, or give one of them another 'federation' in its "
                 "configuration"
             )
@@ -153,8 +164,8 @@ class Peers:
         return None if self._serves_since is None else self._clock() - self._serves_since
 
     def _yields_to(self, other: Present) -> bool:
-        if other.federation == self._federation:
-            return (other.epoch, other.boot) > (self._epoch, self._boot)
+        if other.federation == self._federation and other.epoch != self._epoch:
+            return other.epoch > self._epoch
         mine, its = self._serving_s(), other.serving_s
         if mine is None or its is None:
             return its is not None or (mine is None and other.boot < self._boot)

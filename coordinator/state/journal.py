@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from edge_agent.errors import StateError, UnknownName
+from edge_agent.errors import DuplicateCoordinator, StateError, UnknownName
 from edge_agent.storage import PendingSyncs, is_synced, syncs_into
 
 __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
@@ -251,6 +251,10 @@ class Journal:
         self._lost: StateError | OSError | None = None
         """Why deferred entries could not be written, until `flush` has raised it."""
 
+        self._start: int | None = None
+        """The entry of this coordinator's start, once it has one: `serve_from`."""
+
+        self._successor: DuplicateCoordinator | None = None
         self._appended = 0
         """Entries that were appended here."""
 
@@ -304,12 +308,27 @@ class Journal:
         except OSError:  # a file system that does not answer now
             return True
 
-    def check_in_place(self) -> None:
-        """Return quietly while `is_in_place`.
+    def serve_from(self, start: int) -> None:
+        """From now on entries are written only while ``start`` is the newest start of a coordinator.
+
+        A coordinator that was suspended while another one took over its folder finds out before it writes a word.
+        """
+        self._start = start
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process may write: the file is in place, and no other coordinator has been found in it."""
+        return self._successor is None and self.is_in_place
+
+    def check_ours(self) -> None:
+        """Return quietly while `is_ours`.
 
         Raises:
+            DuplicateCoordinator: another coordinator has taken over.
             StateError: the folder was removed or replaced.
         """
+        if self._successor is not None:
+            raise self._successor
         if not self.is_in_place:
             raise StateError(
                 f"{self.path.parent}: this state folder was removed or replaced while it was in use; nothing more is "
@@ -550,6 +569,8 @@ class Journal:
                 # A reader that becomes a writer fails at once when another process writes meanwhile; IMMEDIATE waits.
                 connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                 try:
+                    if writes:
+                        self._check_newest(connection)
                     yield connection
                     connection.commit()
                 except BaseException:
@@ -566,6 +587,11 @@ class Journal:
             try:
                 if not self._has_deferred:
                     connection.execute("BEGIN IMMEDIATE")
+                    try:
+                        self._check_newest(connection)
+                    except BaseException:
+                        connection.rollback()
+                        raise
                     self._has_deferred = True
                 yield connection
             except BaseException as error:
@@ -602,8 +628,22 @@ class Journal:
         if self._connection is None:
             raise StateError(f"{self.path}: the journal is not open; use it as a context manager")
         if writes:
-            self.check_in_place()
+            self.check_ours()
         return self._connection
+
+    def _check_newest(self, connection: sqlite3.Connection) -> None:
+        """Return quietly while no other coordinator has started on this journal; within a transaction that writes."""
+        if self._start is None:
+            return
+        newest = "SELECT id, body FROM entries WHERE kind = 'coordinator_started' AND id > ? ORDER BY id DESC LIMIT 1"
+        if (row := connection.execute(newest, (self._start,)).fetchone()) is None:
+            return
+        started = json.loads(row["body"])
+        self._successor = DuplicateCoordinator(
+            f"{self.path.parent}: another coordinator has taken over this state folder (epoch {started.get('epoch')}, "
+            f"start {started.get('boot')}), because this one did not answer; this one stops and writes nothing more"
+        )
+        raise self._successor
 
     def _write(
         self, connection: sqlite3.Connection, kind: Kind, columns: Mapping[str, Any], body: dict[str, Any]

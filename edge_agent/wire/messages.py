@@ -550,6 +550,7 @@ class Present(Command):
     process: int = Field(0, ge=0)
     serving_s: float | None = Field(None, ge=0, description="for how long it has served; None: it has yet to begin")
     answers: Start = Field("", description="the boot of the coordinator whose message this answers")
+    standby: bool = Field(default=False, description="it only watches, and takes over when no other one answers")
 
 
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye

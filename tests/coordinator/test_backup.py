@@ -15,6 +15,7 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
+from coordinator.cli import backup as cli_backup
 from coordinator.cli.backup import backup
 from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
@@ -319,3 +320,33 @@ def test_the_command_says_how_to_restore(tmp_path, capsys):
         backup(tmp_path / "backup", state=fed.config.state, as_json=True)
         result = json.loads(capsys.readouterr().out)
         assert (result["runs"], result["blobs"], result["copied_bytes"]) == (1, 1, 0)
+
+
+def test_repeated_backups_follow_the_coordinator_and_report_what_fails(tmp_path, capsys, monkeypatch):
+    """The target's disk is away once; the next one is made all the same."""
+    with Federation(tmp_path, task=WIDE_TASK) as fed:
+        pauses, made = [], []
+
+        class Stop(threading.Event):
+            signal = None
+
+            def wait(self, seconds):
+                pauses.append(seconds)
+                fed.request(rounds=1)
+                fed.finish()
+                return len(pauses) == 4
+
+        real = cli_backup.back_up
+
+        def back_up_once_broken(state, target):
+            if len(pauses) == 2:
+                raise OSError(errno.EIO, "Input/output error", str(target))
+            made.append(real(state, target))
+            return made[-1]
+
+        monkeypatch.setattr(cli_backup, "back_up", back_up_once_broken)
+        monkeypatch.setattr(cli_backup, "stop_on_signals", lambda: contextlib.nullcontext(Stop()))
+        backup(tmp_path / "backup", state=fed.config.state, every=60)
+        assert pauses == [60] * 4
+        assert [one.runs for one in made] == [0, 1, 3]
+        assert "no backup was made, the one before stays: " in capsys.readouterr().err

@@ -365,3 +365,33 @@ def test_a_coordinator_at_rest_has_no_torch_in_memory(tmp_path):
         assert "libtorch" not in (process / "maps").read_text()
         (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
         assert int(resident.split()[1]) * 1024 < 90e6
+
+
+@pytest.mark.parametrize("end", ["killed", "suspended"])
+def test_a_standby_takes_over_from_a_coordinator_that_is_killed_or_suspended(tmp_path, end):
+    """``kill -9`` or SIGSTOP in round 3 of 5; the suspended one wakes when the run is over, and ends."""
+    with Site(tmp_path, DIGITS) as site:
+        undisturbed = site.finish(site.request(5, local_epochs=6))
+        log = tmp_path / "standby.log"
+        site.start("standby", "coordinator", "serve", "--standby", "--takeover-s", "8", "--config", "coordinator.toml")
+        site.until(lambda: "standing_by serving=" in log.read_text(), "the standby hears the coordinator")
+        run = site.request(5, local_epochs=6)
+        site.until(lambda: (3, 1) in site.opened(run), "round 3 opens")
+        first = site.processes["serve"]
+        first.send_signal(signal.SIGKILL if end == "killed" else signal.SIGSTOP)
+        assert site.finish(run) == undisturbed
+        assert site.opened(run) == [(number, 1) for number in range(1, 6)], "no round was opened again"
+        assert f"epoch 1 silent_s={3 if end == 'killed' else 8}" in log.read_text()
+        if end == "suspended":
+            with site.state.look() as state:
+                newest = state.journal.last_id()
+            first.send_signal(signal.SIGCONT)
+            site.until(lambda: first.poll() is not None, "the first coordinator ends")
+            assert first.returncode == 2
+            assert "this one stops" in (tmp_path / "serve.log").read_text()
+            assert site.processes["standby"].poll() is None
+            with site.state.look() as state:
+                assert state.journal.last_id() == newest
+                state.journal.verify()
+            run = site.request(1)
+            assert site.finish(run)

