@@ -38,6 +38,7 @@ def backup(
     error ends the command only the first time, and later ones are reported and tried again.
 
     Example: headwater backup backups/home --config coordinator.toml
+
     Example: headwater backup replica --every 60 --config coordinator.toml
     """
     path = state_path(config, state)

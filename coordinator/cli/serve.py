@@ -46,6 +46,7 @@ def serve(
     off, ends with exit code 2 when it is back; nothing that it does then counts.
 
     Example: headwater serve --config configs/coordinator.toml
+
     Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
     set_up_logging(verbose=verbose)
