@@ -585,10 +585,13 @@ class TaskQueue:
         """The coordinator has the update, or has rejected it: the job is done."""
         if not message.accepted:
             log.warning("update_refused reason=%s", message.reason)
-        done = self._uploads.receipt(message)
-        if done is not None:
-            config = self._tasks.config
+        config = self._tasks.config
+
+        def note(done: wire.UpdateManifest) -> None:
             note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
+
+        # A kill between the two costs a second line, which means the same.
+        if (done := self._uploads.receipt(message, note)) is not None:
             self._drop(done)
             self._fetch_bundle()
             self.go_on()

@@ -243,13 +243,14 @@ class Uploads:
         if self._sending is not None and self._is_ours(message):
             self._continue(self._sending, message.missing)
 
-    def receipt(self, message: wire.Receipt) -> wire.UpdateManifest | None:
-        """The coordinator has the update, or has rejected it: remove it. Returns what was removed."""
+    def receipt(self, message: wire.Receipt, note: Callable[[wire.UpdateManifest], None]) -> wire.UpdateManifest | None:
+        """The coordinator has the update, or has rejected it: ``note`` it, then remove it. Returns what was removed."""
         done = self._manifest
         if done is None or not self._is_ours(message):
             return None
         if self._sending is not None:
             self._sending.arrived(self._clock())
+        note(done)
         self._forget()
         return done
 

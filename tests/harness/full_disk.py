@@ -1,6 +1,7 @@
-"""A disk that becomes full at a chosen write below a folder, and has room again later.
+"""A disk that becomes full at a chosen write below a folder, or a process that dies there.
 
-Writes are what a full disk can refuse: new files and folders, bytes, syncs, renames, and entries of a journal.
+Writes are what a full disk can refuse: new files and folders, bytes, syncs, renames, and entries of a journal. A
+process can also die before it removes a file, writes deferred entries, or publishes a message.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from federation_harness import Killed
 
 from coordinator.state.journal import Journal
 
@@ -107,6 +110,65 @@ class FullDisk:
             "replace": replace,
             "mkdir": mkdir,
         }
+
+
+class DyingProcess(FullDisk):
+    """The process that works below ``folder`` dies at a point, and writes and removes nothing until it is `started`.
+
+    What it has written stays, as after ``kill -9``: also temporary files, which no clean-up of its removes.
+    """
+
+    def write(self, what: str, path: Any) -> None:
+        """One point of the process.
+
+        Raises:
+            Killed: it dies here, or is dead.
+        """
+        try:
+            super().write(what, path)
+        except OSError as error:
+            raise Killed from error
+
+    def publishes_with(self, transport: Any) -> None:
+        """Count what is published by ``transport`` as points, too."""
+        real = transport.publish
+
+        def publish(*arguments: Any, **options: Any) -> None:
+            self.write("publish", self.folder)
+            real(*arguments, **options)
+
+        transport.publish = publish
+
+    def started(self) -> None:
+        """It lives again, and dies no more."""
+        self.has_room, self.full_at = True, None
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[FullDisk]:
+        """As of a disk, with points before deferred entries are written."""
+        real = Journal.flush
+
+        def flush(journal: Journal) -> None:
+            if journal.has_deferred:
+                self.write("flush", journal.path)
+            real(journal)
+
+        with super().mounted(), mock.patch.object(Journal, "flush", flush):
+            yield self
+
+    def _calls(self) -> dict[str, Callable[..., Any]]:
+        real = {name: getattr(os, name) for name in ("unlink", "remove", "rmdir")}
+
+        def removing(name: str) -> Callable[..., Any]:
+            def call(path: Any, *, dir_fd: int | None = None) -> None:
+                folder = Path() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+                if os.path.lexists(folder / path):
+                    self.write(name, folder / path)
+                real[name](path, dir_fd=dir_fd)
+
+            return call
+
+        return {**super()._calls(), **{name: removing(name) for name in real}}
 
 
 class _Raw(io.FileIO):

@@ -263,13 +263,13 @@ def test_a_link_that_became_fast_is_not_judged_by_the_time_before(bench):
 
 
 def test_words_about_another_blob_change_nothing(bench):
-    manifest = put(bench.outbox)
+    manifest, noted = put(bench.outbox), []
     bench.uploads.offer(manifest)
     other = "0" * 64
     bench.uploads.grant(Grant(run="run-0001", digest=other, credits=4, missing=((0, 1),)))
     bench.uploads.ack(Ack(run="run-0001", digest=other, missing=((0, 1),)))
-    assert bench.uploads.receipt(Receipt(run="run-0001", digest=other, accepted=True)) is None
-    assert bench.sent() == []
+    assert bench.uploads.receipt(Receipt(run="run-0001", digest=other, accepted=True), noted.append) is None
+    assert bench.sent() == noted == []
     assert bench.uploads.holds(JobKey("run-0001", 1))
 
 
@@ -287,7 +287,9 @@ def test_ranges_outside_the_blob_are_refused(bench, ranges):
 def test_a_receipt_of_either_kind_ends_it(bench, accepted):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)
-    assert bench.uploads.receipt(Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted)) == manifest
+    receipt, kept = Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted), []
+    assert bench.uploads.receipt(receipt, lambda _: kept.append(bench.outbox.get())) == manifest
+    assert kept == [manifest], "noted before it goes"
     assert not bench.uploads.holds(JobKey("run-0001", 1))
     assert bench.outbox.get() is None
 
@@ -297,7 +299,9 @@ def test_a_late_receipt_does_not_touch_what_was_written_since(bench):
     older = put(bench.outbox, 1.0)
     bench.uploads.offer(older)
     newer = put(bench.outbox, 2.0, number=2)
-    bench.uploads.receipt(Receipt(run=older.run, digest=older.blob.digest, accepted=False, reason="late"))
+    bench.uploads.receipt(
+        Receipt(run=older.run, digest=older.blob.digest, accepted=False, reason="late"), lambda _: None
+    )
     bench.uploads.offer(newer)
     bench.uploads.grant(grant(newer, (0, 1)))
     assert bench.sent() == [0]
