@@ -20,7 +20,7 @@ from edge_agent.errors import RunFailed, TrainingFailed
 from edge_agent.methods import Update
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Cancel, Fault, Heartbeat, Job, Purpose
+from edge_agent.wire.messages import LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
 from ..fleet.transfers import Collection, updates_of
@@ -464,6 +464,8 @@ class RunLoop:
         method, config = run.method, run.context.config
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
         every = config.evaluate_every
+        text = run.request.task.model_dump_json().encode()
+        large = Outgoing.of(text) if len(text) > LARGE_TASK_BYTES else None
         job = Job(
             purpose=purpose,
             run=run.id,
@@ -472,7 +474,7 @@ class RunLoop:
             seed=run.request.seed,
             method=method.name,
             params=method.params.model_dump(mode="json"),
-            task=run.request.task,
+            given=run.request.task if large is None else large.ref,
             blobs=(),
             deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
@@ -487,19 +489,21 @@ class RunLoop:
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
+        task = () if large is None else (large,)
+
         def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
             own = method.downlink(run.state, agent) if common and encoder is None else {}
             if agent not in joining:
                 blobs = (*common, Outgoing.of(encode(own))) if own else common
                 refs = tuple(blob.ref for blob in blobs)
-                return job.model_copy(update={"blobs": refs}), blobs
+                return job.model_copy(update={"blobs": refs}), (*blobs, *task)
             if self._frozen is None:
                 raise RunFailed(f"round {number}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
             # A device without torch gets the frozen encoder, and of the shared tensors only what it contributes to.
             extras = {name: array for name, array in shared.items() if name.startswith("extra.")}
             blob = Outgoing.of(encode({**extras, **own}))
             update = {"purpose": "contribute", "blobs": (blob.ref,), "bundle": self._frozen.ref}
-            return job.model_copy(update=update), (blob, self._frozen)
+            return job.model_copy(update=update), (blob, self._frozen, *task)
 
         return Assignment(run.context, run.context.roster.heard_s() + limit_s, make, purpose, number, work)
 

@@ -713,6 +713,8 @@ class TaskQueue:
     def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
         from ..wire.tensors import decode  # brings numpy, which an idle agent does without
 
+        if isinstance(job.given, wire.BlobRef):
+            job = job.with_task(bytes(self._cache.read(job.given.digest)))
         received: Tensors = {}
         for ref in job.blobs:
             received.update(decode(self._cache.read(ref.digest)))

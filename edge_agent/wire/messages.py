@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError, ProtocolMismatch, UsageError, cause
@@ -67,6 +67,10 @@ OLDEST_PROTOCOL = 3
 """Versions from this one up to `PROTOCOL` are understood. Not 2: it refuses what a `Report` says of the local model."""
 
 MAX_MESSAGE_BYTES = 48 * 1024
+LARGE_TASK_BYTES = 16 * 1024
+"""A longer task travels as a blob, once for all rounds."""
+
+MAX_TASK_BYTES = 8 << 20
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
 
 
@@ -425,6 +429,8 @@ class Job(Command):
     ``activation_ranges``: then, send the smallest and largest value of each step of that encoder on own samples.
     """
 
+    model_config = ConfigDict(populate_by_name=True)
+
     type: Literal["job"] = "job"
     purpose: Purpose = "train"
     run: RunId
@@ -433,7 +439,7 @@ class Job(Command):
     seed: int = Field(ge=0, lt=1 << 63)
     method: Name
     params: dict[str, Any] = Field(default_factory=dict)
-    task: Task
+    given: Task | BlobRef = Field(alias="task", description="the task; where it is large, the blob that holds it")
     blobs: tuple[BlobRef, ...] = Field(max_length=4, description="tensors that the job starts from")
     bundle: BlobRef | None = Field(None, description="encoder for those who do not train it")
     deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
@@ -443,7 +449,32 @@ class Job(Command):
     @property
     def refs(self) -> tuple[BlobRef, ...]:
         """Everything that the agent needs before it can begin."""
-        return self.blobs if self.bundle is None else (*self.blobs, self.bundle)
+        return tuple(ref for ref in (*self.blobs, self.bundle, self.given) if isinstance(ref, BlobRef))
+
+    @property
+    def task(self) -> Task:
+        """The task, once it is here: `with_task`."""
+        if isinstance(self.given, BlobRef):
+            raise MessageError(f"the task is in blob {self.given.digest[:12]}, which has yet to arrive")
+        return self.given
+
+    def with_task(self, raw: bytes) -> Job:
+        """This job with the task of a blob.
+
+        Raises:
+            MessageError: the blob holds no task.
+        """
+        try:
+            return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
+        except (ValueError, RecursionError) as error:
+            raise MessageError(f"the blob of the task is no task: {error}") from error
+
+    @field_validator("given")
+    @classmethod
+    def _check_size(cls, given: Task | BlobRef) -> Task | BlobRef:
+        if isinstance(given, BlobRef) and given.size_bytes > MAX_TASK_BYTES:
+            raise ValueError(f"a task of {given.size_bytes} bytes, at most {MAX_TASK_BYTES} are read")
+        return given
 
 
 class Cancel(Command):
@@ -596,7 +627,7 @@ def encode(message: Control) -> bytes:
         MessageError: larger than the other side reads, or with NaN or infinity in it.
     """
     plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
-    fields = message.model_dump(mode="json", exclude=plain - {"v", "type"})
+    fields = message.model_dump(mode="json", by_alias=True, exclude=plain - {"v", "type"})
     try:
         payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:

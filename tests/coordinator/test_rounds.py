@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from federation_disturbances import Stranger, lose
-from federation_duties import step_of
+from federation_duties import TASK, step_of
 from federation_harness import Federation
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.errors import MessageError, TrainingFailed
 from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import Outgoing, decode_frame
 
 
 def opened(fed):
@@ -396,3 +399,40 @@ def test_the_waits_between_attempts_are_no_part_of_the_round(tmp_path):
         (line,) = fed.metrics()
         assert line["seconds"] == pytest.approx(15, abs=1)
         assert line["waiting_s"] == pytest.approx(30, abs=1)
+
+
+@pytest.mark.parametrize("classes", [3_000, 10_000])
+def test_a_task_of_thousands_of_classes_travels_as_a_blob_once(tmp_path, classes):
+    """In a message it would be 10 times too long, and go out with each round to each agent."""
+    names = tuple(f"a class with a long name, number {number}" for number in range(classes))
+    task = TASK.model_copy(update={"class_names": names})
+    with Federation(tmp_path, task=task, capture=True) as fed:
+        heard = []
+        for tasks in fed.tasks.values():
+            tasks.before = heard.append
+        fed.request(rounds=3)
+        fed.finish()
+        assert len(heard) == 3 * 3 + 3
+        assert all(job.task == task for job in heard)
+        text = task.model_dump_json().encode()
+        assert len(text) > 2 * wire.MAX_MESSAGE_BYTES
+        sent = fed.published(fed.topics.broadcast(hashlib.sha256(text).hexdigest()))
+        assert b"".join(bytes(decode_frame(payload).data) for payload in sent) == text, "each piece once"
+
+
+def test_a_blob_that_is_no_task_is_a_fault_and_not_an_end(tmp_path):
+    with Federation(tmp_path, agents=("a0",), cohort={"min_agents": 1}, capture=True) as fed:
+        fed.settle()
+        false = Outgoing.of(b'{"class_names": "' + b"x" * 50_000 + b'"}')
+        job = wire.Job(
+            run="run-0666", round=1, rounds=1, seed=0, method="fedavg", given=false.ref, blobs=(), deadline_s=99
+        )
+        fed.coordinator.distributor.offer(false, ("a0",))
+        fed.broker.route(fed.topics.down("a0"), fed.order(job))
+        fed.wait(2)
+        (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        assert "the blob of the task is no task" in fault.message
+        with pytest.raises(MessageError, match="at most 8388608 are read"):
+            wire.parse_from_coordinator(
+                wire.encode(job).replace(b'"size_bytes":50019', b'"size_bytes":8388609').partition(b',"crc"')[0] + b"}"
+            )

@@ -43,6 +43,12 @@ blobs = st.builds(
     size_bytes=st.integers(1, 1 << 33),
     chunk_bytes=st.integers(64, 1 << 20),
 )
+task_blobs = st.builds(
+    wire.BlobRef,
+    digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+    size_bytes=st.integers(1, wire.MAX_TASK_BYTES),
+    chunk_bytes=st.integers(64, 1 << 20),
+)
 FIELDS = {
     "boot": starts,
     "federation": st.just("") | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
@@ -98,6 +104,7 @@ FIELDS = {
     "method": names,
     "params": st.dictionaries(text, scalars, max_size=5),
     "task": st.sampled_from(TASKS),
+    "given": st.sampled_from(TASKS) | task_blobs,
     "deadline_s": st.floats(1e-3, 1e6),
     "evaluate": st.booleans(),
     "reason": text,
@@ -123,7 +130,8 @@ def content_of(message: wire.Control) -> dict[str, object]:
 
 
 def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
-    fields = {name: FIELDS[name] for name in kind.model_fields if name not in {"v", "type"}}
+    known = {name: field for name, field in kind.model_fields.items() if name not in {"v", "type"}}
+    fields = {field.alias or name: FIELDS[name] for name, field in known.items()}
     if kind is wire.Install:
         fields["bundle_id"] = FIELDS["digest"]
     return st.builds(kind, **fields)
