@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 ROUNDS, EVERY, SETTLED = 500, 20, 220
-"""Rounds, rounds between two disturbances, and rounds after which memory is measured: SQLite's 2 MB are then full."""
+"""Rounds, rounds between two disturbances, and rounds after which memory is measured: SQLite's cache is then full."""
 
 MOST_MB_PER_1000_ROUNDS = 1.0
 STATE_BYTES_PER_ROUND = 13_000
