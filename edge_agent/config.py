@@ -177,10 +177,11 @@ class TrainingConfig(Frozen):
     )
     precision: Precision = Field("float32", description=PRECISION)
     checkpoint_s: float = Field(
-        30.0,
+        5.0,
         ge=0,
         le=86_400,
-        description="seconds between checkpoints inside local training, from which a killed agent resumes; 0 = none",
+        description="seconds between checkpoints inside local training, from which a killed agent resumes, more where "
+        "the model is large (5 for each MB); 0 = none",
     )
     share_norm: bool = Field(
         True, description="send batch norm statistics that otherwise stay here once, for the export"

@@ -161,6 +161,9 @@ class ClientStateFiles:
         return self.folder / f"kept-{round_number:07d}.safetensors"
 
 
+CHECKPOINT_BYTES_PER_S = 200_000
+"""What checkpoints inside trainings may write on average, 17 GB in a whole day of training: SD cards wear out."""
+
 TRAINING_FILE = "training.safetensors"
 """In the folder of a run: the checkpoint inside the training under way."""
 
@@ -169,8 +172,8 @@ class TrainingCheckpointFile:
     """The checkpoint inside one training (`methods.values.TrainingCheckpoint`), of which the last one stays.
 
     ``training`` says which training it is, with everything that its result depends on; a checkpoint of another one is
-    ignored. It is due ``every_s`` seconds of ``clock`` after the last one, and never while writing would take more than
-    a twentieth of the time; 0: never.
+    ignored. It is due ``every_s`` seconds of ``clock`` after the last one, later where writing would take more than a
+    twentieth of the time, or more than `CHECKPOINT_BYTES_PER_S`; 0: never.
     """
 
     def __init__(self, folder: Path, training: str, every_s: float, clock: Callable[[], float]) -> None:
@@ -189,8 +192,8 @@ class TrainingCheckpointFile:
             write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
         except OSError as error:
             log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))
-        now = self._clock()
-        self._due_at = now + max(self._every_s, 20 * (now - begin))
+        now, size = self._clock(), sum(array.nbytes for array in tensors.values())
+        self._due_at = now + max(self._every_s, 20 * (now - begin), size / CHECKPOINT_BYTES_PER_S)
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
         """The state that was saved last; None where there is none of this training, or it is damaged."""

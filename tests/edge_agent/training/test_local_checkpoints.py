@@ -178,6 +178,19 @@ def test_a_checkpoint_takes_at_most_a_twentieth_of_the_time(tmp_path, monkeypatc
     assert checkpoint.is_due()
 
 
+def test_checkpoints_write_less_than_what_wears_out_an_sd_card(tmp_path):
+    """45 MB on a disk that takes no time: 225 s between two of them, however often they are asked for."""
+    now = [0.0]
+    checkpoint = TrainingCheckpointFile(tmp_path, "t", 5, lambda: now[0])
+    now[0] = 5
+    assert checkpoint.is_due()
+    checkpoint.save({"w": np.zeros(45_000_000 // 4, np.float32)}, {})
+    now[0] = 5 + 224
+    assert not checkpoint.is_due()
+    now[0] = 5 + 225
+    assert checkpoint.is_due()
+
+
 @pytest.mark.parametrize("share, steps", [(0.5, 4), (1 / 3, 3), (0.01, 1), (0.99, 9)])
 def test_a_shortened_training_does_its_share_of_the_steps_and_reports_it(tmp_path, share, steps):
     """9 steps in all: the first ones of the whole training, with a checkpoint in between, too."""
