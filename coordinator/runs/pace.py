@@ -32,6 +32,7 @@ DEADLINE_FACTOR = 3.0
 SLOW_FACTOR, SLOW_LEAST_S = 2.0, 1.0
 """A slow agent is expected to take this many times the median of the cohort, and so many seconds more."""
 
+HOPELESS = 2
 LEAST_WORK = 1 / 64
 """Share of local training; what takes longer than the others' whole training even so comes late."""
 
@@ -143,7 +144,8 @@ class Pace:
     def grace_until(self, asked: Mapping[str, float], work: Mapping[str, float], stretch: float, until: float) -> float:
         """Until when to wait for these agents after the quorum; ``asked``: when each was. At most ``until``.
 
-        An agent without a past is waited for until then, and one that is not expected before that not at all.
+        An agent without a past is waited for until then. Not waited for at all is one that is not expected before that,
+        or that came too late in the last `HOPELESS` rounds in a row: less work did not help, so its link is the cause.
         """
         result = -math.inf
         for agent, at in asked.items():
@@ -151,9 +153,13 @@ class Pace:
             expected, wait_s = self.expected_s(agent, share), self.wait_s(agent, share)
             if expected is None or wait_s is None:
                 return until
-            if at + stretch * expected <= until:
+            if at + stretch * expected <= until and not self._is_hopeless(agent):
                 result = max(result, at + stretch * max(GRACE_FACTOR * wait_s, wait_s + GRACE_LEAST_S))
         return min(until, result)
+
+    def _is_hopeless(self, agent: str) -> bool:
+        last = list(self._times[agent])[-HOPELESS:]
+        return len(last) == HOPELESS and all(time.is_late for time in last)
 
     def deadline(
         self, asked: Mapping[str, float], work: Mapping[str, float], stretch: float, least_s: float, until: float
