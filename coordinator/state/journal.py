@@ -230,6 +230,7 @@ _INDEXES = (
     "CREATE INDEX ix_entries_kind ON entries (kind)",
     "CREATE INDEX ix_entries_run_round ON entries (run, round)",
 )
+_INTEGRITY = "PRAGMA integrity_check(1)"
 _NEWEST = "SELECT id, hash FROM entries ORDER BY id DESC LIMIT 1"
 _COLUMNS = (*_HASHED, "hash")
 _INSERT = f"INSERT INTO entries ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608 - constants
@@ -505,6 +506,27 @@ class Journal:
         if count != (highest or 0):
             raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
         return count
+
+    def mend_indexes(self) -> bool:
+        """Whether an index did not agree with the entries, and was made again from them; call it after `verify`.
+
+        A damaged index hides entries from queries without any error, and the chain does not cover it.
+
+        Raises:
+            StateError: the file is damaged elsewhere.
+        """
+        connection = self._usable(writes=True)
+        with self._lock:
+            try:
+                self._commit_deferred()
+                if _value(connection, _INTEGRITY) == "ok":
+                    return False
+                connection.execute("REINDEX")
+                if (complaint := _value(connection, _INTEGRITY)) != "ok":
+                    raise self._failed(complaint)
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
+        return True
 
     def replay(self, run: str) -> RunRecord:
         """Where ``run`` stands, derived from its entries.

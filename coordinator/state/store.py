@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import time
@@ -24,6 +25,8 @@ from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from .journal import CHECKPOINTS, Journal
+
+log = logging.getLogger(__name__)
 
 _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
@@ -221,6 +224,8 @@ class StateFolder:
         """
         with folder_lock(self.path, owner), contextlib.closing(self.journal.open(is_begun=self._has_content())):
             self.journal.verify()
+            if self.journal.mend_indexes():
+                log.warning("journal_mended path=%s: an index was damaged, and made again", self.journal.path)
             self.blobs.sweep()
             for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
                 sweep(folder, older_than_s=_BEGAN_S)
