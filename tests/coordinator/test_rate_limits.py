@@ -200,7 +200,7 @@ def test_a_run_stays_within_the_limits(tmp_path):
         assert federation.record.status == "finished"
 
 
-def test_row_42_many_agents_that_flood_joins_and_heartbeats_cost_no_round(tmp_path):
+def test_many_agents_that_flood_joins_and_heartbeats_cost_no_round(tmp_path):
     """30 agents with valid ids, 16 messages each at every step; the model is that of a run without them."""
     with Federation(tmp_path / "alone", agents=3) as alone:
         alone.request(rounds=2)
