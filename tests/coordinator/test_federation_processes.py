@@ -252,7 +252,7 @@ def test_a_coordinator_at_rest_has_no_torch_in_memory(tmp_path):
         assert int(resident.split()[1]) * 1024 < 90e6
 
 
-@pytest.mark.parametrize("end", ["killed", "suspended"])
+@pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.slow), "suspended"])
 def test_a_standby_takes_over_from_a_coordinator_that_is_killed_or_suspended(tmp_path, end):
     """``kill -9`` or SIGSTOP in round 3 of 5; the suspended one wakes when the run is over, and ends."""
     with Site(tmp_path, DIGITS) as site:

@@ -78,6 +78,7 @@ def test_a_whole_upload_of_an_earlier_round_that_is_sent_again_counts_nothing(tm
 FAKETIME = next((path for path in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime")
 @pytest.mark.parametrize("jump", ["+2d", "-365d"])
