@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -370,35 +371,55 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class HeldLock:
+    """The lock of a folder that this process holds."""
+
+    path: Path
+    _descriptor: int
+
+    def is_held(self) -> bool:
+        """Whether the lock is still that of the folder: another process may have removed it (`remove_lock`)."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file system that does not answer now
+            return True
+
+
 @contextlib.contextmanager
-def folder_lock(folder: Path, owner: str) -> Iterator[None]:
+def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
     """Hold ``folder`` for one process; the lock goes with the process, also when it is killed.
 
     Raises:
         StateError: another live process holds it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
-    except OSError as error:
-        raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
-            _lock(file.fileno())
-            break
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / "lock").open("a+")
         except OSError as error:
-            if pause_s is not None:
-                time.sleep(pause_s)
-                continue
+            raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
+        try:
+            _lock(file.fileno())
+        except OSError as error:
             file.seek(0)
             holder = file.read(200).strip() or "another process"
             file.close()
-            raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
+            if pause_s is None:
+                raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
+            time.sleep(pause_s)
+            continue
+        held = HeldLock(folder / "lock", file.fileno())
+        if pause_s is None or held.is_held():  # otherwise it was removed between opening and locking
+            break
+        file.close()
     try:
         with contextlib.suppress(OSError):  # of a full disk: the lock holds without the holder's name
             file.truncate(0)
             os.write(file.fileno(), f"{owner} (process {os.getpid()})".encode())
-        yield
+        yield held
     finally:
         # Closing alone would leave the lock with any child that was just being started and holds a copy of the file.
         with contextlib.suppress(OSError):
@@ -406,14 +427,28 @@ def folder_lock(folder: Path, owner: str) -> Iterator[None]:
         file.close()
 
 
-def lock_holder(folder: Path) -> str | None:
-    """Who holds ``folder`` by `folder_lock`, as text; None: nobody does, or the folder is not there."""
+@dataclass(frozen=True)
+class LockHolder:
+    """Who holds a folder, as text, and which lock file it holds."""
+
+    name: str
+    file: tuple[int, int]
+    """Its inode, and when the name was written, in nanoseconds since 1970."""
+
+
+def lock_holder(folder: Path) -> LockHolder | None:
+    """Who holds ``folder`` by `folder_lock`; None: nobody does, or the folder is not there.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
     try:
         with (folder / "lock").open("r+") as file:
-            holder = file.read(200).strip() or "another process"
+            status = os.fstat(file.fileno())
+            holder = LockHolder(file.read(200).strip() or "another process", (status.st_ino, status.st_mtime_ns))
             try:
                 _lock(file.fileno())
-            except OSError:
+            except BlockingIOError:
                 return holder
             _unlock(file.fileno())
     except (FileNotFoundError, NotADirectoryError):
@@ -421,12 +456,19 @@ def lock_holder(folder: Path) -> str | None:
     return None
 
 
-def take_lock_away(folder: Path) -> None:
-    """Let another process hold ``folder``, although one that does not answer holds it now and does not notice.
+def remove_lock(folder: Path, holder: LockHolder) -> bool:
+    """Let another process hold ``folder``, although ``holder``, which does not answer, holds it and does not notice.
 
-    Only where the holder is prevented from writing by other means, as by `coordinator.state.journal`.
+    False where it is no longer the holder. Only where the holder is prevented from writing by other means, as by
+    `coordinator.state.journal`.
+
+    Raises:
+        OSError: the file cannot be removed.
     """
-    (folder / "lock").unlink(missing_ok=True)
+    if lock_holder(folder) != holder:
+        return False
+    (folder / "lock").unlink()
+    return True
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ TakesOver = Annotated[
     bool, typer.Option("--standby", help="Only watch the coordinator that serves, and take over when it is silent.")
 ]
 TakeoverAfter = Annotated[
-    float, typer.Option("--takeover-s", min=5, max=86_400, help="Seconds of silence after which it counts as lost.")
+    float, typer.Option("--takeover-s", min=5, max=86_400, help="Seconds without an answer after which it is replaced.")
 ]
 
 
@@ -41,9 +41,9 @@ def serve(
     A run that was under way when the coordinator stopped, or was killed, is resumed in the round it was in. Exit code 0
     after SIGTERM, 130 after Ctrl-C.
 
-    With --standby a second coordinator waits on the same state folder, or on a copy that 'headwater backup DIR
-    --every 60' keeps up to date, and resumes the runs where the first is lost. One that was only suspended, or cut
-    off, ends with exit code 2 when it is back; nothing that it does then counts.
+    With --standby a second coordinator waits on the same state folder, or on another machine on a copy that 'headwater
+    backup DIR --every 60' keeps up to date, and resumes the runs when the first is offline. One that was only suspended
+    ends with exit code 2 when it is back; nothing that it does then counts.
 
     Example: headwater serve --config configs/coordinator.toml
 

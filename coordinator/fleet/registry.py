@@ -424,12 +424,19 @@ EPOCHS_OF_A_COPY = 1000
 
 
 def begin(
-    journal: Journal, *, version: str, boot: str, is_copy: bool = False, make_id: Callable[[], str] = new_id
+    journal: Journal,
+    *,
+    version: str,
+    boot: str,
+    is_copy: bool = False,
+    is_held: Callable[[], bool] = lambda: True,
+    make_id: Callable[[], str] = new_id,
 ) -> tuple[str, int]:
     """Federation id and epoch of a coordinator that starts now; the start is in the journal when this returns.
 
     The first start of a state folder draws the federation id, all later ones keep it. The epoch counts the starts;
     ``is_copy``: that of a backup, whose original may be started again. From now on no earlier start writes entries.
+    ``is_held``: whether the lock of the state folder is that of this process.
     """
     starts = journal.entries(kinds=("coordinator_started",))
     known = [str(entry.body["federation"]) for entry in starts if "federation" in entry.body]
@@ -438,7 +445,7 @@ def begin(
     if is_copy:
         epoch += -epoch % EPOCHS_OF_A_COPY
     body = {"version": version, "boot": boot, "federation": federation, "epoch": epoch}
-    journal.serve_from(journal.append("coordinator_started", body=body).id)
+    journal.serve_from(journal.append("coordinator_started", body=body).id, is_held)
     return federation, epoch
 
 

@@ -32,7 +32,9 @@ DEADLINE_FACTOR = 3.0
 SLOW_FACTOR, SLOW_LEAST_S = 2.0, 1.0
 """A slow agent is expected to take this many times the median of the cohort, and so many seconds more."""
 
-HOPELESS = 2
+LATE_ANYWAY = 2
+"""Rounds in a row that closed without an agent although it had less to do: later rounds do not wait for it."""
+
 LEAST_WORK = 1 / 64
 """Share of local training; what takes longer than the others' whole training even so comes late."""
 
@@ -45,6 +47,9 @@ class _Time:
     seconds: float
     whole_s: float
     """Seconds for all of the work."""
+
+    work: float
+    """The share of it that was asked for."""
 
     is_late: bool
     """The round closed before: the agent takes longer than this."""
@@ -80,10 +85,10 @@ class Pace:
                 boot = boots.get(agent, "")
                 self.asked(agent, boot)  # a replay does not know when it was asked
                 self._late_boots[agent] = boot
-                known.append(_Time(seconds, LATE_FACTOR * seconds / work, is_late=True))
+                known.append(_Time(seconds, LATE_FACTOR * seconds / work, work, is_late=True))
             else:
                 self._forget_late(agent)
-                known.append(_Time(seconds, seconds / work, is_late=False))
+                known.append(_Time(seconds, seconds / work, work, is_late=False))
             self._expect(agent)
 
     def asked(self, agent: str, boot: str) -> None:
@@ -145,7 +150,7 @@ class Pace:
         """Until when to wait for these agents after the quorum; ``asked``: when each was. At most ``until``.
 
         An agent without a past is waited for until then. Not waited for at all is one that is not expected before that,
-        or that came too late in the last `HOPELESS` rounds in a row: less work did not help, so its link is the cause.
+        or that came too late with less work in the last `LATE_ANYWAY` rounds: its link is the cause.
         """
         result = -math.inf
         for agent, at in asked.items():
@@ -153,13 +158,13 @@ class Pace:
             expected, wait_s = self.expected_s(agent, share), self.wait_s(agent, share)
             if expected is None or wait_s is None:
                 return until
-            if at + stretch * expected <= until and not self._is_hopeless(agent):
+            if at + stretch * expected <= until and not self._is_late_anyway(agent):
                 result = max(result, at + stretch * max(GRACE_FACTOR * wait_s, wait_s + GRACE_LEAST_S))
         return min(until, result)
 
-    def _is_hopeless(self, agent: str) -> bool:
-        last = list(self._times[agent])[-HOPELESS:]
-        return len(last) == HOPELESS and all(time.is_late for time in last)
+    def _is_late_anyway(self, agent: str) -> bool:
+        last = list(self._times[agent])[-LATE_ANYWAY:]
+        return len(last) == LATE_ANYWAY and all(time.is_late and time.work < 1 for time in last)
 
     def deadline(
         self, asked: Mapping[str, float], work: Mapping[str, float], stretch: float, least_s: float, until: float

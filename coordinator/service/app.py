@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from edge_agent.errors import DuplicateCoordinator, StateError, UsageError
+from edge_agent.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
 from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
@@ -66,12 +66,12 @@ def take_over(
                 return None
         try:
             return stack.enter_context(coordinator(config, stop))
-        except DuplicateCoordinator as error:
-            log.warning("taken_over_by_another reason=%s", error)
+        except (DuplicateCoordinator, BrokerAway) as error:
+            log.warning("not_taken_over reason=%s", error)
         except StateError as error:
             if lock_holder(config.state) is None:
                 raise
-            log.warning("taken_over_by_another reason=%s", error)
+            log.warning("not_taken_over reason=%s", error)
 
 
 @contextlib.contextmanager

@@ -111,6 +111,7 @@ class Coordinator:
             wire.Heartbeat: self._on_heartbeat,
             wire.Report: self._on_report,
         }
+        self._marker = state.path / MARKER
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._unsent: list[tuple[str, wire.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
@@ -125,11 +126,15 @@ class Coordinator:
 
     def start(self) -> None:
         """Record the start and subscribe; serving begins when no other coordinator answers."""
-        marker = self.state.path / MARKER
+        if not self.state.is_held():  # a long start, during which a standby has given it up
+            raise DuplicateCoordinator(f"{self.state.path}: another process has taken over this state folder")
         self.commands.federation, self.commands.epoch = begin(
-            self.state.journal, version=__version__, boot=self._boot, is_copy=marker.exists()
+            self.state.journal,
+            version=__version__,
+            boot=self._boot,
+            is_copy=self._marker.exists(),
+            is_held=self.state.is_held,
         )
-        marker.unlink(missing_ok=True)  # it is a state folder from now on, which no backup may overwrite
         self.peers.start(self.federation_id, self.commands.epoch)
         self.hooks.start(self.state)
         self.roster.disconnected()
@@ -230,6 +235,7 @@ class Coordinator:
         except (StateError, OSError) as error:
             self.storage.note(error, "results of computations")
         if self.peers.tick():
+            self._marker.unlink(missing_ok=True)  # it is a state folder from now on, which no backup may overwrite
             self.commands.announce()
         if self.limits is not None:
             for (agent, kind), times in self.limits.dropped().items():

@@ -1,9 +1,12 @@
-"""A coordinator in reserve: it asks the one that serves every two seconds, and takes over when that one is silent.
+"""A standby: it asks the coordinator that serves every two seconds, and takes over when there is no answer.
 
-Silence counts only while the broker returns this one's own messages, so that a lost broker is not taken for a lost
-coordinator. Where both have one state folder, a free lock is a second sign of the end, and `QUIET_S` of silence are
-enough. A lock that a silent process still holds, because it was suspended or cut off, is taken away: the journal takes
-no entry of it any more (`coordinator.state.journal.Journal.serve_from`), so it can accept nothing and ends.
+Silence counts only while the broker returns the standby's own messages, so that a broker that is away is not taken for
+a coordinator that is. Only answers to its own questions are signs of the other one, as in `peers`.
+
+Where both have one state folder, on one machine, a free lock is a second sign, and `QUIET_S` of silence are enough. A
+lock that a silent process still holds, because it was suspended, is removed: the journal takes no entry of that process
+any more (`coordinator.state.journal.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
+needs SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.errors import HeadwaterError, StateError, UsageError
-from edge_agent.storage import lock_holder, take_lock_away
+from edge_agent.errors import HeadwaterError, StateError, UsageError, cause
+from edge_agent.storage import LockHolder, lock_holder, remove_lock
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Present, Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..state.backup import MARKER
+from ..state.journal import can_write
 from ..state.store import StateFolder
 
 log = logging.getLogger(__name__)
@@ -31,13 +35,13 @@ log = logging.getLogger(__name__)
 TAKEOVER_S = 30.0
 """Silence after which a coordinator is replaced. One that is busy with an aggregation answers only after it."""
 
-QUIET_S = 3.0
-"""Silence that is enough where the state folder's lock is free."""
+QUIET_S = 10.0
+"""Silence that is enough where the state folder's lock is free: a restart takes less."""
 
 QUERY_S = 2.0
 LOOK_S = 0.5
-FREE_ANSWERS = 3
-"""A coordinator that answers so often in a row while the state folder's lock is free works on another folder."""
+WRONG_ANSWERS = 3
+"""Answers in a row that do not fit the state folder: their coordinator works on another one."""
 
 
 class Standby:
@@ -68,11 +72,14 @@ class Standby:
         """When the broker last returned a query of this process; None: it is not connected."""
 
         self._heard_at = float("-inf")
-        """The last sign of another coordinator, or the moment since when there could have been one."""
+        """The last answer of another coordinator, or the moment since when there could have been one."""
 
-        self._free_answers = 0
-        self._lock: tuple[str | None, float] = (None, float("-inf"))
+        self._wrong_answers = 0
+        self._lock: tuple[LockHolder | None, float] = (None, float("-inf"))
         """Who holds the state folder, and since when that is known."""
+
+        self._said = ""
+        """What it waits for although the coordinator is silent, as logged last."""
 
         with StateFolder(state).look() as folder:
             starts = folder.journal.entries(kinds=("coordinator_started",))
@@ -132,49 +139,80 @@ class Standby:
             if self._returned_at is None or now - self._returned_at > 3 * QUERY_S:
                 self._heard_at = now  # what was said before has not reached this process
             self._returned_at = now
-        elif not message.standby:
-            self._heard_at = now
-            self._on_serving(message)
+        elif not message.standby and message.answers == self._boot:
+            self._on_answer(message, now)
 
-    def _on_serving(self, message: Present) -> None:
+    def _on_answer(self, message: Present, now: float) -> None:
         about = f"host '{message.host}', process {message.process}, epoch {message.epoch}"
-        if message.federation != self._federation:
-            raise UsageError(
-                f"federation '{self._name}' is served by {about} with federation id {message.federation[:12]}, and "
-                f"{self._state} is of {self._federation[:12]}; give its state folder, or a copy of that by "
-                "'headwater backup'"
-            )
+        if why := self._mismatch(message):
+            self._wrong_answers += 1
+            if self._wrong_answers >= WRONG_ANSWERS:
+                raise UsageError(f"federation '{self._name}' is served by {about}, and {why}")
+            return
+        self._heard_at, self._wrong_answers, self._said = now, 0, ""
         if about != self.serving:
             log.info("standing_by serving=%s takeover_s=%.0f", about, self._takeover_s)
         self.serving = about
-        is_copy, holder = self._is_copy(), lock_holder(self._state)
-        self._free_answers = 0 if is_copy or holder is not None else self._free_answers + 1
-        if self._free_answers >= FREE_ANSWERS:
-            raise UsageError(
-                f"{about} serves federation '{self._name}' and does not work on {self._state}, which nobody holds; "
-                "give its state folder, or a copy of that by 'headwater backup DIR --every 60'"
-            )
+
+    def _mismatch(self, message: Present) -> str:
+        """Why the state folder is not that of this coordinator, nor a copy of it; empty where it is."""
+        advice = "make a copy of its state folder with 'headwater backup DIR --every 60', and give that"
+        if message.federation != self._federation:
+            ids = f"id {self._federation[:12]}, the other has {message.federation[:12]}"
+            return f"{self._state} is of another one ({ids}); {advice}"
+        if self._is_copy():
+            return ""
+        if message.host != self._host:
+            return f"{self._state} is no copy; two machines cannot work on one folder: {advice}"
+        return "" if self._holder() is not None else f"nobody holds {self._state}, which is no copy; {advice}"
 
     def _is_copy(self) -> bool:
         return (self._state / MARKER).exists()
 
+    def _holder(self) -> LockHolder | None:
+        """Who holds the state folder.
+
+        Raises:
+            StateError: the file system does not answer.
+        """
+        try:
+            return lock_holder(self._state)
+        except OSError as error:
+            raise StateError(f"{self._state}: who holds it cannot be read: {cause(error)}") from error
+
     def _may_take_over(self, now: float) -> bool:
-        holder = lock_holder(self._state)
-        if holder != self._lock[0]:
-            self._lock = (holder, now)
         if self._returned_at is None or now - self._returned_at > 3 * QUERY_S:
             return False
-        silent_s, is_copy = now - self._heard_at, self._is_copy()
-        if silent_s < (QUIET_S if holder is None and not is_copy else self._takeover_s):
+        try:
+            holder = self._holder()
+            if holder != self._lock[0]:
+                self._lock = (holder, now)
+            silent_s, is_copy = now - self._heard_at, self._is_copy()
+            if silent_s < (QUIET_S if holder is None and not is_copy else self._takeover_s):
+                return False
+            if holder is not None and (why := self._objection(holder, now, is_copy=is_copy)):
+                raise StateError(f"{self._state}: {why}")
+        except StateError as error:
+            if str(error) != self._said:
+                log.warning("takeover_waits reason=%s", error)
+            self._said = str(error)
             return False
-        if holder is not None and (is_copy or now - self._lock[1] < self._takeover_s):
-            return False  # a backup is writing to the copy, or another process has just begun to work here
-        log.warning(
-            "takes_over from=%s silent_s=%.0f lock=%s", self.serving or "nobody heard", silent_s, holder or "free"
-        )
-        if holder is not None:
-            try:
-                take_lock_away(self._state)
-            except OSError as error:
-                raise StateError(f"{self._state}: its lock, held by {holder}, cannot be removed: {error}") from error
+        name = "free" if holder is None else holder.name
+        log.warning("takes_over from=%s silent_s=%.0f lock=%s", self.serving or "nobody heard", silent_s, name)
         return True
+
+    def _objection(self, holder: LockHolder, now: float, *, is_copy: bool) -> str:
+        """Why the lock of a process that does not answer is not removed; empty once it is."""
+        if is_copy:
+            return f"{holder.name} holds this copy; it is taken over when that has ended"
+        if now - self._lock[1] < self._takeover_s:
+            return f"{holder.name} has begun to work here {now - self._lock[1]:.0f} s ago"
+        if not self.serving:
+            return f"{holder.name} holds it and has never answered; end that process"
+        if not can_write(self._state / "journal.db"):
+            return f"{holder.name} does not answer, and is in the middle of a write; end that process ('kill -9')"
+        try:
+            is_removed = remove_lock(self._state, holder)
+        except OSError as error:
+            return f"the lock of {holder.name}, which does not answer, cannot be removed: {cause(error)}"
+        return "" if is_removed else f"{holder.name} has just ended, or another process holds it"

@@ -74,6 +74,7 @@ def back_up(state: StateFolder, target: Path) -> Backup:
                 entries, runs = pinned.journal.last_id(), len(pinned.journal.runs())
                 first = pinned.journal.first_hash()
             with folder_lock(target, _OWNER):
+                _check_target(state, target)  # again: a standby may have taken it over meanwhile
                 return _copy(pinned.path, target, first, entries, runs)
         finally:
             shutil.rmtree(pinned.path, ignore_errors=True)

@@ -258,6 +258,7 @@ class Journal:
         self._start: int | None = None
         """The entry of this coordinator's start, once it has one: `serve_from`."""
 
+        self._is_held: Callable[[], bool] = lambda: True
         self._successor: DuplicateCoordinator | None = None
         self._appended = 0
         """Entries that were appended here."""
@@ -313,12 +314,22 @@ class Journal:
         except OSError:  # a file system that does not answer now
             return True
 
-    def serve_from(self, start: int) -> None:
+    def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
         """From now on entries are written only while ``start`` is the newest start of a coordinator.
 
         A coordinator that was suspended while another one took over its folder finds out before it writes a word.
+        ``is_held``: whether the lock of the folder is still that of this process.
         """
-        self._start = start
+        self._start, self._is_held = start, is_held
+
+    def check_newest(self) -> None:
+        """Return quietly while no other coordinator has started on this journal.
+
+        Raises:
+            DuplicateCoordinator: one has.
+        """
+        with self._transaction() as connection:
+            self._check_newest(connection)
 
     @property
     def is_ours(self) -> bool:
@@ -332,6 +343,11 @@ class Journal:
             DuplicateCoordinator: another coordinator has taken over.
             StateError: the folder was removed or replaced.
         """
+        if self._successor is None and not self._is_held():
+            self._successor = DuplicateCoordinator(
+                f"{self.path.parent}: another process has taken over this state folder, because this one did not "
+                "answer; this one stops and writes nothing more"
+            )
         if self._successor is not None:
             raise self._successor
         if not self.is_in_place:
@@ -507,7 +523,7 @@ class Journal:
             raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
         return count
 
-    def mend_indexes(self) -> bool:
+    def repair_indexes(self) -> bool:
         """Whether an index did not agree with the entries, and was made again from them; call it after `verify`.
 
         A damaged index hides entries from queries without any error, and the chain does not cover it.
@@ -719,6 +735,17 @@ class Journal:
 
     def _failed(self, error: object) -> StateError:
         return StateError(f"{self.path}: the journal cannot be read or written ({error}). {WHAT_TO_DO}")
+
+
+def can_write(path: Path) -> bool:
+    """Whether a journal takes an entry now: no process, not even one that is suspended, is writing one."""
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=0.0, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+    except sqlite3.Error:
+        return False
+    return True
 
 
 def _value(connection: sqlite3.Connection, query: str) -> Any:

@@ -17,12 +17,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
+from edge_agent.storage import HeldLock, folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from .journal import CHECKPOINTS, Journal
 
@@ -86,14 +86,14 @@ class BlobStore:
             raise StateError(f"{path}: damaged, its SHA-256 is {result}; put it back from a backup")
         return path
 
-    def prune(self, keep: Collection[str]) -> int:
-        """Bytes freed by removing every blob whose hash is not in ``keep``."""
-        freed = 0
-        for path in self.folder.glob("*"):
-            if _SHA256.fullmatch(path.name) and path.name not in keep:
-                freed += path.stat().st_size
-                path.unlink()
-        return freed
+    def names(self) -> set[str]:
+        """The hashes of all blobs."""
+        return {path.name for path in self.folder.glob("*") if _SHA256.fullmatch(path.name)}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove the blobs with these hashes."""
+        for name in names:
+            self.path(name).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove temporary files of interrupted writes, and empty folders of uploads.
@@ -214,6 +214,7 @@ class StateFolder:
         self.path = path
         self.journal = Journal(path / "journal.db")
         self.blobs = BlobStore(path / "blobs")
+        self._lock: HeldLock | None = None
 
     @contextlib.contextmanager
     def open(self, owner: str) -> Iterator[StateFolder]:
@@ -222,14 +223,21 @@ class StateFolder:
         Raises:
             StateError: another process works here, or the journal is damaged, truncated or missing.
         """
-        with folder_lock(self.path, owner), contextlib.closing(self.journal.open(is_begun=self._has_content())):
+        with (
+            folder_lock(self.path, owner) as self._lock,
+            contextlib.closing(self.journal.open(is_begun=self._has_content())),
+        ):
             self.journal.verify()
-            if self.journal.mend_indexes():
-                log.warning("journal_mended path=%s: an index was damaged, and made again", self.journal.path)
+            if self.journal.repair_indexes():
+                log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.path)
             self.blobs.sweep()
             for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
                 sweep(folder, older_than_s=_BEGAN_S)
             yield self
+
+    def is_held(self) -> bool:
+        """Whether the lock of `open` is still that of this process; a standby removes one that does not answer."""
+        return self._lock is None or self._lock.is_held()
 
     @contextlib.contextmanager
     def look(self, *, create: bool = False) -> Iterator[StateFolder]:
@@ -297,8 +305,14 @@ def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, 
 
 
 def prune_blobs(state: StateFolder) -> None:
-    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints."""
-    state.blobs.prune(blobs_needed(state))
+    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints.
+
+    Those that a successor has written since the list was made are not in it, if this process was suspended meanwhile.
+    """
+    known = state.blobs.names()
+    unneeded = known - blobs_needed(state)
+    state.journal.check_newest()
+    state.blobs.remove(unneeded)
 
 
 def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:

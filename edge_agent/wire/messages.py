@@ -467,7 +467,8 @@ class Job(Command):
         try:
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"the blob of the task is no task: {error}") from error
+            why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
+            raise MessageError(f"the blob of the task is no task: {why}") from error
 
     @field_validator("given")
     @classmethod
