@@ -334,7 +334,7 @@ class Journal:
     @property
     def is_ours(self) -> bool:
         """Whether this process may write: the file is in place, and no other coordinator has been found in it."""
-        return self._successor is None and self.is_in_place
+        return self._successor is None and self.is_in_place and self._is_held()
 
     def check_ours(self) -> None:
         """Return quietly while `is_ours`.
@@ -343,7 +343,7 @@ class Journal:
             DuplicateCoordinator: another coordinator has taken over.
             StateError: the folder was removed or replaced.
         """
-        if self._successor is None and not self._is_held():
+        if self._successor is None and self.is_in_place and not self._is_held():
             self._successor = DuplicateCoordinator(
                 f"{self.path.parent}: another process has taken over this state folder, because this one did not "
                 "answer; this one stops and writes nothing more"

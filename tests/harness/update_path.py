@@ -62,7 +62,7 @@ class Recorder:
             self._skipped = None
         elif self._skipped is None and (file, name) == ("edge_agent/client/__init__.py", "train"):
             self.on = self.on or frame.f_locals["round_number"] == ROUND
-        elif self.on and (file, name) == ("coordinator/state/store.py", "prune"):
+        elif self.on and (file, name) == ("coordinator/state/store.py", "prune_blobs"):
             self.on, self.done = False, True
 
     def _is_beside(self, frame: FrameType, file: str, name: str) -> bool:
