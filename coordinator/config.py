@@ -34,7 +34,8 @@ class EmbeddedConfig(Frozen):
     bind: str = Field("127.0.0.1", min_length=1, max_length=253, description="address to listen on; 0.0.0.0 = all")
     port: int = Field(1883, ge=0, le=65535, description="TCP port; 0 = any free one")
     password_file: Path | None = Field(
-        None, description="users and password hashes, as 'headwater enroll' writes them; without it anyone may connect"
+        None,
+        description="users and password hashes, as 'headwater password' writes them; without it anyone may connect",
     )
 
 

@@ -96,7 +96,7 @@ class BrokerConfig(Frozen):
         path = credential(self.password_file)
         try:
             line = path.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
-            why = "" if line else "its first line is empty; 'headwater enroll' writes such a file"
+            why = "" if line else "its first line is empty; 'headwater password' writes such a file"
         except (OSError, UnicodeDecodeError) as error:
             line, why = "", cause(error)
         if why:

@@ -80,7 +80,7 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
     """
     path = path.resolve()
     first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
-    block = f"{first}, made by 'headwater enroll'\n{mosquitto_acl(federation)}{last}\n"
+    block = f"{first}, made by 'headwater password'\n{mosquitto_acl(federation)}{last}\n"
     present = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with waited_lock(path.parent):
@@ -173,7 +173,9 @@ def read_passwords(path: Path) -> dict[str, str]:
     for number, (user, line) in enumerate(_lines(path).items(), 1):
         users[user] = line.partition(":")[2]
         if _parts(users[user]) is None:
-            raise StateError(f"{path}: line {number} is not 'user:$7$iterations$salt$hash'; enroll that user again")
+            raise StateError(
+                f"{path}: line {number} is not 'user:$7$iterations$salt$hash'; 'headwater password' writes one"
+            )
     return users
 
 
@@ -187,7 +189,7 @@ def _lines(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(
-            f"{path}: no password file that can be read: {cause(error)}; enroll an agent to make one"
+            f"{path}: no password file that can be read: {cause(error)}; make one with headwater password"
         ) from error
     wrong = [number for number, line in enumerate(lines, 1) if not re.match(r"[^:]+:\$", line)]
     if wrong:

@@ -103,6 +103,6 @@ def _receive_own_message(transport: MqttTransport, topics: Topics, federation: s
             return f"may listen and speak on those of federation '{federation}'"
     raise UsageError(
         f"the broker does not let this user listen and speak on the topics of federation '{federation}'; its rules "
-        f"lack that federation or user: 'headwater enroll coordinator --acl FILE --federation {federation}' adds them; "
-        "then reload the broker"
+        f"lack that federation or user: 'headwater password coordinator --acl FILE --federation {federation}' adds "
+        "them; then reload the broker"
     )

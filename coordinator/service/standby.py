@@ -110,7 +110,7 @@ class Standby:
             if self._topics.coordinators not in event.filters:
                 raise UsageError(
                     f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
-                    "whether a coordinator serves; give it the rights of the coordinator ('headwater enroll --acl')"
+                    "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
                 )
             self._returned_at, self._asked_at = None, float("-inf")
         elif isinstance(event, Disconnected):

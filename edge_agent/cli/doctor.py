@@ -242,7 +242,7 @@ class _Visit:
             remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
         else:
             remedy = (
-                f"its topic rules lack federation '{federation}' or this agent: 'headwater enroll {agent} --acl FILE "
+                f"its topic rules lack federation '{federation}' or this agent: 'headwater password {agent} --acl FILE "
                 f"--federation {federation}' adds them, then reload the broker"
             )
         who = "a login without user" if self._user is None else f"user '{self._user}'"

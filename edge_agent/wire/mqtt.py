@@ -350,6 +350,6 @@ def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> st
         return f"broker refuses a login without a user ({code}); set broker.user and broker.password_file"
     return (
         f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than "
-        f"{config.password_file or 'the empty one'}; 'headwater enroll {user}' makes a new one, which a Mosquitto that "
-        "runs has to reload"
+        f"{config.password_file or 'the empty one'}; 'headwater password {user}' makes a new one, which a running "
+        "Mosquitto has to reload"
     )

@@ -149,7 +149,7 @@ def test_wrong_usage_with_json_is_one_object_too(call):
 
 def test_a_folder_that_cannot_be_written_is_no_traceback(call, tmp_path):
     (tmp_path / "file").touch()
-    code, out, err = call("enroll", "porch", "--users", tmp_path / "file" / "users")
+    code, out, err = call("password", "porch", "--users", tmp_path / "file" / "users")
     assert (code, out) == (2, "")
     assert "file" in err
     assert "Traceback" not in err
@@ -259,7 +259,7 @@ def test_enrolled_agent_gets_a_password_that_only_its_owner_reads(call, tmp_path
     from coordinator.broker.access import is_password, read_passwords
 
     users, secret = tmp_path / "users", tmp_path / "porch.password"
-    code, out, _ = call("enroll", "porch", "--users", users, "--out", secret)
+    code, out, _ = call("password", "porch", "--users", users, "--out", secret)
     assert code == 0
     assert secret.stat().st_mode & 0o077 == 0
     assert users.stat().st_mode & 0o077 == 0
@@ -269,7 +269,7 @@ def test_enrolled_agent_gets_a_password_that_only_its_owner_reads(call, tmp_path
 
 def test_name_that_cannot_be_a_user_leaves_no_file(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call("enroll", "a/b", "--users", "users")[0] == 2
+    assert call("password", "a/b", "--users", "users")[0] == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -251,9 +251,9 @@ def test_report_of_an_unknown_run_is_a_mistake_of_the_caller(call, tmp_path):
 
 def test_a_folder_that_is_made_for_a_file_is_said(call, tmp_path):
     users = tmp_path / "new" / "users"
-    code, _, err = call("enroll", "porch", "--users", users, "--out", tmp_path / "p")
+    code, _, err = call("password", "porch", "--users", users, "--out", tmp_path / "p")
     assert (code, err) == (0, f"made the folder {users.parent}\n")
-    code, _, err = call("enroll", "porch", "--users", users, "--out", tmp_path)
+    code, _, err = call("password", "porch", "--users", users, "--out", tmp_path)
     assert code == 2
     assert "is a folder; name a file in it" in err
 

@@ -1,4 +1,4 @@
-"""``headwater enroll`` with a real Mosquitto that root starts, units without root's rights, and doctor's way to it."""
+"""``headwater password`` with a real Mosquitto that root starts, units without root's rights, and doctor's way to it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def open_folder():
 
 def enroll(*words) -> None:
     with pytest.raises(SystemExit) as ended:
-        headwater(["enroll", *map(str, words)])
+        headwater(["password", *map(str, words)])
     assert ended.value.code == 0
 
 
@@ -206,7 +206,7 @@ def test_file_that_is_no_password_file_is_refused_and_stays(tmp_path):
 def test_account_that_is_not_there_is_named_and_nothing_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         headwater(
-            ["enroll", "porch", "--users", str(tmp_path / "u"), "--out", str(tmp_path / "p"), "--account", "no-such"]
+            ["password", "porch", "--users", str(tmp_path / "u"), "--out", str(tmp_path / "p"), "--account", "no-such"]
         )
     assert ended.value.code == UsageError.exit_code
     assert "no account 'no-such'" in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_owner_without_a_name_is_shown_by_its_number(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(Path, "owner", nameless)
     with pytest.raises(SystemExit, match=r"^0$"):
-        headwater(["enroll", "porch", "--users", str(tmp_path / "users"), "--out", str(tmp_path / "out"), "--json"])
+        headwater(["password", "porch", "--users", str(tmp_path / "users"), "--out", str(tmp_path / "out"), "--json"])
     assert json.loads(capsys.readouterr().out)["owner"] == str((tmp_path / "users").stat().st_uid)
 
 
@@ -332,7 +332,7 @@ class TestDoctor:
     @pytest.mark.parametrize(
         "changes, step, words",
         [
-            ({"password": "coordinator.password"}, "login", ("user 'porch'", "another password", "headwater enroll")),
+            ({"password": "coordinator.password"}, "login", ("user 'porch'", "another password", "headwater password")),
             ({"id": "kitchen"}, "topics", ("user 'porch'", "this one's is 'kitchen'", "change id or broker.user")),
             ({"federation": "two"}, "topics", ("federation 'two'", "--acl")),
         ],
@@ -387,7 +387,7 @@ class TestDoctorOfTheCoordinator:
         [
             ({}, 0, "topics", "federation 'home'"),
             ({"federation": "two"}, 2, "topics", "--acl FILE --federation two"),
-            ({"password": "porch.password"}, 2, "login", "headwater enroll coordinator"),
+            ({"password": "porch.password"}, 2, "login", "headwater password coordinator"),
         ],
         ids=["right", "federation", "password"],
     )

@@ -1,4 +1,4 @@
-"""``headwater enroll``."""
+"""``headwater password``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Account = Annotated[
 PASSWORD_BYTES = 24
 
 
-def enroll(
+def password(
     agent: Agent,
     users: Users,
     out: Out = None,
@@ -53,10 +53,10 @@ def enroll(
 ) -> None:
     """Create an agent's password: hashed for the broker, and in a file that its configuration names.
 
-    The embedded broker and mosquitto read the same password file. Enrolling again replaces the password. A running
+    The embedded broker and mosquitto read the same password file. Another call replaces the password. A running
     Mosquitto has to reload its files; the embedded broker does so by itself.
 
-    Example: headwater enroll porch --users users --out porch.password
+    Example: headwater password porch --users users --out porch.password
     """
     path = out or Path(f"{agent}.password")
     check_user(agent)
@@ -65,9 +65,9 @@ def enroll(
     for file in (users, path, *([acl] if acl else [])):
         ready_for(file)
     access_for(users, account)  # an account that is not there should change nothing
-    password = secrets.token_urlsafe(PASSWORD_BYTES)
-    was_there = set_password(users, agent, password, account=account)
-    write_atomic(path, f"{password}\n".encode(), access=access_of(path) if path.exists() else Access.private())
+    secret = secrets.token_urlsafe(PASSWORD_BYTES)
+    was_there = set_password(users, agent, secret, account=account)
+    write_atomic(path, f"{secret}\n".encode(), access=access_of(path) if path.exists() else Access.private())
     has_changed = acl is not None and add_rules(acl, federation, account=account)
     status = users.stat()
     owner, mode = str(status.st_uid), f"{stat.S_IMODE(status.st_mode):o}"
