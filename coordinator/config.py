@@ -39,6 +39,34 @@ class EmbeddedConfig(Frozen):
     )
 
 
+class IdentityConfig(Frozen):
+    """Certificates for agents, and the Mosquitto that the coordinator starts for them; 'headwater init' writes it.
+
+    The broker lets in who has a certificate of the federation's authority. 'headwater enroll NAME' makes a token, for
+    which a device gets one.
+    """
+
+    host: str = Field(
+        pattern=r"^[A-Za-z0-9:._-]+$", max_length=253, description="name or address that devices connect to"
+    )
+    bind: str = Field("0.0.0.0", min_length=1, max_length=253, description="address to listen on; 0.0.0.0 = all")  # noqa: S104 - both ports are of TLS
+    port: int = Field(8883, ge=1, le=65535, description="port of the broker, for devices with a certificate")
+    enroll_port: int = Field(
+        8884, ge=1, le=65535, description="port on which devices show a token, or renew an expired certificate"
+    )
+    certificate_days: float = Field(
+        30.0, gt=0, le=3650, description="life of an agent's certificate; it is renewed at half of it"
+    )
+    grace_days: float = Field(
+        90.0, ge=0, le=3650, description="an expired certificate can be renewed for so long, then a new token is needed"
+    )
+
+    @property
+    def url(self) -> str:
+        """Of the broker, as devices connect to it."""
+        return f"mqtts://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
 class RunConfig(Frozen):
     """What a run does when the request does not say otherwise."""
 
@@ -233,6 +261,9 @@ class CoordinatorConfig(Frozen):
     embedded: EmbeddedConfig = Field(
         default_factory=EmbeddedConfig, description="the broker that the coordinator starts without [broker]"
     )
+    identity: IdentityConfig | None = Field(
+        None, description="certificates for agents, and a Mosquitto that the coordinator starts for them"
+    )
     task: Task = Field(description="inputs, classes and encoder")
     run: RunConfig = Field(default_factory=RunConfig, description="defaults of a run")
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
@@ -274,6 +305,8 @@ class CoordinatorConfig(Frozen):
     def _one_broker(self) -> CoordinatorConfig:
         if self.broker is not None and "embedded" in self.model_fields_set:
             raise ValueError("[broker] and [embedded] exclude each other; keep the one that is meant")
+        if self.identity is not None and (self.broker is not None or "embedded" in self.model_fields_set):
+            raise ValueError("[identity] starts its own Mosquitto; leave [broker] and [embedded] out")
         return self
 
 

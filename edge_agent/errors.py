@@ -6,6 +6,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── UnknownName             exit 2   no such method, head, encoder or data source (nearest name suggested)
 │   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
 │   ├── WeightsError            exit 2   a file of weights is missing, unreadable, or of another network
+│   ├── EnrolmentRefused        exit 2   a token or certificate does not count, or is of another federation
 │   ├── DuplicateId             exit 2   another agent with the same id is alive
 │   └── DuplicateCoordinator    exit 2   another coordinator serves the same federation
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
@@ -79,6 +80,10 @@ class DataError(UsageError):
 
 class WeightsError(UsageError):
     """A file of weights is missing, unreadable, or of another network."""
+
+
+class EnrolmentRefused(UsageError):
+    """A token or a certificate does not count; the message names the step, the cause and the next command."""
 
 
 class DuplicateId(UsageError):

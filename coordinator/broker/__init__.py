@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -235,10 +236,8 @@ def find_mosquitto() -> Path | None:
     return Path(program) if program else None
 
 
-class MosquittoBroker(SupervisedBroker):
-    """Mosquitto from the operating system, with a temporary configuration and without persistence."""
-
-    _folder: tempfile.TemporaryDirectory[str] | None = None
+class Mosquitto(SupervisedBroker):
+    """Mosquitto from the operating system; subclasses give the configuration."""
 
     def start(self) -> None:
         """Start the process and return as soon as it accepts connections.
@@ -252,6 +251,45 @@ class MosquittoBroker(SupervisedBroker):
             raise MissingCapability(
                 "mosquitto is not installed; 'apt-get install mosquitto', or use the embedded broker"
             )
+        super().start()
+
+    def started_with(self, settings: Path) -> list[str]:
+        """The command line for a configuration."""
+        # Ends with its parent also when the parent is killed; setpriv is part of every Linux with util-linux.
+        guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        return [*guard, str(find_mosquitto()), "-c", str(settings)]
+
+
+class ManagedMosquitto(Mosquitto):
+    """Mosquitto with TLS and a configuration file that the coordinator keeps."""
+
+    def __init__(self, bind: str, port: int, settings: Path) -> None:
+        super().__init__(bind, port)
+        self._settings = settings
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return f"mqtts://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The command line."""
+        return self.started_with(self._settings)
+
+    def reload(self) -> None:
+        """Have it read its list of revoked certificates and its own certificate again; sessions stay."""
+        if (pid := self.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGHUP)
+
+
+class MosquittoBroker(Mosquitto):
+    """Mosquitto with a temporary configuration and without persistence."""
+
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start the process and return as soon as it accepts connections."""
         self._folder = tempfile.TemporaryDirectory(prefix="headwater-mosquitto-")
         super().start()
 
@@ -272,16 +310,12 @@ class MosquittoBroker(SupervisedBroker):
         settings.write_text(settings_text(self.bind, self.port, access), encoding="utf-8")
         for private in (acl, settings):
             private.chmod(0o600)
-        # Ends with its parent also when the parent is killed; setpriv is part of every Linux with util-linux.
-        guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        return [*guard, str(find_mosquitto()), "-c", str(settings)]
+        return self.started_with(settings)
 
 
-def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
-    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts all clients."""
-    lines = [
-        f"listener {port} {bind}",
-        f"user {getpass.getuser()}",
+def limits_text() -> list[str]:
+    """Lines of every Mosquitto configuration: limits, and what goes to the log."""
+    return [
         "persistence false",
         "set_tcp_nodelay true",
         f"max_packet_size {MAX_PACKET_BYTES}",
@@ -291,7 +325,16 @@ def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None)
         "log_dest stderr",
         "log_type error",
         "log_type warning",
+    ]
+
+
+def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
+    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts all clients."""
+    lines = [
+        f"listener {port} {bind}",
+        f"user {getpass.getuser()}",
         f"allow_anonymous {'true' if access is None else 'false'}",
+        *limits_text(),
     ]
     if access is not None:
         lines += [f"password_file {access[0]}", f"acl_file {access[1]}"]

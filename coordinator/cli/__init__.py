@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 COMMANDS: dict[str, str] = {
     "demo": "Train, export and personalize on this machine in a minute.",
+    "init": "Make a federation whose devices have certificates.",
     "serve": "Serve a federation until stopped.",
     "run": "Start a run and follow it to its end.",
     "simulate": "Run a method on many clients on this machine.",
@@ -41,6 +42,8 @@ COMMANDS: dict[str, str] = {
     "backup": "Copy the state folder, also while serving.",
     "prune": "Remove checkpoints and bundles of old runs.",
     "methods": "List all methods, or show one of them.",
+    "enroll": "Make a token by which a device gets a certificate.",
+    "agents": "List, revoke or rename enrolled agents.",
     "password": "Create an agent's password for the broker.",
     "doctor": "Check this machine and the way to the broker.",
     "bench": "Measure this machine: devices, rounds, simulations.",

@@ -27,6 +27,7 @@ from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import ComputeProcess
+from ..state.journal import utc_now
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
@@ -57,7 +58,7 @@ def take_over(
     """
     if config.broker is None:
         raise UsageError(
-            "a standby needs a broker that outlives the coordinator, and this one is embedded in it; give [broker] url"
+            "a standby needs a broker that outlives the coordinator, which starts this one; give [broker] url"
         )
     while True:
         transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
@@ -88,8 +89,16 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
     with contextlib.ExitStack() as stack:
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
-        broker, embedded = config.broker, config.embedded
-        if broker is None:
+        broker, embedded, identity = config.broker, config.embedded, None
+        if config.identity is not None:
+            from ..identity.enrolment import Enrolment
+            from ..identity.serving import IdentityService
+
+            identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
+            stack.callback(identity.stop)
+            identity.start(utc_now())
+            broker = identity.client()
+        elif broker is None:
             served = EmbeddedBroker(
                 embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
             )
@@ -123,6 +132,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             broker_url=broker.url,
             probe_s=probe_s,
             limits=limits,
+            identity=identity,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
@@ -41,6 +41,11 @@ from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
+
+if TYPE_CHECKING:
+    from ..identity.serving import (
+        IdentityService,
+    )  # loads cryptography, which a coordinator without certificates does not need
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +81,12 @@ class Coordinator:
         probe_s: float = PROBE_S,
         run_ids: RunIds | None = None,
         limits: RateLimits | None = None,
+        identity: IdentityService | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
-        transport applies to what it receives.
+        transport applies to what it receives. ``identity``: who has a certificate, where agents need one.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -96,7 +102,7 @@ class Coordinator:
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish, self.send, clock)
         self.storage = Storage(clock)
-        self.limits = limits
+        self.limits, self.identity = limits, identity
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
@@ -110,6 +116,7 @@ class Coordinator:
             wire.Fault: self._on_fault,
             wire.Heartbeat: self._on_heartbeat,
             wire.Report: self._on_report,
+            wire.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
@@ -240,6 +247,9 @@ class Coordinator:
         if self.limits is not None:
             for (agent, kind), times in self.limits.dropped().items():
                 self._ignore(agent, MessageError(f"too many messages of kind '{kind}'; they are dropped"), times)
+        if self.identity is not None:
+            for agent in self.identity.tick(self.clock(), utc_now()):
+                self._lose(agent)
         if self.is_serving:
             for agent in self.roster.expire():
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
@@ -315,6 +325,8 @@ class Coordinator:
             agent, kind = self.topics.sender(event.topic)
             if event.retained:  # agents publish no retained messages
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+            if self.identity is not None and not self.identity.admits(agent):
+                raise MessageError(f"agent '{agent}' is revoked; 'headwater enroll {agent}' lets it in again")
         except MessageError as error:
             self._ignore("topic", error)
             return
@@ -413,6 +425,11 @@ class Coordinator:
         loop = self.loop
         if self.roster.reported(agent, message) and loop is not None and loop.run.id == message.run:
             loop.run.reports.add(agent, message)
+
+    def _on_renew(self, agent: str, message: wire.Renew) -> None:
+        if self.identity is None:
+            raise MessageError("a certificate is to be renewed, and this coordinator issues none; it lacks [identity]")
+        self.send(agent, self.identity.renewed(agent, message))
 
     def _on_hello(self, agent: str, message: wire.Hello) -> None:
         if not self.duplicate_ids.accept(agent, message):

@@ -14,7 +14,8 @@ from typing import Any
 
 from .. import capabilities
 from ..config import AgentConfig
-from ..errors import HeadwaterError, MissingCapability, StateError
+from ..errors import BrokerAway, HeadwaterError, MissingCapability, StateError
+from ..identity import Renewal
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
 from ..worker import ThreadWorker, in_child, stop_on_signals
@@ -56,8 +57,18 @@ def _run(config: AgentConfig, tier: str) -> None:
     with folder_lock(config.state, f"edge-agent {config.id}"), stop_on_signals() as stop:
         if count := sweep(config.state):
             log.info("swept files=%d: temporary files of an earlier start", count)
+        renewal = Renewal(config.state)
+        if renewal.is_enrolled:
+            _renew_expired(renewal)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-        agent = Agent(config, transport, TaskRunner(config, tier), worker=ThreadWorker(transport.wake), boot=boot)
+        agent = Agent(
+            config,
+            transport,
+            TaskRunner(config, tier),
+            worker=ThreadWorker(transport.wake),
+            boot=boot,
+            renewal=renewal if renewal.is_enrolled else None,
+        )
         try:
             agent.start()
             _notify("READY=1")
@@ -67,6 +78,20 @@ def _run(config: AgentConfig, tier: str) -> None:
             agent.close()
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+def _renew_expired(renewal: Renewal) -> None:
+    """Renew a certificate that has expired while the device was off: the broker would not let it in.
+
+    Raises:
+        UsageError: the coordinator refuses; only a new token helps.
+    """
+    if not renewal.is_expired():
+        return
+    try:
+        renewal.by_port()
+    except BrokerAway as error:
+        log.warning("certificate_not_renewed reason=%s; tried again while the agent runs", error)
 
 
 def choose_tier(config: AgentConfig) -> str:

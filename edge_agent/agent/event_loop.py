@@ -6,6 +6,7 @@ confirmed it by its own message. Everything is sent again after a reconnect, so 
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import random
@@ -19,6 +20,7 @@ from typing import Any
 from .. import __version__
 from ..config import AgentConfig
 from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
+from ..identity import Renewal
 from ..storage import write_atomic
 from ..task import Task
 from ..wire import messages as wire
@@ -56,8 +58,12 @@ class Agent:
         worker: Worker | None = None,
         boot: str | None = None,
         rng: random.Random | None = None,
+        renewal: Renewal | None = None,
     ) -> None:
-        """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol."""
+        """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol.
+
+        ``renewal``: of this agent's certificate, where it has one.
+        """
         self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
@@ -71,6 +77,7 @@ class Agent:
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self.condition = self.jobs.condition
         self.disk = Disk(config.state, self.jobs, self.link, self._hello)
+        self.renewal = renewal
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
@@ -96,6 +103,7 @@ class Agent:
             wire.Queued: self.uploads.queued,
             wire.Ack: self.uploads.ack,
             wire.Receipt: self.jobs.on_receipt,
+            wire.Renewed: self._on_renewed,
         }
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -170,6 +178,7 @@ class Agent:
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
+        self.disk.safely(self._renew)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
             self.jobs.collect(self._hello, self._new_samples.tried)
@@ -185,6 +194,29 @@ class Agent:
             self._silence.tell(self.config)
         elif self._beat_is_due(now):
             self._beat()
+
+    def _renew(self) -> None:
+        """Ask for a new certificate, when half of the life of this one is over."""
+        renewal = self.renewal
+        if renewal is None or not renewal.is_due(self.clock()):
+            return
+        if self.welcomed:
+            self.link.send(renewal.message())
+        elif renewal.is_expired():
+
+            def done(_: object, error: BaseException | None) -> None:
+                if error is not None:
+                    log.error("certificate_not_renewed reason=%s", error)
+
+            self.worker.submit("renew", renewal.by_port, done)
+
+    def _on_renewed(self, message: wire.Renewed) -> None:
+        if self.renewal is None:
+            return
+        if message.refused:
+            log.error("certificate_not_renewed reason=%s", message.refused)
+            return
+        self.renewal.received(base64.b64decode(message.certificate))
 
     def _beat_is_due(self, now: float) -> bool:
         """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""

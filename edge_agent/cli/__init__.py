@@ -23,6 +23,7 @@ from ..limits import limit_threads
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("agent", "run", "run the agent: join a federation until stopped"),
+    "enroll": ("enroll", "enroll", "make this device an agent of a federation"),
     "status": ("agent", "status", "show what the agent on this device does"),
     "fit": ("offline", "fit", "fit a personal head on local data"),
     "predict": ("offline", "predict", "classify inputs with a bundle and a head"),

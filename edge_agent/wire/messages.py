@@ -33,6 +33,10 @@ def printable(text: str) -> str:
 Text = Annotated[str, AfterValidator(printable)]
 """No control characters, no line breaks, nothing that changes the direction of writing."""
 
+Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]{1,4000}={0,2}$")]
+Serial = Annotated[str, Field(pattern=r"^([0-9a-f]{1,40})?$")]
+"""Of a certificate, hexadecimal; empty: of none."""
+
 Start = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,32}$")]
 """Id of one start of a program, or of a question to it; logs, status and reports show it."""
 
@@ -382,6 +386,15 @@ class Bye(Control):
     type: Literal["bye"] = "bye"
 
 
+class Renew(Control):
+    """A request for a new certificate, signed with the key of the one that the agent has."""
+
+    type: Literal["renew"] = "renew"
+    csr: Base64 = Field(description="certificate signing request (DER)")
+    serial: Serial = Field(description="of the certificate that the agent has")
+    signature: Base64
+
+
 # --- coordinator -> agent --------------------------------------------------------------------------------------------
 
 
@@ -571,6 +584,14 @@ class TaskNotice(Command):
     task: Task
 
 
+class Renewed(Command):
+    """The new certificate, or why there is none."""
+
+    type: Literal["renewed"] = "renewed"
+    certificate: Base64 | Literal[""] = Field("", description="DER")
+    refused: Text = Field("", max_length=1000)
+
+
 # --- coordinator -> coordinator --------------------------------------------------------------------------------------
 
 
@@ -585,9 +606,22 @@ class Present(Command):
     standby: bool = Field(default=False, description="it only watches, and takes over when no other one answers")
 
 
-FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye
+FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye | Renew
 FromCoordinator = (
-    Announce | Who | Welcome | Refused | Job | Cancel | Listen | Grant | Queued | Ack | Receipt | Install | TaskNotice
+    Announce
+    | Who
+    | Welcome
+    | Refused
+    | Job
+    | Cancel
+    | Listen
+    | Grant
+    | Queued
+    | Ack
+    | Receipt
+    | Install
+    | TaskNotice
+    | Renewed
 )
 
 

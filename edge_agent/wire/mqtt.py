@@ -200,6 +200,8 @@ class MqttTransport:
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
         was_up = self._up.is_set()
+        if not was_up and not self._rejection and self.config.tls is not None and self.config.tls.cert is not None:
+            reason += "; the broker may refuse this certificate: 'edge-agent doctor --config FILE' checks it"
         self._up.clear()
         self._client = self._last_sent = None  # its sockets close with it
         return self._rejection or reason, was_up

@@ -1,4 +1,4 @@
-"""``headwater password`` with a real Mosquitto that root starts, units without root's rights, and doctor's way to it."""
+"""`headwater password` with a Mosquitto that root starts, units without root's rights, and the way of doctor to it."""
 
 from __future__ import annotations
 

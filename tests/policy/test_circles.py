@@ -20,7 +20,8 @@ ORDER = (
     {"service"},
     {"hosted"},
     {"runs"},
-    {"fleet", "report", "broker"},
+    {"fleet", "report", "identity"},
+    {"broker"},
     {"state", "processes"},
     {"config", "text"},
 )

@@ -1,0 +1,78 @@
+"""``headwater enroll``."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_agent.errors import UsageError
+from edge_agent.identity import Token, shown
+
+from ..config import load_config
+from ..identity.enrolment import Enrolment
+from .options import Config, Json, State
+from .output import console, print_json
+
+Name = Annotated[str, typer.Argument(help="The device's id in the federation.")]
+Expires = Annotated[str, typer.Option("--expires", help="How long the token counts: 30m, 12h, 14d or 8w.")]
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def enroll(
+    name: Name, expires: Expires = "14d", config: Config = None, state: State = None, as_json: Json = False
+) -> None:
+    """Make a token for a device: one line, on stdout, that 'edge-agent enroll' takes there. It counts once.
+
+    A device that was wiped, or that is replaced, gets its name back by a new token; when that is used, its old
+    certificate is revoked. Works while the coordinator serves, and before.
+
+    Example: headwater enroll porch --expires 14d
+    """
+    life = duration(expires)
+    print_token(enrolment(config, state).token(name, life), as_json=as_json)
+
+
+def enrolment(config: Path | None, state: Path | None) -> Enrolment:
+    """Of the federation that a configuration names.
+
+    Raises:
+        UsageError: its devices have no certificates.
+        StateError: there is no authority in the state folder.
+    """
+    settings = load_config(config, state)
+    if settings.identity is None:
+        raise UsageError(
+            "the configuration has no section [identity]: 'headwater init --config FILE' adds certificates; for a "
+            "broker with users, 'headwater password NAME --users FILE' makes a password"
+        )
+    return Enrolment(settings.state, settings.federation, settings.identity)
+
+
+def duration(text: str) -> timedelta:
+    """A duration such as 14d.
+
+    Raises:
+        UsageError: it is none, or not between a minute and a year.
+    """
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
+    life = timedelta(**{UNITS[match[2]]: int(match[1])}) if match else timedelta(0)
+    if not timedelta(0) < life <= timedelta(days=366):
+        raise UsageError(f"'{text[:40]}' is no duration up to a year; expected a number and m, h, d or w, such as 14d")
+    return life
+
+
+def print_token(token: Token, *, as_json: bool) -> None:
+    """The token alone on stdout, what to do with it on stderr."""
+    if as_json:
+        content = {"name": token.name, "token": token.text(), "authority": token.authority, "expires": token.expires}
+        print_json(content)
+        return
+    console.print(f"on the device, once, until {shown(token.expires)}:", soft_wrap=True)
+    console.print("  edge-agent enroll TOKEN --data SOURCE", soft_wrap=True)
+    console.print(f"authority {token.authority}; the token is a secret", soft_wrap=True)
+    print(token.text())

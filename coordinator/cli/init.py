@@ -1,0 +1,141 @@
+"""``headwater init``."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_agent.config import NAME_PATTERN
+from edge_agent.errors import MissingCapability, UsageError
+from edge_agent.storage import read_toml, write_atomic
+
+from ..broker import find_mosquitto, is_loopback
+from ..config import CoordinatorConfig, IdentityConfig, load_config
+from ..identity.authority import Authority
+from ..identity.enrolment import Enrolment, identity_folder
+from ..identity.serving import BrokerFiles
+from ..state.journal import utc_now
+from .options import Json
+from .output import present
+
+Folder = Annotated[Path | None, typer.Argument(metavar="DIR", help="New folder for coordinator.toml and its state.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="A configuration that gets certificates, instead of a new one.")
+]
+Host = Annotated[
+    str | None, typer.Option("--host", help="Name or address that devices connect to; default: this machine's name.")
+]
+Federation = Annotated[str, typer.Option("--federation", help="Name of the federation, in a new configuration.")]
+BrokerPort = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the broker.")]
+EnrollPort = Annotated[int, typer.Option("--enroll-port", min=1, max=65535, help="Port on which devices enroll.")]
+
+NEW = """\
+# The coordinator's configuration: headwater serve --config coordinator.toml
+# All keys: configs/README.md of the project.
+
+federation = {federation}
+state = "state"   # journal, runs, and identity: the certificate authority; back it up
+
+[task]            # put your own here before the first run
+class_names = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+encoder = "small_cnn"
+input = {{ kind = "image", channels = 3, height = 32, width = 32 }}
+"""
+
+SECTION = """
+# Certificates: 'headwater enroll NAME' lets a device in. 'headwater serve' starts Mosquitto with them.
+[identity]
+host = {host}
+bind = {bind}
+port = {port}
+enroll_port = {enroll_port}
+"""
+
+
+def init(
+    folder: Folder = None,
+    config: Config = None,
+    host: Host = None,
+    federation: Federation = "home",
+    port: BrokerPort = 8883,
+    enroll_port: EnrollPort = 8884,
+    as_json: Json = False,
+) -> None:
+    """Make a federation whose devices have certificates: an authority, the broker's files, and a configuration.
+
+    Then 'headwater serve' starts Mosquitto with TLS, and 'headwater enroll NAME' makes a token for each device. With
+    --config, an existing configuration gets the section [identity].
+
+    Example: headwater init fleet --host coordinator.example
+    """
+    if (folder is None) == (config is None):
+        raise UsageError(
+            "name either a new folder (headwater init DIR) or an existing file (headwater init --config FILE)"
+        )
+    if not re.fullmatch(NAME_PATTERN, federation):
+        raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
+    host = host or socket.gethostname()
+    bind = ("::1" if ":" in host else "127.0.0.1") if is_loopback(host) else "0.0.0.0"  # noqa: S104 - both ports are of TLS
+    section = SECTION.format(host=json.dumps(host), bind=json.dumps(bind), port=port, enroll_port=enroll_port)
+    IdentityConfig(host=host)
+    path = config or (folder or Path()) / "coordinator.toml"
+    if config is not None:
+        content = read_toml(config)
+        if taken := [name for name in ("identity", "broker", "embedded") if name in content]:
+            raise UsageError(
+                f"{config} has the section [{taken[0]}]; "
+                + (
+                    "its devices have certificates already"
+                    if taken[0] == "identity"
+                    else "remove it, then run this again"
+                )
+            )
+        text = config.read_text(encoding="utf-8").rstrip("\n") + "\n" + section
+    else:
+        if path.exists():
+            raise UsageError(f"{path} exists; 'headwater init --config {path}' adds certificates to it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = NEW.format(federation=json.dumps(federation)) + section
+    before = path.read_bytes() if path.exists() else None
+    write_atomic(path, text.encode())
+    try:
+        settings = load_config(path)
+        authority = _make(settings)
+    except BaseException:  # the file is as it was, so that the command can be repeated
+        if before is None:
+            path.unlink()
+        else:
+            write_atomic(path, before)
+        raise
+    lines = [
+        f"federation '{settings.federation}': authority {authority.fingerprint}",
+        f"configuration in {path}, keys in {identity_folder(settings.state)} (back it up, show it to nobody)",
+        f"devices connect to {host}, ports {port} and {enroll_port}; open both in a firewall",
+        f"next: headwater serve --config {path}",
+        f"then, for each device: headwater enroll NAME --config {path}",
+    ]
+    if find_mosquitto() is None:
+        lines.append(f"note: {MissingCapability.__name__}: mosquitto is not installed: apt-get install mosquitto")
+    result = {
+        "federation": settings.federation,
+        "config": str(path),
+        "authority": authority.fingerprint,
+        "host": host,
+        "port": port,
+        "enroll_port": enroll_port,
+    }
+    present(result, lines, as_json=as_json)
+
+
+def _make(settings: CoordinatorConfig) -> Authority:
+    if settings.identity is None:
+        raise UsageError("the configuration has no section [identity]")
+    folder, now = identity_folder(settings.state), utc_now()
+    authority = Authority.create(folder, settings.federation, now)
+    BrokerFiles(Enrolment(settings.state, settings.federation, settings.identity)).write(now)
+    return authority

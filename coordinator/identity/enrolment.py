@@ -1,0 +1,248 @@
+"""Tokens for devices, certificates for those who show one, their renewal and revocation.
+
+All state is in files, so commands work while the coordinator serves, and see what it did.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.oid import NameOID
+
+from edge_agent.errors import EnrolmentRefused, UsageError
+from edge_agent.identity import CertificateRequest, Token, key_fingerprint, new_secret, shown, token_key
+
+from ..broker.access import COORDINATOR_USER
+from ..config import IdentityConfig
+from ..state.journal import utc_now
+from .authority import Authority, write_private
+from .ledger import AgentRecord, CertificateRecord, Ledger, TokenRecord
+
+SAME_RENEWAL = 5
+"""Certificates that one certificate's key may ask for: answers get lost, but not that often."""
+
+RESERVED = frozenset({COORDINATOR_USER, "broker"})
+"""Names that no agent may have: the broker knows the coordinator by its name."""
+
+
+class Enrolment:
+    """Certifies the agents of one federation."""
+
+    def __init__(
+        self, state: Path, federation: str, config: IdentityConfig, *, now: Callable[[], datetime] = utc_now
+    ) -> None:
+        """Open the authority in the state folder.
+
+        Raises:
+            StateError: there is none.
+        """
+        self.folder, self.federation, self.config, self._now = identity_folder(state), federation, config, now
+        self.authority = Authority.open(self.folder)
+        self.ledger = Ledger(self.folder / "agents")
+        self.crl = self.folder / "crl.pem"
+
+    @property
+    def life(self) -> timedelta:
+        """How long an agent's certificate holds."""
+        return timedelta(days=self.config.certificate_days)
+
+    def token(self, name: str, life: timedelta, *, replaces: str = "") -> Token:
+        """A new token for an agent; one that was made for it before does not count any more.
+
+        Raises:
+            UsageError: no agent can have that name.
+        """
+        if name in RESERVED:
+            raise UsageError(f"'{name}' is the name of a program of the federation; choose another for the device")
+        now, secret = self._now(), new_secret()
+        public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        expires = now + life
+        made = TokenRecord(
+            public_key=base64.b64encode(public).decode(),
+            made_at=now.timestamp(),
+            expires=expires.timestamp(),
+            replaces=replaces,
+        )
+        with self.ledger.changing() as ledger:
+            before = ledger.get(name) or AgentRecord(name=name)
+            ledger.put(before.model_copy(update={"token": made}))
+        return Token(
+            url=self.config.url,
+            port=self.config.enroll_port,
+            federation=self.federation,
+            name=name,
+            authority=self.authority.fingerprint,
+            secret=secret,
+            expires=int(expires.timestamp()),
+        )
+
+    def certify(self, request: CertificateRequest) -> CertificateRecord:
+        """A certificate for a device that shows a token, or the certificate that it has.
+
+        Raises:
+            EnrolmentRefused: it may have none; the message says why and what to do.
+            UsageError: no agent can have that name.
+        """
+        if request.federation != self.federation:
+            raise EnrolmentRefused(
+                f"federation: the request is for '{request.federation}', and this coordinator serves "
+                f"'{self.federation}'; 'headwater enroll {request.name}' on the right coordinator makes a token"
+            )
+        key = self._key_of(request)
+        with self.ledger.changing() as ledger:
+            record = ledger.get(request.name)
+            if record is None:
+                raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
+            return (self._renew if request.serial else self._enroll)(record, request, key)
+
+    def revoke(self, name: str) -> AgentRecord:
+        """Revoke all certificates of an agent, and its token.
+
+        Raises:
+            UsageError: there is no such agent.
+        """
+        with self.ledger.changing() as ledger:
+            record = ledger.get(name)
+            if record is None:
+                known = ", ".join(one.name for one in ledger.records()[:10]) or "none"
+                raise UsageError(f"no agent '{name}' is enrolled; enrolled are: {known}")
+            ended = record.revoked(self._now().timestamp())
+            ledger.put(ended)
+            self.write_crl()
+        return ended
+
+    def write_crl(self) -> None:
+        """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
+        now = self._now()
+        gone = (now - timedelta(days=1)).timestamp()  # of an expired certificate nobody asks whether it was revoked
+        revoked = [
+            (int(one.serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
+            for record in self.ledger.records()
+            for one in record.certificates
+            if one.revoked_at is not None and one.not_after > gone
+        ]
+        write_private(self.crl, self.authority.revocations(revoked, now))
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _key_of(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
+        try:
+            csr = x509.load_der_x509_csr(base64.b64decode(request.csr, validate=True))
+            named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+            key, is_signed = csr.public_key(), csr.is_signature_valid
+        except (ValueError, TypeError) as error:
+            raise EnrolmentRefused(
+                f"request: it is no certificate signing request ({error}); run the command again"
+            ) from error
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1) or not is_signed:
+            raise EnrolmentRefused("request: its key is not of EC P-256, or it is not signed with that key")
+        if named != [request.name]:
+            raise EnrolmentRefused(f"request: it is for {named}, and the message for '{request.name}'")
+        return key
+
+    def _enroll(
+        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
+    ) -> CertificateRecord:
+        name, token, now = record.name, record.token, self._now().timestamp()
+        if token is None:
+            raise EnrolmentRefused(f"token: none counts for '{name}' (its agent was revoked); {_again(name)}")
+        try:
+            public = Ed25519PublicKey.from_public_bytes(base64.b64decode(token.public_key))
+            public.verify(base64.b64decode(request.signature), request.signed())
+        except (InvalidSignature, ValueError) as error:
+            raise EnrolmentRefused(
+                f"token: it is not the newest one for '{name}', made at {shown(token.made_at)}; {_again(name)}"
+            ) from error
+        used_by = key_fingerprint(key)
+        if token.used_at is not None:
+            repeated = next((one for one in record.certificates if one.key == used_by and one.revoked_at is None), None)
+            if repeated is not None:
+                return repeated  # the answer was lost
+            raise EnrolmentRefused(
+                f"token: it was used at {shown(token.used_at)} by a device with the key {token.used_by}, and counts "
+                f"once; {_again(name)}"
+            )
+        if token.expires < now:
+            raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}; {_again(name)}")
+        ended = record.revoked(now)
+        made = self._issue(name, key)
+        used = token.model_copy(update={"used_at": now, "used_by": used_by})
+        self._write(ended, made, used)
+        has_revoked = ended.certificates != record.certificates
+        if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
+            self.ledger.put(other.revoked(now))
+            has_revoked = True
+        if has_revoked:
+            self.write_crl()
+        return made
+
+    def _renew(
+        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
+    ) -> CertificateRecord:
+        name, now = record.name, self._now()
+        shown_one = next((one for one in record.certificates if one.serial == request.serial), None)
+        if shown_one is None:
+            raise EnrolmentRefused(
+                f"certificate: '{name}' has none with the serial {request.serial} here; {_again(name)}"
+            )
+        if shown_one.revoked_at is not None:
+            raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}; {_again(name)}")
+        last = shown_one.not_after + self.config.grace_days * 86_400
+        if now.timestamp() > last:
+            raise EnrolmentRefused(
+                f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}; "
+                f"{_again(name)}"
+            )
+        try:
+            owner = x509.load_der_x509_certificate(base64.b64decode(shown_one.der)).public_key()
+            if not isinstance(owner, ec.EllipticCurvePublicKey):
+                raise InvalidSignature
+            owner.verify(base64.b64decode(request.signature), request.signed(), ec.ECDSA(hashes.SHA256()))
+        except (InvalidSignature, ValueError) as error:
+            raise EnrolmentRefused(
+                f"certificate: the request of '{name}' is not signed with its key; {_again(name)}"
+            ) from error
+        followers = [one for one in record.certificates if one.renews == request.serial]
+        for one in followers:
+            if one.key == key_fingerprint(key) and one.revoked_at is None:
+                return one  # the answer was lost
+        if len(followers) >= SAME_RENEWAL:
+            raise EnrolmentRefused(f"certificate: it was renewed {len(followers)} times already; {_again(name)}")
+        made = self._issue(name, key, renews=request.serial)
+        self._write(record, made, record.token)
+        return made
+
+    def _issue(self, name: str, key: ec.EllipticCurvePublicKey, *, renews: str = "") -> CertificateRecord:
+        made = self.authority.for_client(name, key, self._now(), self.life)
+        return CertificateRecord(
+            serial=f"{made.serial_number:x}",
+            der=base64.b64encode(made.public_bytes(Encoding.DER)).decode(),
+            key=key_fingerprint(key),
+            not_before=made.not_valid_before_utc.timestamp(),
+            not_after=made.not_valid_after_utc.timestamp(),
+            renews=renews,
+        )
+
+    def _write(self, record: AgentRecord, made: CertificateRecord, token: TokenRecord | None) -> None:
+        """The record with a new certificate, and without those that cannot be renewed any more."""
+        until = self._now().timestamp() - self.config.grace_days * 86_400
+        kept = tuple(one for one in record.certificates if one.not_after > until)
+        self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
+
+
+def identity_folder(state: Path) -> Path:
+    """Where a coordinator keeps its authority, certificates and ledger."""
+    return state / "identity"
+
+
+def _again(name: str) -> str:
+    return f"'headwater enroll {name}' on the coordinator makes a token"

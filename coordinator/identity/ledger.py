@@ -1,0 +1,116 @@
+"""The agents of a federation: for each one its token and the certificates that it has got, in one file.
+
+A change is read, made and written under a lock, so the coordinator and commands beside it do not lose each other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from edge_agent.config import NAME_PATTERN
+from edge_agent.errors import StateError, UsageError
+from edge_agent.storage import Access, waited_lock, write_atomic
+from edge_agent.task import Frozen, parse_json
+
+Time = Annotated[float, Field(ge=0)]
+"""Unix time in seconds."""
+
+
+class TokenRecord(Frozen):
+    """A token that was made for an agent. Its secret is not here, only the public key that belongs to it."""
+
+    public_key: str = Field(description="Ed25519, base64")
+    made_at: Time
+    expires: Time
+    used_at: Time | None = None
+    used_by: str = Field("", description="fingerprint of the key that it has certified")
+    replaces: str = Field("", description="another agent, whose certificates are revoked when the token is used")
+
+
+class CertificateRecord(Frozen):
+    """A certificate that an agent has got."""
+
+    serial: str = Field(description="hexadecimal")
+    der: str = Field(description="the certificate, base64")
+    key: str = Field(description="fingerprint of its key")
+    not_before: Time
+    not_after: Time
+    renews: str = Field("", description="serial of the certificate whose key asked for it; empty: a token's did")
+    revoked_at: Time | None = None
+
+
+class AgentRecord(Frozen):
+    """One agent."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    token: TokenRecord | None = None
+    certificates: tuple[CertificateRecord, ...] = ()
+
+    def current(self) -> CertificateRecord | None:
+        """The newest certificate that is not revoked; it may have expired."""
+        valid = [one for one in self.certificates if one.revoked_at is None]
+        return max(valid, key=lambda one: one.not_after) if valid else None
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether it had certificates, and none counts any more."""
+        return bool(self.certificates) and self.current() is None
+
+    def revoked(self, at: float) -> AgentRecord:
+        """The same with all certificates revoked, and without a token that could still be used."""
+        ended = tuple(
+            one if one.revoked_at is not None else one.model_copy(update={"revoked_at": at})
+            for one in self.certificates
+        )
+        token = self.token if self.token is not None and self.token.used_at is not None else None
+        return self.model_copy(update={"certificates": ended, "token": token})
+
+
+class Ledger:
+    """The records in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, name: str) -> AgentRecord | None:
+        """The record of an agent; None where there is none.
+
+        Raises:
+            UsageError: no agent can have that name.
+            StateError: the record is damaged.
+        """
+        path = self._path(name)
+        try:
+            return AgentRecord.model_validate(parse_json(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValidationError, ValueError) as error:
+            raise StateError(f"{path}: damaged record of an agent; put it back from a backup, or remove it") from error
+
+    def records(self) -> list[AgentRecord]:
+        """All agents, sorted by name."""
+        names = sorted(path.stem for path in self.folder.glob("*.json"))
+        return [record for name in names if (record := self.get(name)) is not None]
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Ledger]:
+        """Inside, nobody else changes records."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with waited_lock(self.folder):
+            yield self
+
+    def put(self, record: AgentRecord) -> None:
+        """Write a record; inside `changing`."""
+        content = record.model_dump_json(exclude_defaults=True).encode()
+        write_atomic(self._path(record.name), content, access=Access.private())
+
+    def _path(self, name: str) -> Path:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise UsageError(f"'{name[:80]}' cannot be an agent's name; it has to match {NAME_PATTERN}")
+        return self.folder / f"{name}.json"

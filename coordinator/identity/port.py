@@ -1,0 +1,117 @@
+"""The enrolment port: TLS, one line of JSON each way, nothing else; for devices that have no valid certificate.
+
+An own port and no topic of the broker: MQTT clients without a certificate could take over the sessions of others by
+their ids, and leave retained messages and sessions without end. Here a stranger gets a few seconds and 16 KiB.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from edge_agent.errors import HeadwaterError, UsageError, cause
+from edge_agent.identity import TIMEOUT_S, CertificateRequest, read_line, shown
+from edge_agent.task import parse_json
+from edge_agent.wire.messages import printable
+
+from ..broker import held_port
+from .enrolment import Enrolment
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 32
+"""Connections that are served at a time; more wait in the system's queue."""
+
+
+class EnrolmentPort:
+    """Answers requests for certificates, each in a thread of its own."""
+
+    def __init__(self, enrolment: Enrolment, certificate: Path) -> None:
+        """``certificate``: file with the key and certificate that this side shows; read again for each connection."""
+        self.enrolment, self._certificate = enrolment, certificate
+        self._free = threading.BoundedSemaphore(AT_ONCE)
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            UsageError: the port is taken.
+        """
+        bind, port = self.enrolment.config.bind, self.enrolment.config.enroll_port
+        with held_port(bind, port):
+            pass
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        self._listener = socket.create_server((bind, port), family=family, backlog=64)
+        self._thread = threading.Thread(target=self._run, name="enrolment", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        listener = self._listener
+        while listener is not None:
+            self._free.acquire()
+            try:
+                peer, address = listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(peer, str(address[0])), name="enroll", daemon=True).start()
+
+    def _serve(self, peer: socket.socket, address: str) -> None:
+        until = time.monotonic() + TIMEOUT_S
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.load_cert_chain(self._certificate)
+            peer.settimeout(TIMEOUT_S)
+            with context.wrap_socket(peer, server_side=True) as secure:
+                line = read_line(secure, until)
+                secure.settimeout(max(0.1, until - time.monotonic()))
+                secure.sendall(json.dumps(self.answer(line, address)).encode() + b"\n")
+        except OSError as error:  # of TLS, too: strangers try everything
+            log.debug("enrolment_failed from=%s reason=%s", address, cause(error))
+        except Exception:
+            log.exception("enrolment_broke from=%s", address)
+        finally:
+            peer.close()
+            self._free.release()
+
+    def answer(self, line: bytes, address: str = "") -> dict[str, Any]:
+        """The answer to one request."""
+        try:
+            request = parse_json(line)
+            if request == {"ask": "authority"}:
+                authority = base64.b64encode(self.enrolment.authority.der).decode()
+                return {"authority": authority, "time": time.time(), "federation": self.enrolment.federation}
+            made = self.enrolment.certify(CertificateRequest.model_validate(request))
+        except (ValidationError, ValueError, RecursionError):
+            log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))
+            return {"refused": "request: it is malformed; coordinator and device run different versions"}
+        except UsageError as error:
+            log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
+            return {"refused": str(error)}
+        except (HeadwaterError, OSError) as error:
+            log.error("enrolment_failed from=%s reason=%s", address, error)
+            return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
+        name = request["name"]
+        log.info("certified agent=%s key=%s until=%s from=%s", name, made.key, shown(made.not_after), address)
+        return {"certificate": made.der}

@@ -1,0 +1,243 @@
+"""What serves a federation with certificates on this machine: Mosquitto's files, the broker, and revocation.
+
+The certificates of broker and coordinator are made from the authority at each start, and again before they end.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import socket
+import threading
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from edge_agent.config import BrokerConfig, TlsConfig
+from edge_agent.errors import HeadwaterError, UsageError
+from edge_agent.identity import CertificateRequest, shown
+from edge_agent.wire.messages import Renew, Renewed
+from edge_agent.wire.mqtt import MqttTransport
+
+from ..broker import ManagedMosquitto, limits_text
+from ..broker.access import COORDINATOR_USER, mosquitto_acl
+from ..config import IdentityConfig
+from .authority import Authority, pem_of, write_private
+from .enrolment import Enrolment
+from .port import EnrolmentPort
+
+log = logging.getLogger(__name__)
+
+SERVER_LIFE = timedelta(days=365)
+RENEW_BEFORE = timedelta(days=180)
+SESSION_LIFE = timedelta(minutes=5)
+"""Of the certificate with which the coordinator takes a revoked agent's session over."""
+
+
+class BrokerFiles:
+    """The files of a federation's Mosquitto, below the coordinator's state folder."""
+
+    def __init__(self, enrolment: Enrolment) -> None:
+        self.enrolment, self.folder = enrolment, enrolment.folder
+        self.settings, self.broker = self.folder / "mosquitto.conf", self.folder / "broker.pem"
+        self.coordinator = self.folder / "coordinator.pem"
+
+    def write(self, now: datetime) -> None:
+        """Write configuration, topic rules, list of revoked certificates, and those certificates that are due."""
+        config, folder = self.enrolment.config, self.folder.resolve()
+        write_private(folder / "mosquitto.acl", mosquitto_acl(self.enrolment.federation).encode())
+        write_private(self.settings, mosquitto_settings(config, folder).encode())
+        with self.enrolment.ledger.changing():
+            self.enrolment.write_crl()
+        self.renew(now)
+
+    def renew(self, now: datetime) -> bool:
+        """Make the certificates of broker and coordinator that are due; whether any was."""
+        authority, hosts = self.enrolment.authority, server_names(self.enrolment.config)
+        made = False
+        for path, names in ((self.broker, hosts), (self.coordinator, None)):
+            if is_due(path, authority, names, now):
+                key = ec.generate_private_key(ec.SECP256R1())
+                if names is None:
+                    certificate = authority.for_client(COORDINATOR_USER, key.public_key(), now, SERVER_LIFE)
+                else:
+                    certificate = authority.for_server(names, key.public_key(), now, SERVER_LIFE)
+                write_private(path, pem_of(key) + certificate.public_bytes(Encoding.PEM))
+                made = True
+        return made
+
+    def client(self, url: str, file: Path | None = None) -> BrokerConfig:
+        """How the coordinator connects; ``file``: with this key and certificate instead of its own."""
+        tls = TlsConfig(ca=self.folder / "ca.pem", cert=self.coordinator if file is None else file)
+        return BrokerConfig(url=url, tls=tls)
+
+
+def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
+    """A Mosquitto configuration: no client without a certificate, which gives its user and its id.
+
+    With the id from the certificate, no client can take over the session of another one.
+    """
+    lines = [
+        f"listener {config.port} {config.bind}",
+        f"user {getpass.getuser()}",
+        f"cafile {folder / 'ca.pem'}",
+        f"certfile {folder / 'broker.pem'}",
+        f"keyfile {folder / 'broker.pem'}",
+        f"crlfile {folder / 'crl.pem'}",
+        "tls_version tlsv1.2",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "use_username_as_clientid true",
+        "allow_anonymous false",
+        f"acl_file {folder / 'mosquitto.acl'}",
+        "retain_available false",
+        *limits_text(),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def server_names(config: IdentityConfig) -> list[str]:
+    """Names and addresses that devices and the coordinator itself may use."""
+    bound = [] if config.bind in {"0.0.0.0", "::", "localhost"} else [config.bind]  # noqa: S104 - compared, not bound
+    return list(dict.fromkeys([config.host, *bound, socket.gethostname(), "localhost", "127.0.0.1", "::1"]))
+
+
+def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datetime) -> bool:
+    """Whether there is no certificate of this authority for these hosts that holds for months."""
+    try:
+        content = path.read_bytes()
+        certificate = x509.load_pem_x509_certificate(content[content.index(b"-----BEGIN CERTIFICATE") :])
+        certificate.verify_directly_issued_by(authority.certificate)
+        named = set(hosts or ())
+        if hosts is not None:
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            named = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, another one is made
+        return True
+    return set(hosts or ()) != named or certificate.not_valid_after_utc - now < RENEW_BEFORE
+
+
+class IdentityService:
+    """Broker, enrolment port and revocation of a serving coordinator. Start it, and call `tick` now and then."""
+
+    def __init__(self, enrolment: Enrolment) -> None:
+        self.enrolment, self.files = enrolment, BrokerFiles(enrolment)
+        config = enrolment.config
+        self.broker = ManagedMosquitto(config.bind, config.port, self.files.settings)
+        self.port = EnrolmentPort(enrolment, self.files.broker)
+        self._crl = (0, 0)
+        self._revoked: frozenset[str] = frozenset()
+        self._serials: frozenset[str] = frozenset()
+        self._ending: list[threading.Thread] = []
+        self._renew_at = float("-inf")
+
+    def start(self, now: datetime) -> None:
+        """Write the broker's files, and start the broker and the enrolment port.
+
+        Raises:
+            MissingCapability: mosquitto is not installed.
+            UsageError: a port is taken.
+            BrokerAway: the broker does not start.
+        """
+        self.files.write(now)
+        self._look()
+        self.broker.start()
+        self.port.start()
+        log.info("identity federation=%s authority=%s", self.enrolment.federation, self.enrolment.authority.fingerprint)
+
+    def stop(self) -> None:
+        """Stop both."""
+        self.port.stop()
+        self.broker.stop()
+        for thread in self._ending:
+            thread.join()
+
+    def client(self) -> BrokerConfig:
+        """How the coordinator connects."""
+        return self.files.client(self.broker.url)
+
+    def admits(self, agent: str) -> bool:
+        """Whether messages of this agent count: it is not one whose certificates are all revoked."""
+        if agent in self._revoked:
+            record = self.enrolment.ledger.get(agent)
+            if record is None or record.is_revoked:
+                return False
+            self._revoked -= {agent}  # it has got another certificate since
+        return True
+
+    def renewed(self, agent: str, message: Renew) -> Renewed:
+        """The answer to an agent that asks for a new certificate."""
+        try:
+            request = CertificateRequest(
+                federation=self.enrolment.federation,
+                name=agent,
+                csr=message.csr,
+                serial=message.serial,
+                signature=message.signature,
+            )
+            made = self.enrolment.certify(request)
+        except UsageError as error:
+            log.warning("renewal_refused agent=%s reason=%s", agent, error)
+            return Renewed(refused=str(error)[:1000])
+        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, shown(made.not_after))
+        return Renewed(certificate=made.der)
+
+    def tick(self, clock_s: float, now: datetime) -> list[str]:
+        """Agents of whom a certificate was revoked since; the broker knows by then, and their sessions are ended."""
+        if clock_s >= self._renew_at:
+            self._renew_at = clock_s + 3600
+            if self.files.renew(now):
+                self.broker.reload()
+        if self._stamp() == self._crl:
+            return []
+        hit = self._look()
+        self.broker.reload()
+        for name in hit:
+            log.warning("agent_revoked agent=%s: its session ends now", name)
+        if hit:
+            thread = threading.Thread(target=self._end_sessions, args=(hit, now), name="revoke", daemon=True)
+            self._ending = [*(one for one in self._ending if one.is_alive()), thread]
+            thread.start()
+        return hit
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            status = self.enrolment.crl.stat()
+        except FileNotFoundError:
+            return (0, 0)
+        return (status.st_ino, status.st_mtime_ns)
+
+    def _look(self) -> list[str]:
+        """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
+        self._crl = self._stamp()
+        records = self.enrolment.ledger.records()
+        revoked = {
+            one.serial: record.name for record in records for one in record.certificates if one.revoked_at is not None
+        }
+        hit = sorted({name for serial, name in revoked.items() if serial not in self._serials})
+        self._serials = frozenset(revoked)
+        self._revoked = frozenset(record.name for record in records if record.is_revoked)
+        return hit
+
+    def _end_sessions(self, names: list[str], now: datetime) -> None:
+        """Take over the sessions of these agents: Mosquitto reads the list of revoked certificates at connect only."""
+        for name in names:
+            key = ec.generate_private_key(ec.SECP256R1())
+            certificate = self.enrolment.authority.for_client(name, key.public_key(), now, SESSION_LIFE)
+            file = self.files.folder / f"ending-{name}.pem"
+            try:
+                write_private(file, pem_of(key) + certificate.public_bytes(Encoding.PEM))
+                config = self.files.client(self.broker.url, file).model_copy(update={"wait": False})
+                transport = MqttTransport(config, name)
+                transport.start()
+                transport.close()
+                log.info("session_ended agent=%s", name)
+            except (HeadwaterError, OSError) as error:
+                log.error("session_not_ended agent=%s reason=%s: restart the coordinator", name, error)
+            finally:
+                file.unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""Identity from end to end, with real programs at a real Mosquitto: enroll, revoke, renew, return."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import time
+
+import pytest
+from identity_harness import Fleet
+from mqtt_harness import NEEDS_MOSQUITTO
+
+from edge_agent.identity import IdentityFolder
+
+pytestmark = [NEEDS_MOSQUITTO, pytest.mark.broker]
+
+
+@pytest.fixture
+def fleet(tmp_path, capsys):
+    with Fleet(tmp_path / "fleet", capsys) as fleet:
+        yield fleet
+
+
+def test_from_nothing_to_two_devices_over_tls_by_init_serve_and_one_command_for_each(fleet):
+    begin = time.monotonic()
+    fleet.init()
+    fleet.start("serve", "coordinator", "serve", "--config", fleet.config)
+    for number, name in enumerate(("porch", "hall")):
+        token = fleet.token(name)
+        assert "\n" not in token
+        assert len(token) < 400
+        code, out, err = fleet.enroll(token, name, number)  # it waits for the coordinator, which has just been started
+        assert code == 0, err
+        key = re.search(r"key +(SHA256:\S+)", out)[1]
+        assert f"certified agent={name} key={key}" in fleet.said("serve"), "both sides show the same fingerprint"
+        fleet.run(name)
+    fleet.until(lambda: fleet.online() == {"porch", "hall"}, "both are online")
+    took_s = time.monotonic() - begin
+    print(f"from nothing to two devices over TLS: {took_s:.1f} s")
+    authority = re.search(r"authority=(SHA256:\S+)", fleet.said("serve"))[1]
+    assert authority == IdentityFolder(fleet.folder / "hall").read().authority
+    secret_files = [*(fleet.folder / "state/identity").rglob("*"), *fleet.folder.glob("*/identity/*")]
+    assert len(secret_files) >= 12
+    for path in secret_files:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert took_s < 40
+
+
+def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets_its_name_in_again(fleet):
+    fleet.init().serve()
+    for number, name in enumerate(("porch", "hall")):
+        assert fleet.enroll(fleet.token(name), name, number)[0] == 0
+        fleet.run(name)
+    fleet.until(lambda: fleet.online() == {"porch", "hall"}, "both are online")
+    begin = time.monotonic()
+    code, out, _ = fleet.call("agents", "revoke", "hall", "--config", fleet.config)
+    assert code == 0
+    assert "revoked" in out
+    fleet.until(lambda: "broker_away" in fleet.said("hall"), "the open session of the revoked agent ends", 5)
+    print(f"open session ended {time.monotonic() - begin:.2f} s after the command")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the coordinator drops it", 5)
+    fleet.until(lambda: fleet.said("hall").count("broker_away") >= 3, "it tries again and is refused")
+    assert fleet.said("hall").count(" connected ") == 1
+    assert "broker_away" not in fleet.said("porch"), "nobody else notices"
+
+    fleet.stop("hall")
+    code, _, err = fleet.device("run", "--config", fleet.folder / "hall.toml", "--no-wait")
+    assert code == 75
+    assert "edge-agent doctor" in err
+    shutil.rmtree(fleet.folder / "hall")  # wiped
+    assert fleet.enroll(fleet.token("hall"), "hall", 1)[0] == 0
+    fleet.run("hall")
+    fleet.until(lambda: fleet.online() == {"porch", "hall"}, "it is back under its name")
+
+
+def test_certificate_is_renewed_under_a_running_agent_over_its_own_connection(fleet):
+    fleet.init(certificate_days=8 / 86_400, grace_days=1).serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    folder = IdentityFolder(fleet.folder / "porch")
+    first = folder.read()
+    fleet.run("porch")
+    fleet.until(lambda: fleet.said("porch").count("certificate_renewed") >= 3, "three renewals")
+    third = folder.read()
+    assert third.not_after > first.not_after + 8, "the first certificate has expired meanwhile"
+    assert third.serial != first.serial
+    assert fleet.online() == {"porch"}
+    assert fleet.said("porch").count(" connected ") == 1, "the connection stayed"
+    assert "certified" not in fleet.said("serve").partition("agent_joined")[2], "the enrolment port was not asked"
+
+
+def test_device_returns_after_its_certificate_has_expired(fleet):
+    fleet.init(certificate_days=4 / 86_400, grace_days=1).serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    folder = IdentityFolder(fleet.folder / "porch")
+    ended = folder.read()
+    fleet.until(lambda: time.time() > ended.not_after + 1, "the certificate expires on the shelf")
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the device is back")
+    assert "certificate_renewed" in fleet.said("porch")
+    assert folder.read().serial != ended.serial
