@@ -5,6 +5,7 @@ Durations are seconds (``_s``), sizes are bytes (``_bytes``). Relative paths cou
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from .errors import ConfigError, cause, nearest
+from .errors import ConfigError, UsageError, cause, nearest
 from .storage import read_toml
 from .task import Frozen
 
@@ -102,6 +103,30 @@ class BrokerConfig(Frozen):
         if why:
             raise ConfigError("broker.password_file", [f"cannot read a line from {path}: {why}"])
         return line
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_tls(broker: BrokerConfig) -> None:
+    """Return where nobody on the network reads and changes what is said: with TLS, or on this machine alone.
+
+    Raises:
+        UsageError: a broker elsewhere without TLS.
+    """
+    if not broker.uses_tls and not is_loopback(broker.host):
+        raise UsageError(
+            f"broker {broker.url} is without TLS and not on this machine: everybody on the way reads and changes "
+            "models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll TOKEN' gets "
+            "one), or say --insecure"
+        )
 
 
 def credential(path: Path) -> Path:

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from .config import NAME_PATTERN, BrokerConfig, TlsConfig
+from .config import NAME_PATTERN, AgentConfig, BrokerConfig, TlsConfig
 from .errors import BrokerAway, EnrolmentRefused, MessageError, MissingCapability, StateError, UsageError, cause
 from .storage import Access, write_atomic
 from .task import Frozen, parse_json
@@ -346,11 +346,6 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
             f"{before.authority}), and the token is for '{token.federation}' (authority {token.authority}); name "
             "another --state, or remove that folder"
         )
-    if token.expires < now():
-        raise EnrolmentRefused(
-            f"token: it expired at {shown(token.expires)}, and this device's clock says {shown(now())}; 'headwater "
-            f"enroll {token.name}' on the coordinator makes another"
-        )
     ca = _authority(token, now)
     answer = ask(token.address, ca, folder.request(token.federation, token.name, token.secret).model_dump())
     identity = folder.install(
@@ -481,6 +476,36 @@ def shown(unix_s: float) -> str:
         return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, OSError, ValueError):
         return "a time that no calendar has"
+
+
+def check_identity(config: AgentConfig, now: float) -> str:
+    """What the certificate of an agent says.
+
+    Raises:
+        EnrolmentRefused: it does not hold now, or is for another agent or federation.
+        StateError: it cannot be read.
+    """
+    identity = IdentityFolder(config.state).read()
+    again = f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll TOKEN' takes it here"
+    if identity is None:
+        raise StateError(f"certificate: there is none in {config.state}; {again}")
+    if (identity.name, identity.federation) != (config.id, config.federation):
+        raise EnrolmentRefused(
+            f"certificate: it is for '{identity.name}' in federation '{identity.federation}', and the configuration "
+            f"for '{config.id}' in '{config.federation}'; change id and federation there, or: {again}"
+        )
+    if now < identity.not_before:
+        raise EnrolmentRefused(
+            f"certificate: it holds from {shown(identity.not_before)} on, and this device's clock says {shown(now)}; "
+            "set the clock ('timedatectl set-ntp true')"
+        )
+    if now > identity.not_after:
+        raise EnrolmentRefused(
+            f"certificate: it expired at {shown(identity.not_after)}, and this device's clock says {shown(now)}; "
+            f"'edge-agent run' renews it where that was not too long ago; else {again}"
+        )
+    half = identity.not_before + (identity.not_after - identity.not_before) / 2
+    return f"holds until {shown(identity.not_after)}; a running agent renews it from {shown(half)} on"
 
 
 # --- renewal ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.util
-import ipaddress
 import logging
 import os
 import secrets
@@ -23,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from edge_agent.config import BrokerConfig
+from edge_agent.config import BrokerConfig, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
 from edge_agent.storage import Access, write_atomic
 
@@ -159,16 +158,6 @@ def held_port(bind: str, port: int) -> Iterator[int]:
         if sys.platform != "linux":
             probe.close()
         yield free
-
-
-def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches ``bind``."""
-    if bind == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        return False
 
 
 class EmbeddedBroker(SupervisedBroker):

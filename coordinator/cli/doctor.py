@@ -66,6 +66,12 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
     """The way to the broker and its topics, up to and with the first step that fails."""
+    if config.identity is not None:
+        from ..identity.serving import checks
+
+        for name, check in checks(config.state, config.federation, config.identity):
+            yield attempted(name, check)
+        return
     if config.broker is None:
         yield Step("embedded", is_ok=True, detail="'headwater serve' starts its own broker")
         return

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN
+from edge_agent.config import NAME_PATTERN, is_loopback
 from edge_agent.errors import MissingCapability, UsageError
 from edge_agent.storage import read_toml, write_atomic
 
-from ..broker import find_mosquitto, is_loopback
+from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, IdentityConfig, load_config
 from ..identity.authority import Authority
 from ..identity.enrolment import Enrolment, identity_folder

@@ -12,7 +12,7 @@ from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import load_config
 from ..service.app import coordinator, take_over
-from ..service.preflight import check_defaults, without_lost_weights
+from ..service.preflight import check_defaults, check_private, without_lost_weights
 from ..service.standby import TAKEOVER_S
 from .follow import Invocation, standing
 from .options import INTERRUPTED, Config, State, Verbose
@@ -26,9 +26,15 @@ TakeoverAfter = Annotated[
 ]
 
 
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow a broker without TLS that other machines reach, or are on.")
+]
+
+
 def serve(
     config: Config = None,
     state: State = None,
+    insecure: Insecure = False,
     standby: TakesOver = False,
     takeover_s: TakeoverAfter = TAKEOVER_S,
     verbose: Verbose = False,
@@ -51,6 +57,8 @@ def serve(
     """
     set_up_logging(verbose=verbose)
     settings = load_config(config, state)
+    if not insecure:
+        check_private(settings)
     in_child(lambda: check_defaults(without_lost_weights(settings), config))  # models need torch, 190 MB
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         if standby:

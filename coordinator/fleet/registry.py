@@ -301,6 +301,11 @@ ANSWER_S = 1.5
 """How long the start that has an id may take to answer; less than an agent's pause between two hellos."""
 
 MAX_CLAIMS = 1000
+CLONE_RETURNS = 2
+"""How often a start that was replaced is back when it counts as a clone: a late message of it may look like one."""
+
+MOST_STARTS = 8
+"""Starts of one agent that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -319,10 +324,54 @@ class DuplicateIds:
         self._roster, self._send, self._clock = roster, send, clock
         self._claims: dict[str, _Claim] = {}
         self._rejected: dict[str, str] = {}
+        self._starts: dict[str, dict[str, int]] = {}
+        """Agent -> the starts that had its id and their newest connections, the first start first."""
+
+        self._returns: dict[str, int] = {}
 
     def accept(self, agent: str, message: wire.Hello) -> bool:
         """Whether this start has the id now; if not, an answer of the start that has it is pending."""
         member = self._roster.get(agent)
+        if member is None or member.boot == message.boot:
+            return self._accept(agent, member, message)
+        if self._is_clone(agent, member, message):
+            return False
+        accepted = self._accept(agent, member, message)
+        if accepted:
+            starts = self._starts.setdefault(agent, {})
+            starts[member.boot] = member.connection
+            starts[message.boot] = message.connection
+            if len(starts) > MOST_STARTS:
+                del starts[next(iter(starts))]
+        return accepted
+
+    def _is_clone(self, agent: str, member: Member, message: wire.Hello) -> bool:
+        """Whether two starts take the id from each other; the one that had it first keeps it.
+
+        A broker that takes an agent's id from its certificate ends the session of the other one at each connect, so
+        that never both can answer. But a start that was replaced does not come back with a new connection, twice.
+        """
+        starts = self._starts.get(agent, {})
+        if message.connection <= starts.get(message.boot, message.connection):
+            return False
+        starts[message.boot] = message.connection
+        self._returns[agent] = self._returns.get(agent, 0) + 1
+        if self._returns[agent] < CLONE_RETURNS or message.boot == next(iter(starts)):
+            return False
+        self._reject(agent, member, message.boot, "take the id from each other")
+        return True
+
+    def _reject(self, agent: str, member: Member, boot: str, why: str) -> None:
+        log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, why)
+        at = utc_now().isoformat(timespec="seconds")
+        member.notes["duplicate"] = (
+            f"another agent with the id '{agent}' (start {boot}) was rejected at {at}: both were alive; "
+            "give one of them another id"
+        )
+        self._rejected[agent] = boot
+        self._send(agent, _rejection(member, boot, why))
+
+    def _accept(self, agent: str, member: Member | None, message: wire.Hello) -> bool:
         if member is None or not member.is_present:
             self._claims.pop(agent, None)
             self._rejected.pop(agent, None)
@@ -331,16 +380,7 @@ class DuplicateIds:
         if member.boot == message.boot:
             if claim is not None and message.answers == claim.question:
                 del self._claims[agent]
-                log.warning(
-                    "duplicate_id agent=%s has=%s rejected=%s: both answered at once", agent, member.boot, claim.boot
-                )
-                at = utc_now().isoformat(timespec="seconds")
-                member.notes["duplicate"] = (
-                    f"another agent with the id '{agent}' (start {claim.boot}) was rejected at {at}: both were alive; "
-                    "give one of them another id"
-                )
-                self._rejected[agent] = claim.boot
-                self._send(agent, _rejection(member, claim.boot))
+                self._reject(agent, member, claim.boot, "answered at once")
             return True
         if self._rejected.get(agent) == message.boot:
             if not message.answers:  # it has not heard
@@ -369,10 +409,10 @@ class DuplicateIds:
         self._send(agent, wire.Who(question=question))
 
 
-def _rejection(member: Member, boot: str) -> wire.Refused:
+def _rejection(member: Member, boot: str, why: str = "answered the same question") -> wire.Refused:
     why = (
         f"the id '{member.id}' is in use: this agent (start {boot}) and one that was here before (start {member.boot}, "
-        f"tier {member.tier}) both answered the same question, so both are alive; give one of them another id in its "
+        f"tier {member.tier}) both {why}, so both are alive; give one of them another id in its "
         "configuration, or stop it"
     )
     return wire.Refused(error=DuplicateId.__name__, message=why, whom=boot)

@@ -45,7 +45,7 @@ class Enrolment:
         Raises:
             StateError: there is none.
         """
-        self.folder, self.federation, self.config, self._now = identity_folder(state), federation, config, now
+        self.folder, self.federation, self.config, self.now = identity_folder(state), federation, config, now
         self.authority = Authority.open(self.folder)
         self.ledger = Ledger(self.folder / "agents")
         self.crl = self.folder / "crl.pem"
@@ -63,7 +63,7 @@ class Enrolment:
         """
         if name in RESERVED:
             raise UsageError(f"'{name}' is the name of a program of the federation; choose another for the device")
-        now, secret = self._now(), new_secret()
+        now, secret = self.now(), new_secret()
         public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         expires = now + life
         made = TokenRecord(
@@ -115,14 +115,14 @@ class Enrolment:
             if record is None:
                 known = ", ".join(one.name for one in ledger.records()[:10]) or "none"
                 raise UsageError(f"no agent '{name}' is enrolled; enrolled are: {known}")
-            ended = record.revoked(self._now().timestamp())
+            ended = record.revoked(self.now().timestamp())
             ledger.put(ended)
             self.write_crl()
         return ended
 
     def write_crl(self) -> None:
         """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
-        now = self._now()
+        now = self.now()
         gone = (now - timedelta(days=1)).timestamp()  # of an expired certificate nobody asks whether it was revoked
         revoked = [
             (int(one.serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
@@ -152,7 +152,7 @@ class Enrolment:
     def _enroll(
         self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
-        name, token, now = record.name, record.token, self._now().timestamp()
+        name, token, now = record.name, record.token, self.now().timestamp()
         if token is None:
             raise EnrolmentRefused(f"token: none counts for '{name}' (its agent was revoked); {_again(name)}")
         try:
@@ -188,7 +188,7 @@ class Enrolment:
     def _renew(
         self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
-        name, now = record.name, self._now()
+        name, now = record.name, self.now()
         shown_one = next((one for one in record.certificates if one.serial == request.serial), None)
         if shown_one is None:
             raise EnrolmentRefused(
@@ -222,7 +222,7 @@ class Enrolment:
         return made
 
     def _issue(self, name: str, key: ec.EllipticCurvePublicKey, *, renews: str = "") -> CertificateRecord:
-        made = self.authority.for_client(name, key, self._now(), self.life)
+        made = self.authority.for_client(name, key, self.now(), self.life)
         return CertificateRecord(
             serial=f"{made.serial_number:x}",
             der=base64.b64encode(made.public_bytes(Encoding.DER)).decode(),
@@ -234,7 +234,7 @@ class Enrolment:
 
     def _write(self, record: AgentRecord, made: CertificateRecord, token: TokenRecord | None) -> None:
         """The record with a new certificate, and without those that cannot be renewed any more."""
-        until = self._now().timestamp() - self.config.grace_days * 86_400
+        until = self.now().timestamp() - self.config.grace_days * 86_400
         kept = tuple(one for one in record.certificates if one.not_after > until)
         self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
 

@@ -101,7 +101,11 @@ class EnrolmentPort:
             request = parse_json(line)
             if request == {"ask": "authority"}:
                 authority = base64.b64encode(self.enrolment.authority.der).decode()
-                return {"authority": authority, "time": time.time(), "federation": self.enrolment.federation}
+                return {
+                    "authority": authority,
+                    "time": self.enrolment.now().timestamp(),
+                    "federation": self.enrolment.federation,
+                }
             made = self.enrolment.certify(CertificateRequest.model_validate(request))
         except (ValidationError, ValueError, RecursionError):
             log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))

@@ -9,6 +9,7 @@ import getpass
 import logging
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edge_agent.config import BrokerConfig, TlsConfig
-from edge_agent.errors import HeadwaterError, UsageError
+from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
 from edge_agent.identity import CertificateRequest, shown
+from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Renew, Renewed
 from edge_agent.wire.mqtt import MqttTransport
 
-from ..broker import ManagedMosquitto, limits_text
+from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text
 from ..broker.access import COORDINATOR_USER, mosquitto_acl
 from ..config import IdentityConfig
+from ..state.journal import utc_now
 from .authority import Authority, pem_of, write_private
 from .enrolment import Enrolment
 from .port import EnrolmentPort
@@ -118,6 +121,46 @@ def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datet
     except Exception:  # noqa: BLE001 - whatever is wrong with it, another one is made
         return True
     return set(hosts or ()) != named or certificate.not_valid_after_utc - now < RENEW_BEFORE
+
+
+def checks(
+    state: Path, federation: str, config: IdentityConfig, now: datetime | None = None
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Name and function of each check of a federation's identity, for 'headwater doctor'.
+
+    The functions return what they found, or raise an error that says what to do.
+    """
+    at = now or utc_now()
+
+    def authority() -> str:
+        certificate = Enrolment(state, federation, config).authority.certificate
+        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not begin <= at <= end:
+            raise StateError(
+                f"the authority's certificate holds from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, and this machine's clock "
+                f"says {at:%Y-%m-%d %H:%M} UTC; set the clock ('timedatectl set-ntp true')"
+            )
+        return f"{Enrolment(state, federation, config).authority.fingerprint}, until {end:%Y-%m-%d}"
+
+    def broker() -> str:
+        issuer = Enrolment(state, federation, config)
+        names = server_names(config)
+        if is_due(BrokerFiles(issuer).broker, issuer.authority, names, at):
+            return f"'headwater serve' makes a new certificate for {', '.join(names)}"
+        return f"holds for {', '.join(names)}"
+
+    def mosquitto() -> str:
+        program = find_mosquitto()
+        if program is None:
+            raise MissingCapability("mosquitto is not installed; apt-get install mosquitto")
+        if (holder := lock_holder(state)) is not None:
+            return f"{program}, started by {holder}"
+        for port in (config.port, config.enroll_port):
+            with held_port(config.bind, port):
+                pass
+        return f"{program}; ports {config.port} and {config.enroll_port} of {config.bind} are free"
+
+    return iter([("authority", authority), ("certificate", broker), ("mosquitto", mosquitto)])
 
 
 class IdentityService:

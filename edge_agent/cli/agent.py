@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..agent.health import look_at_disk, problem_of
-from ..config import AgentConfig, load
+from ..config import AgentConfig, check_tls, load
 from ..errors import HeadwaterError, StateError
 from ..limits import limit_threads
 from ..storage import folder_lock, read_json
@@ -46,6 +46,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent run``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
     parser.add_argument("--no-wait", action="store_true", help="exit with 75 when the broker does not answer")
+    parser.add_argument("--insecure", action="store_true", help="allow a broker without TLS on another machine")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
     config = load(AgentConfig, arguments.config, overrides)
+    if not arguments.insecure:
+        check_tls(config.broker)
     limit_threads(config.training.threads)
     from ..agent import app
 

@@ -67,7 +67,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         config = load(AgentConfig, arguments.config)
         own = list(look(config))
         ca = ca or (config.broker.tls.ca if config.broker.tls else None)
-        steps = list(walk(config.broker, ca, arguments.timeout, config))
+        steps = list(_way(config, ca, arguments.timeout))
     else:
         own = [attempted("tier", lambda: _check_tier(device, device.tier))]
     if arguments.broker is not None:
@@ -86,12 +86,37 @@ def doctor(arguments: argparse.Namespace) -> int:
     return next((step.exit_code for step in (*own, *steps) if not step.is_ok), 0)
 
 
+def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Step]:
+    """The steps to the broker and a coordinator.
+
+    A broker that takes the client's id from its certificate would end the session of an agent that runs. Then what that
+    agent reports is shown instead.
+    """
+    from ..identity import IdentityFolder
+    from ..storage import lock_holder, read_json
+
+    holder = lock_holder(config.state) if IdentityFolder(config.state).file.exists() else None
+    yield from walk(config.broker, ca, timeout_s, None if holder is not None else config)
+    if holder is not None:
+        status = read_json(config.state / "status.json") or {}
+        reason = status.get("waits_for") or "it has just been started"
+
+        def agent() -> str:
+            if not status.get("welcomed"):
+                raise BrokerAway(f"{holder} is not welcomed by a coordinator: {reason}")
+            return f"{holder} is connected and welcomed; login and topics are not tried beside it"
+
+        yield attempted("agent", agent)
+
+
 def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state folder, data, head."""
     from .. import heads
     from ..agent.app import choose_tier
     from ..capabilities import find
+    from ..config import check_tls
     from ..data.partition import check_own
+    from ..identity import IdentityFolder, check_identity
     from ..storage import check_writable
 
     head = config.head
@@ -99,6 +124,24 @@ def look(config: AgentConfig) -> Iterator[Step]:
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
     yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
+    if IdentityFolder(config.state).file.exists():
+        yield attempted("certificate", lambda: check_identity(config, time.time()))
+        yield attempted("clock", lambda: _compare_clocks(config))
+    elif config.broker.tls is None:
+        yield attempted("tls", lambda: check_tls(config.broker), "not needed, the broker is on this machine")
+
+
+def _compare_clocks(config: AgentConfig) -> str:
+    from ..identity import IdentityFolder, ask, check_clock
+
+    identity = IdentityFolder(config.state).read()
+    if identity is None:
+        return "no certificate"
+    try:
+        answer = ask((identity.host, identity.port), None, {"ask": "authority"})
+    except BrokerAway as error:
+        return f"not compared: {error}"
+    return f"{check_clock(answer, time.time()):+.0f} s from the coordinator's"
 
 
 def _check_tier(device: Capabilities, tier: str) -> str:

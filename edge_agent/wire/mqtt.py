@@ -195,13 +195,13 @@ class MqttTransport:
                     until = time.monotonic() + LEAVE_TIMEOUT_S
                     client.disconnect()  # `close` may have come before there was a client
             reason = paho.error_string(code)
+            if not self._up.is_set() and self.config.tls is not None and self.config.tls.cert is not None:
+                reason += " The broker may refuse this certificate: 'edge-agent doctor --config FILE' checks it."
         except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
         was_up = self._up.is_set()
-        if not was_up and not self._rejection and self.config.tls is not None and self.config.tls.cert is not None:
-            reason += "; the broker may refuse this certificate: 'edge-agent doctor --config FILE' checks it"
         self._up.clear()
         self._client = self._last_sent = None  # its sockets close with it
         return self._rejection or reason, was_up

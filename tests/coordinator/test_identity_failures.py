@@ -1,0 +1,376 @@
+"""Every failed enrolment and renewal names the step, the cause and the next command."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from cryptography import x509
+from identity_harness import free_ports
+
+from coordinator.config import IdentityConfig
+from coordinator.identity.authority import Authority
+from coordinator.identity.enrolment import Enrolment, identity_folder
+from coordinator.identity.port import EnrolmentPort
+from coordinator.identity.serving import BrokerFiles
+from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, UsageError
+from edge_agent.identity import (
+    MAX_LINE_BYTES,
+    IdentityFolder,
+    Renewal,
+    Token,
+    ask,
+    enroll,
+    fingerprint,
+    signing_request,
+    token_key,
+)
+
+DAY = timedelta(days=1)
+LIFE_S = 30 * 86_400
+
+
+class Side:
+    """A coordinator's enrolment port, with a clock that a test may set ahead."""
+
+    def __init__(self, state, *, federation="home", ahead=timedelta(0), ports=None):
+        self.state, self.federation, self.ahead = state, federation, ahead
+        port, enroll_port = ports or free_ports()
+        self.config = IdentityConfig(host="localhost", bind="127.0.0.1", port=port, enroll_port=enroll_port)
+        if not (identity_folder(state) / "ca.key").exists():
+            Authority.create(identity_folder(state), federation, self.now())
+        self.enrolment = Enrolment(state, federation, self.config, now=self.now)
+        files = BrokerFiles(self.enrolment)
+        files.write(self.now())
+        self.port = EnrolmentPort(self.enrolment, files.broker)
+
+    def now(self):
+        return datetime.now(timezone.utc) + self.ahead
+
+    def __enter__(self):
+        self.port.start()
+        return self
+
+    def __exit__(self, *_):
+        self.port.stop()
+
+    def token(self, name="porch", life=14 * DAY, **others):
+        return self.enrolment.token(name, life, **others)
+
+    def revoked(self):
+        """Serials on the list that the broker reads."""
+        return {f"{one.serial_number:x}" for one in x509.load_pem_x509_crl(self.enrolment.crl.read_bytes())}
+
+
+@pytest.fixture
+def side(tmp_path):
+    with Side(tmp_path / "state") as side:
+        yield side
+
+
+@pytest.fixture
+def device(tmp_path):
+    """A function that makes the identity folder of another new device."""
+    numbers = itertools.count()
+    return lambda: IdentityFolder(tmp_path / f"device-{next(numbers)}")
+
+
+def test_a_token_that_was_used_by_another_device_is_refused(side, device):
+    token = side.token()
+    enroll(token, device())
+    with pytest.raises(
+        EnrolmentRefused, match=r"^token: it was used at .* by a device with the key SHA256:.*'headwater en"
+    ):
+        enroll(token, device())
+
+
+def test_a_device_whose_answer_was_lost_gets_the_same_certificate_again(side, device):
+    token, folder = side.token(), device()
+    first = ask(token.address, side.enrolment.authority.der, folder.request("home", "porch", token.secret).model_dump())
+    assert enroll(token, folder).serial == side.enrolment.ledger.get("porch").certificates[0].serial
+    assert base64.b64decode(first["certificate"]) in ssl.PEM_cert_to_DER_cert(
+        folder.file.read_text().partition("\n")[2].partition("-----END PRIVATE KEY-----\n")[2]
+    )
+
+
+def test_an_expired_token_is_refused(side, device):
+    token = side.token(life=DAY)
+    side.ahead = DAY - timedelta(minutes=1)
+    folder = device()
+    side.ahead += timedelta(minutes=2)
+    with pytest.raises(EnrolmentRefused, match=r"^token: it expired at .*'headwater enroll porch' .* makes a token"):
+        enroll(token, folder, now=lambda: side.now().timestamp())
+
+
+def test_a_newer_token_replaces_the_one_before(side, device):
+    old = side.token()
+    new = side.token()
+    with pytest.raises(
+        EnrolmentRefused, match=r"^token: it is not the newest one for 'porch'.*'headwater enroll porch'"
+    ):
+        enroll(old, device())
+    assert enroll(new, device()).name == "porch"
+
+
+def test_a_token_of_another_federation_is_refused_by_the_device_and_by_the_coordinator(side, device, tmp_path):
+    folder = device()
+    enroll(side.token(), folder)
+    with (
+        Side(tmp_path / "lab", federation="lab") as lab,
+        pytest.raises(EnrolmentRefused, match=r"^state: .* is enrolled in federation 'home' .* for 'lab' .* --state"),
+    ):
+        enroll(lab.token(), folder)
+    request = device().request("lab", "porch", side.token().secret)
+    with pytest.raises(
+        EnrolmentRefused, match=r"^federation: the request is for 'lab', and .* serves 'home'; 'headwater"
+    ):
+        side.enrolment.certify(request)
+
+
+def test_another_authority_at_the_tokens_address_is_noticed_before_anything_is_sent(
+    side, device, tmp_path, monkeypatch
+):
+    token = side.token()
+    side.port.stop()
+    asked = []
+    monkeypatch.setattr(EnrolmentPort, "answer", _recording(EnrolmentPort.answer, asked))
+    with (
+        Side(tmp_path / "other", ports=(side.config.port, side.config.enroll_port)),
+        pytest.raises(
+            EnrolmentRefused, match=r"^authority: localhost:\d+ shows .* another federation, or somebody .*'hea"
+        ),
+    ):
+        enroll(token, device())
+    assert asked == [b'{"ask": "authority"}\n']
+    side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def _recording(answer, asked):
+    def record(self, line, address=""):
+        asked.append(line)
+        return answer(self, line, address)
+
+    return record
+
+
+def test_somebody_who_shows_the_right_authority_but_has_not_its_key_is_refused(side, device, tmp_path):
+    """A man in the middle can copy the authority's certificate, which is public."""
+    token = side.token()
+    side.port.stop()
+    with Side(tmp_path / "other", ports=(side.config.port, side.config.enroll_port)) as other:
+        other.enrolment.authority.certificate = side.enrolment.authority.certificate
+        with pytest.raises(EnrolmentRefused, match=r"^tls: .* does not prove to be the coordinator .*compare"):
+            enroll(token, device())
+    side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def test_an_enrolled_device_cannot_stand_for_the_coordinator(side, device):
+    folder = device()
+    enroll(side.token("mallory"), folder)
+    token = side.token()
+    side.port._certificate = folder.file
+    with pytest.raises(EnrolmentRefused, match=r"^tls: .* does not prove to be the coordinator"):
+        enroll(token, device())
+
+
+def test_a_wiped_device_gets_its_name_back_and_its_old_certificate_is_revoked_then(side, device):
+    lost = device()
+    old = enroll(side.token(), lost)
+    token = side.token()
+    assert side.revoked() == set(), "a device that works is not shut out before another one shows the token"
+    new = enroll(token, device())
+    assert side.revoked() == {old.serial}
+    assert side.enrolment.ledger.get("porch").current().serial == new.serial
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was revoked at .*'headwater enroll porch'"):
+        Renewal(lost.path.parent).by_port()
+
+
+@pytest.mark.parametrize("years", [-1, 1])
+def test_a_clock_that_is_a_year_off_is_named_before_certificates_fail_because_of_it(side, device, years):
+    now = side.now().timestamp() + years * 365 * 86_400
+    with pytest.raises(
+        EnrolmentRefused, match=r"^clock: this device's says 20\d\d-.*, the coordinator's 20\d\d.*set-ntp"
+    ):
+        enroll(side.token(life=400 * DAY), device(), now=lambda: now)
+
+
+def test_a_coordinator_whose_clock_is_a_year_ahead_is_named_too(tmp_path, device):
+    with (
+        Side(tmp_path / "state", ahead=365 * DAY) as side,
+        pytest.raises(EnrolmentRefused, match=r"^clock: .*try again"),
+    ):
+        enroll(side.token(), device())
+
+
+def test_a_damaged_token_and_one_that_is_none_are_told_apart_from_tokens(side):
+    text = side.token().text()
+    assert Token.parse(f" {text}\n") == Token.parse(text)
+    for cut in range(5, len(text) - 1):
+        with pytest.raises(UsageError, match=r"^token: it is damaged or cut off"):
+            Token.parse(text[:cut])
+    with pytest.raises(UsageError, match=r"^token: 'secret…' does not begin with hw1\.; copy the whole line"):
+        Token.parse("secret")
+
+
+def test_a_key_that_was_exchanged_on_the_way_is_not_certified(side, device):
+    token, folder, attacker = side.token(), device(), device()
+    request = folder.request("home", "porch", token.secret)
+    csr = base64.b64encode(signing_request(attacker.pending_key(), "porch")).decode()
+    with pytest.raises(EnrolmentRefused, match=r"^token: it is not the newest one"):
+        side.enrolment.certify(request.model_copy(update={"csr": csr}))
+    assert side.enrolment.certify(request).serial, "and the token still counts for its device"
+
+
+def test_the_state_folder_does_not_hold_what_would_let_a_reader_use_a_token(side):
+    token = side.token()
+    record = (side.enrolment.ledger.folder / "porch.json").read_text()
+    private = token_key(token.secret).private_bytes_raw()
+    assert token.secret not in record
+    for form in (private.hex(), base64.b64encode(private).decode()):
+        assert form not in record
+
+
+def test_a_certificate_is_renewed_within_the_grace_and_not_after_it(side, device):
+    folder = device()
+    enroll(side.token(), folder)
+    side.ahead = 30 * DAY + 89 * DAY
+    request = folder.request("home", "porch")
+    assert side.enrolment.certify(request).renews == folder.read().serial
+    side.ahead = 30 * DAY + 91 * DAY
+    with pytest.raises(
+        EnrolmentRefused, match=r"^certificate: it expired at .*, and could be renewed until .*'headwater en"
+    ):
+        side.enrolment.certify(request)
+
+
+def test_a_renewal_needs_the_key_of_the_certificate_that_it_names(side, device):
+    mine, theirs = device(), device()
+    enroll(side.token("mallory"), mine)
+    enroll(side.token("porch"), theirs)
+    request = mine.request("home", "mallory").model_copy(update={"name": "porch"})
+    with pytest.raises(EnrolmentRefused, match=r"^request: it is for \['mallory'\], and the message for 'porch'"):
+        side.enrolment.certify(request)
+    request = mine.request("home", "porch")
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: 'porch' has none with the serial"):
+        side.enrolment.certify(request)
+    serial = theirs.read().serial
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: the request of 'porch' is not signed with its key"):
+        side.enrolment.certify(request.model_copy(update={"serial": serial}))
+
+
+def test_one_certificate_cannot_be_renewed_without_end(side, device, tmp_path):
+    folder = device()
+    enroll(side.token(), folder)
+    for number in range(6):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(folder.path.parent, copy)
+        request = IdentityFolder(copy).request("home", "porch")
+        if number < 5:
+            side.enrolment.certify(request)
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was renewed 5 times already"):
+        side.enrolment.certify(request)
+
+
+@pytest.mark.parametrize("name", ["coordinator", "broker"])
+def test_no_device_gets_the_name_of_a_program(side, name):
+    with pytest.raises(UsageError, match=r"is the name of a program"):
+        side.token(name)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "UP", "#", "+", "", "a" * 64])
+def test_names_that_are_no_topic_level_or_no_file_are_refused(side, name):
+    with pytest.raises(UsageError, match=r"cannot be an agent's name"):
+        side.token(name)
+
+
+def test_nobody_asks_for_a_name_without_a_token(side, device):
+    with pytest.raises(
+        EnrolmentRefused, match=r"^name: nobody made a token for 'ghost' here; 'headwater enroll ghost'"
+    ):
+        side.enrolment.certify(device().request("home", "ghost", side.token().secret))
+
+
+def test_a_renamed_agent_takes_its_new_name_and_the_old_one_is_revoked(side, device):
+    folder = device()
+    old = enroll(side.token("porch"), folder)
+    new = enroll(side.token("garden", replaces="porch"), folder)
+    assert (folder.read().name, side.revoked()) == ("garden", {old.serial})
+    assert new.serial != old.serial
+    assert side.enrolment.ledger.get("porch").is_revoked
+
+
+HOSTILE = [
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff\xfe\n",
+    b"[" * 5000 + b"\n",
+    b'{"ask": "authority", "ask": "authority"}\n',
+    b'{"federation": "home", "name": "porch", "csr": "AAAA", "signature": "AAAA"}\n',
+    b'{"federation": "home", "name": "../../x", "csr": "AAAA", "signature": "AAAA"}\n',
+    b'{"federation": ["home"], "name": {}, "csr": 1, "signature": null}\n',
+    b"x" * (MAX_LINE_BYTES + 10),
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_bytes_are_refused_and_the_port_serves_on(side, device, line):
+    side.token()
+    context = ssl.create_default_context(cadata=side.enrolment.authority.der)
+    with (
+        socket.create_connection(("127.0.0.1", side.config.enroll_port), 5) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as secure,
+    ):
+        secure.sendall(line)
+        answer = secure.recv(4096)
+        assert not answer or "refused" in json.loads(answer)
+    assert enroll(side.token(), device()).name == "porch"
+
+
+def test_no_tls_and_nobody_there_are_told_apart(side, device):
+    token = side.token()
+    side.port.stop()
+    with pytest.raises(BrokerAway, match=r"^connect: .* does not answer .*'headwater serve' has to run there"):
+        enroll(token, device())
+    with socket.create_server(("127.0.0.1", side.config.enroll_port)) as listener:
+        listener.settimeout(5)
+
+        def talk():
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"220 mail.example\r\n")
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        with pytest.raises(BrokerAway, match=r"^connect: "):
+            enroll(token, device())
+        thread.join()
+    side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def test_an_answer_with_another_certificate_is_not_installed(side, device):
+    folder, other = device(), device()
+    enroll(side.token("mallory"), other)
+    wrong = base64.b64decode(side.enrolment.ledger.get("mallory").certificates[0].der)
+    side.token()
+    with pytest.raises(MessageError, match=r"^certificate: the answer is for \['mallory'\]"):
+        folder.install(
+            wrong, ca=side.enrolment.authority.der, name="porch", federation="home", host="localhost", port=1
+        )
+    assert folder.read() is None
+
+
+def test_fingerprint_is_the_one_that_openssl_computes(side, tmp_path):
+    pem = identity_folder(side.state) / "ca.pem"
+    done = subprocess.run(
+        ["openssl", "x509", "-in", str(pem), "-noout", "-fingerprint", "-sha256"], check=True, capture_output=True
+    )
+    digest = bytes.fromhex(done.stdout.decode().partition("=")[2].strip().replace(":", ""))
+    assert fingerprint(side.enrolment.authority.der) == "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
