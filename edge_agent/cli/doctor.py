@@ -224,6 +224,8 @@ class _Visit:
         """
         self._transport.subscribe(*self._topics.for_agent(self._config.id))
         self._transport.start()
+        if self._broker.tls is not None and self._broker.tls.cert is not None:
+            return f"with the certificate in {self._broker.tls.cert}"
         return "without a user" if self._user is None else f"as user '{self._user}'"
 
     def topics(self) -> str:
@@ -264,9 +266,11 @@ class _Visit:
         from ..wire.transport import Message
 
         until = time.monotonic() + self._timeout_s
-        beat = wire.encode(wire.Heartbeat(boot=self._boot))
-        self._transport.publish(self._topics.heartbeat(self._config.id), beat)
+        beat, beat_at = wire.encode(wire.Heartbeat(boot=self._boot)), float("-inf")
         while time.monotonic() < until:
+            if time.monotonic() - beat_at >= 0.5:  # the step before may have ended this connection: one id, one session
+                beat_at = time.monotonic()
+                self._transport.publish(self._topics.heartbeat(self._config.id), beat)
             event = self._transport.receive(0.1)
             if isinstance(event, Message) and event.topic == self._topics.down(self._config.id):
                 return f"one of federation '{self._config.federation}' answers"

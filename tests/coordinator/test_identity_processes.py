@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import stat
@@ -99,3 +100,67 @@ def test_device_returns_after_its_certificate_has_expired(fleet):
     fleet.until(lambda: fleet.online() == {"porch"}, "the device is back")
     assert "certificate_renewed" in fleet.said("porch")
     assert folder.read().serial != ended.serial
+
+
+def test_row_46_clone_of_a_device_is_found_and_one_of_the_two_ends(fleet):
+    """The broker takes the id from the certificate: each of the two ends the other's session."""
+    fleet.init().serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    shutil.copytree(fleet.folder / "porch", fleet.folder / "clone")
+    config = (fleet.folder / "porch.toml").read_text()
+    (fleet.folder / "clone.toml").write_text(config.replace("/fleet/porch", "/fleet/clone"))
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the device is online")
+    fleet.run("clone")
+    fleet.until(lambda: fleet.processes["clone"].poll() is not None, "the clone is rejected and ends")
+    assert fleet.processes.pop("clone").returncode == 2
+    assert "the id 'porch' is in use" in fleet.said("clone")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the device stays")
+    assert fleet.processes["porch"].poll() is None
+    assert "duplicate_id agent=porch" in fleet.said("serve")
+
+
+def test_doctor_checks_certificate_and_clock_and_leaves_a_running_agent_alone(fleet):
+    fleet.init().serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    config = fleet.folder / "porch.toml"
+    code, out, _ = fleet.device("doctor", "--config", config)
+    assert code == 0, out
+    assert "agent certificate: ok: holds until" in out
+    assert re.search(r"agent clock: ok: [+-]0 s from the coordinator's", out)
+    assert "broker coordinator: ok" in out
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the device is online")
+    fleet.until(lambda: '"welcomed": true' in (fleet.folder / "porch/status.json").read_text(), "it says so")
+    code, out, _ = fleet.device("doctor", "--config", config)
+    assert (code, "is connected and welcomed" in out) == (0, True), out
+    assert fleet.said("porch").count(" connected ") == 1
+    code, out, _ = fleet.call("doctor", "--config", fleet.config)
+    assert code == 0
+    for step in ("authority", "certificate", "mosquitto"):
+        assert f"broker {step}: ok" in out
+
+
+def test_list_shows_who_is_enrolled_invited_and_revoked(fleet):
+    fleet.init().serve()
+    fleet.token("attic", "--expires", "8w")
+    for name in ("porch", "hall"):
+        assert fleet.enroll(fleet.token(name), name)[0] == 0
+    fleet.call("agents", "revoke", "hall", "--config", fleet.config)
+    code, out, _ = fleet.call("agents", "list", "--config", fleet.config, "--json")
+    states = {agent["name"]: agent["state"] for agent in json.loads(out)["agents"]}
+    assert (code, states) == (0, {"attic": "invited", "porch": "enrolled", "hall": "revoked"})
+    code, _, err = fleet.call("agents", "revoke", "nobody", "--config", fleet.config)
+    assert (code, "enrolled are: attic, hall, porch" in err) == (2, True)
+
+
+def test_renamed_device_keeps_its_folder_and_gets_its_id_in_the_configuration(fleet):
+    fleet.init().serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    code, out, err = fleet.call("agents", "rename", "porch", "garden", "--config", fleet.config)
+    assert code == 0, err
+    code, said, err = fleet.device("enroll", out.strip(), "--config", fleet.folder / "porch.toml")
+    assert code == 0, err
+    assert "the id is 'garden' now" in said
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"garden"}, "it is online under its new name")
