@@ -16,10 +16,8 @@ from .options import Config, Json, State
 from .output import present, table
 
 app = typer.Typer(
-    help="List, revoke or rename enrolled agents.",
-    epilog="Example: headwater agents list",
+    help="List, revoke or rename enrolled agents.\n\nExample: headwater agents list",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 NewName = Annotated[str, typer.Argument(help="Its new id.")]

@@ -272,7 +272,7 @@ class IdentityService:
         for name in names:
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = self.enrolment.authority.for_client(name, key.public_key(), now, SESSION_LIFE)
-            file = self.files.folder / f"ending-{name}.pem"
+            file = self.files.folder / f"ending-{name}.tmp"
             try:
                 write_private(file, pem_of(key) + certificate.public_bytes(Encoding.PEM))
                 config = self.files.client(self.broker.url, file).model_copy(update={"wait": False})

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import folder_lock, mapped, read_json, sha256_file, sha256_of, write_atomic, write_json
+from edge_agent.storage import (
+    Access,
+    access_of,
+    folder_lock,
+    mapped,
+    read_json,
+    sha256_file,
+    sha256_of,
+    write_atomic,
+    write_json,
+)
 
 from .journal import FINAL, Journal, utc_now
 from .store import TEMPORARY, StateFolder, blobs_needed
@@ -28,6 +38,7 @@ MARKER = "backup.json"
 
 _OWNER = "headwater backup"
 _PINS = "backup"
+_FOLDERS = ("blobs", "runs", "hosted", "identity")
 _APPENDED = ".jsonl"
 """Such files grow in place: a hard link to one would grow, too."""
 
@@ -136,6 +147,7 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
             over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
         missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
         _link_below(state.path, pinned.path, "hosted")
+        _link_below(state.path, pinned.path, "identity")
         for run in over:  # files of a run that has ended since they were linked
             _link_below(state.path, pinned.path, f"runs/{run}")
         # Hosted clients keep their state of two rounds, so they may be one round ahead of the journal.
@@ -196,7 +208,7 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Ba
         (target / f"journal.db{end}").unlink(missing_ok=True)
     copied += _copied(journal, target / "journal.db")
     copied += sum(_copied(files[path], target / path) for path in sorted(files.keys() - blobs))
-    for path in [path for folder in ("blobs", "runs", "hosted") for path in _files_below(target / folder)]:
+    for path in [path for folder in _FOLDERS for path in _files_below(target / folder)]:
         if path.relative_to(target) not in files:
             path.unlink()
     size = sum(path.stat().st_size for path in (journal, *files.values()))
@@ -225,5 +237,5 @@ def _copied(path: Path, other: Path, sha: str = "") -> int:
         )
     if other.is_file() and sha256_file(other) == actual:
         return 0
-    write_atomic(other, data)
+    write_atomic(other, data, access=Access.private()._replace(mode=access_of(path).mode))  # a key stays private
     return len(data)

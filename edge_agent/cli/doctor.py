@@ -114,7 +114,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     from .. import heads
     from ..agent.app import choose_tier
     from ..capabilities import find
-    from ..config import check_tls
+    from ..config import check_tls, is_loopback
     from ..data.partition import check_own
     from ..identity import IdentityFolder, check_identity
     from ..storage import check_writable
@@ -127,8 +127,8 @@ def look(config: AgentConfig) -> Iterator[Step]:
     if IdentityFolder(config.state).file.exists():
         yield attempted("certificate", lambda: check_identity(config, time.time()))
         yield attempted("clock", lambda: _compare_clocks(config))
-    elif config.broker.tls is None:
-        yield attempted("tls", lambda: check_tls(config.broker), "not needed, the broker is on this machine")
+    elif not config.broker.uses_tls and not is_loopback(config.broker.host):
+        yield attempted("tls", lambda: check_tls(config.broker))
 
 
 def _compare_clocks(config: AgentConfig) -> str:

@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 import ssl
+import stat
 import subprocess
 import threading
 from datetime import datetime, timedelta, timezone
@@ -21,6 +22,8 @@ from coordinator.identity.authority import Authority
 from coordinator.identity.enrolment import Enrolment, identity_folder
 from coordinator.identity.port import EnrolmentPort
 from coordinator.identity.serving import BrokerFiles
+from coordinator.state.backup import back_up
+from coordinator.state.store import StateFolder
 from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
@@ -374,3 +377,14 @@ def test_fingerprint_is_the_one_that_openssl_computes(side, tmp_path):
     )
     digest = bytes.fromhex(done.stdout.decode().partition("=")[2].strip().replace(":", ""))
     assert fingerprint(side.enrolment.authority.der) == "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def test_a_backup_has_the_authority_and_the_ledger_and_its_key_stays_private(side, device, tmp_path):
+    enroll(side.token(), device())
+    with StateFolder(side.state).look(create=True) as state:
+        back_up(state, tmp_path / "copy")
+    copied = identity_folder(tmp_path / "copy")
+    assert stat.S_IMODE((copied / "ca.key").stat().st_mode) == 0o600
+    restored = Enrolment(tmp_path / "copy", "home", side.config)
+    assert restored.authority.fingerprint == side.enrolment.authority.fingerprint
+    assert restored.ledger.get("porch") == side.enrolment.ledger.get("porch")
