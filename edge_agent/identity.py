@@ -521,7 +521,7 @@ class Renewal:
 
     def __init__(self, state: Path, *, wall: Callable[[], float] = time.time) -> None:
         self.folder, self._wall = IdentityFolder(state), wall
-        self._asked_at = float("-inf")
+        self._look_at = float("-inf")
 
     @property
     def is_enrolled(self) -> bool:
@@ -529,11 +529,12 @@ class Renewal:
         return self.folder.file.exists()
 
     def is_due(self, clock_s: float) -> bool:
-        """Whether to ask now: half of the certificate's life is over, and the last try was `AGAIN_S` ago."""
-        if clock_s - self._asked_at < self._pause_s() or not self._at(0.5):
+        """Whether to ask now: half of the certificate's life is over, and it is time for another look (`AGAIN_S`)."""
+        if clock_s < self._look_at:  # called for every message
             return False
-        self._asked_at = clock_s
-        return True
+        now = self._identity()
+        self._look_at = clock_s + min(AGAIN_S, (now.not_after - now.not_before) / 20)
+        return self._at(0.5)
 
     def is_expired(self) -> bool:
         """Whether the certificate has ended."""
@@ -586,7 +587,3 @@ class Renewal:
     def _at(self, share: float) -> bool:
         now = self._identity()
         return self._wall() >= now.not_before + share * (now.not_after - now.not_before)
-
-    def _pause_s(self) -> float:
-        now = self._identity()
-        return min(AGAIN_S, (now.not_after - now.not_before) / 20)

@@ -17,9 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
+from pydantic import Field
 
-from edge_agent.errors import EnrolmentRefused, UsageError
+from edge_agent.errors import EnrolmentRefused, StateError, UsageError
 from edge_agent.identity import CertificateRequest, Token, key_fingerprint, new_secret, shown, token_key
+from edge_agent.task import Frozen, parse_json
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
@@ -32,6 +34,13 @@ SAME_RENEWAL = 5
 
 RESERVED = frozenset({COORDINATOR_USER, "broker"})
 """Names that no agent may have: the broker knows the coordinator by its name."""
+
+
+class Revoked(Frozen):
+    """Revoked certificates, in one file: a coordinator of thousands of agents does not read all their records."""
+
+    serials: dict[str, str] = Field(default_factory=dict, description="serial -> agent")
+    agents: tuple[str, ...] = Field((), description="those without any other certificate")
 
 
 class Enrolment:
@@ -124,13 +133,35 @@ class Enrolment:
         """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
         now = self.now()
         gone = (now - timedelta(days=1)).timestamp()  # of an expired certificate nobody asks whether it was revoked
+        records = self.ledger.records()
         revoked = [
-            (int(one.serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
-            for record in self.ledger.records()
+            (record.name, one.serial, one.revoked_at)
+            for record in records
             for one in record.certificates
             if one.revoked_at is not None and one.not_after > gone
         ]
-        write_private(self.crl, self.authority.revocations(revoked, now))
+        listed = Revoked(
+            serials={serial: name for name, serial, _ in revoked},
+            agents=tuple(record.name for record in records if record.is_revoked),
+        )
+        # First: the coordinator reads it when it sees a new list.
+        write_private(self.folder / "revoked.json", listed.model_dump_json().encode())
+        dated = [(int(serial, 16), datetime.fromtimestamp(at, timezone.utc)) for _, serial, at in revoked]
+        write_private(self.crl, self.authority.revocations(dated, now))
+
+    def revoked(self) -> Revoked:
+        """What the list of revoked certificates says, with names.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        path = self.folder / "revoked.json"
+        try:
+            return Revoked.model_validate(parse_json(path.read_bytes()))
+        except FileNotFoundError:
+            return Revoked()
+        except ValueError as error:
+            raise StateError(f"{path}: damaged; 'headwater serve' writes it again at its next start") from error
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ class IdentityService:
         self._revoked: frozenset[str] = frozenset()
         self._serials: frozenset[str] = frozenset()
         self._ending: list[threading.Thread] = []
-        self._renew_at = float("-inf")
+        self._renew_at = self._warn_at = float("-inf")
 
     def start(self, now: datetime) -> None:
         """Write the broker's files, and start the broker and the enrolment port.
@@ -230,10 +230,19 @@ class IdentityService:
 
     def tick(self, clock_s: float, now: datetime) -> list[str]:
         """Agents of whom a certificate was revoked since; the broker knows by then, and their sessions are ended."""
+        try:
+            return self._tick(clock_s, now)
+        except (HeadwaterError, OSError) as error:  # a full disk: no reason to end rounds
+            if clock_s >= self._warn_at:
+                self._warn_at = clock_s + 60
+                log.error("identity_not_followed reason=%s; tried again", error)
+            return []
+
+    def _tick(self, clock_s: float, now: datetime) -> list[str]:
         if clock_s >= self._renew_at:
-            self._renew_at = clock_s + 3600
             if self.files.renew(now):
                 self.broker.reload()
+            self._renew_at = clock_s + 3600
         if self._stamp() == self._crl:
             return []
         hit = self._look()
@@ -257,14 +266,10 @@ class IdentityService:
 
     def _look(self) -> list[str]:
         """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
-        self._crl = self._stamp()
-        records = self.enrolment.ledger.records()
-        revoked = {
-            one.serial: record.name for record in records for one in record.certificates if one.revoked_at is not None
-        }
-        hit = sorted({name for serial, name in revoked.items() if serial not in self._serials})
-        self._serials = frozenset(revoked)
-        self._revoked = frozenset(record.name for record in records if record.is_revoked)
+        stamp, listed = self._stamp(), self.enrolment.revoked()
+        hit = sorted({name for serial, name in listed.serials.items() if serial not in self._serials})
+        self._serials, self._revoked = frozenset(listed.serials), frozenset(listed.agents)
+        self._crl = stamp
         return hit
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:
