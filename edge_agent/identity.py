@@ -331,12 +331,25 @@ def _read_key(path: Path) -> EllipticCurvePrivateKey | None:
 
 
 def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time.time) -> Identity:
-    """Get a certificate for this device.
+    """Get a certificate for this device from the enrolment port.
 
     Raises:
         EnrolmentRefused: the token does not count (any more), the clocks differ, or another coordinator answers.
         BrokerAway: no coordinator answers.
         MessageError: the answer makes no sense.
+    """
+    request = requested(token, folder)
+    answer = ask(token.address, None, {"ask": "authority"})
+    ca = _authority(token, answer)
+    check_clock(answer, now())
+    return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+
+
+def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
+    """The request that a device with this token makes.
+
+    Raises:
+        EnrolmentRefused: the device is enrolled in another federation.
     """
     need_cryptography()
     before = folder.read()
@@ -346,36 +359,42 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
             f"{before.authority}), and the token is for '{token.federation}' (authority {token.authority}); name "
             "another --state, or remove that folder"
         )
-    ca = _authority(token, now)
-    answer = ask(token.address, ca, folder.request(token.federation, token.name, token.secret).model_dump())
-    identity = folder.install(
-        decoded(answer, "certificate"),
-        ca=ca,
-        name=token.name,
-        federation=token.federation,
-        host=token.address[0],
-        port=token.port,
-    )
+    return folder.request(token.federation, token.name, token.secret)
+
+
+def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
+    """Install an answer that was carried here, as 'headwater sign' writes it.
+
+    Raises:
+        EnrolmentRefused: it is of another federation.
+        MessageError: it is not the answer to this device's request.
+    """
+    need_cryptography()
+    return _installed(token, folder, _authority(token, answer), answer)
+
+
+def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
+    host, port = token.address
+    certificate = decoded(answer, "certificate")
+    identity = folder.install(certificate, ca=ca, name=token.name, federation=token.federation, host=host, port=port)
     log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, shown(identity.not_after))
     return identity
 
 
-def _authority(token: Token, now: Callable[[], float]) -> bytes:
+def _authority(token: Token, answer: dict[str, Any]) -> bytes:
     """The authority's certificate (DER), which the coordinator shows and the token's fingerprint confirms.
 
     Raises:
-        EnrolmentRefused: it is that of another federation, or the two clocks are far apart.
+        EnrolmentRefused: it is that of another federation.
     """
-    host, port = token.address
-    answer = ask(token.address, None, {"ask": "authority"})
     ca = decoded(answer, "authority")
     if not hmac.compare_digest(fingerprint(ca), token.authority):
+        host, port = token.address
         raise EnrolmentRefused(
             f"authority: {host}:{port} shows the authority {fingerprint(ca)}, and the token is for {token.authority}: "
             f"another federation, or somebody in between; 'headwater enroll {token.name}' on the right coordinator "
             "makes a token"
         )
-    check_clock(answer, now())
     return ca
 
 

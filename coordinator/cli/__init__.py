@@ -43,6 +43,7 @@ COMMANDS: dict[str, str] = {
     "prune": "Remove checkpoints and bundles of old runs.",
     "methods": "List all methods, or show one of them.",
     "enroll": "Make a token by which a device gets a certificate.",
+    "sign": "Answer a device's request for a certificate in a file.",
     "agents": "List, revoke or rename enrolled agents.",
     "password": "Create an agent's password for the broker.",
     "doctor": "Check this machine and the way to the broker.",

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..config import AgentConfig, load
 from ..errors import BrokerAway, StateError, UsageError
-from ..identity import Identity, IdentityFolder, Token, shown
+from ..identity import Identity, IdentityFolder, Token, answered, requested, shown
 from ..identity import enroll as ask_for_certificate
-from ..storage import lock_holder, write_atomic
+from ..storage import lock_holder, read_json, write_atomic
 from . import output
 
 START_S, AGAIN_S = 20.0, 2.0
@@ -28,6 +28,9 @@ def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=Path("agent.toml"), help="TOML file that is written (default: agent.toml)"
     )
     parser.add_argument("--state", type=Path, help="the agent's state folder (default: agent-state, or as configured)")
+    by_file = parser.add_mutually_exclusive_group()
+    by_file.add_argument("--csr", type=Path, metavar="FILE", help="write the request to a file, and connect to nobody")
+    by_file.add_argument("--answer", type=Path, metavar="FILE", help="install what 'headwater sign' wrote for it")
     parser.add_argument("--data", metavar="SOURCE", help="local data, as for 'edge-agent fit'")
 
 
@@ -36,7 +39,9 @@ def enroll(arguments: argparse.Namespace) -> int:
 
     The key is made here and never leaves the device. The coordinator has to prove that it belongs to the token's
     federation, whose authority's fingerprint both sides show. A token counts once; one whose answer was lost can be
-    tried again. A running agent renews its certificate by itself.
+    tried again. A running agent renews its certificate by itself. Where the device reaches the broker but not the
+    coordinator's enrolment port, --csr writes the request to a file, 'headwater sign' answers it there, and --answer
+    installs that.
 
     Example:
       edge-agent enroll TOKEN --data images:/srv/photos
@@ -47,7 +52,16 @@ def enroll(arguments: argparse.Namespace) -> int:
         raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll")
     folder = IdentityFolder(state)
     before = folder.read()
-    identity = _patiently(lambda: ask_for_certificate(token, folder))
+    if arguments.csr is not None:
+        write_atomic(arguments.csr, requested(token, folder).model_dump_json().encode() + b"\n")
+        steps = (f"headwater sign {arguments.csr} --out answer.json", "edge-agent enroll TOKEN --answer answer.json")
+        lines = [f"next, on the coordinator: {steps[0]}", f"then, here: {steps[1]}"]
+        output.result(arguments, {"name": token.name, "request": str(arguments.csr)}, lambda: lines)
+        return 0
+    if arguments.answer is not None:
+        identity = answered(token, folder, read_json(arguments.answer) or {})
+    else:
+        identity = _patiently(lambda: ask_for_certificate(token, folder))
     written = _write_config(arguments, token, state, before)
     result: dict[str, Any] = {
         "name": identity.name,

@@ -9,7 +9,7 @@ import stat
 import time
 
 import pytest
-from identity_harness import Fleet
+from identity_harness import DATA, Fleet
 from mqtt_harness import NEEDS_MOSQUITTO
 
 from edge_agent.identity import IdentityFolder
@@ -164,3 +164,21 @@ def test_renamed_device_keeps_its_folder_and_gets_its_id_in_the_configuration(fl
     assert "the id is 'garden' now" in said
     fleet.run("porch")
     fleet.until(lambda: fleet.online() == {"garden"}, "it is online under its new name")
+
+
+def test_device_that_reaches_the_broker_alone_enrolls_by_two_files(fleet):
+    fleet.init()
+    token, request, answer = fleet.token("porch"), fleet.folder / "request.json", fleet.folder / "answer.json"
+    options = ("--config", fleet.folder / "porch.toml", "--state", fleet.folder / "porch", "--data", DATA.format(0))
+    assert fleet.device("enroll", token, *options, "--csr", request)[0] == 0
+    code, out, err = fleet.call("sign", request, "--out", answer, "--config", fleet.config)
+    assert code == 0, err
+    code, said, err = fleet.device("enroll", token, *options, "--answer", answer)
+    assert code == 0, err
+    assert re.search(r"key +(SHA256:\S+)", said)[1] in out, "both sides show the same fingerprint"
+    fleet.serve()
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"porch"}, "the device is online")
+    request.write_bytes(request.read_bytes()[:-20])
+    code, _, err = fleet.call("sign", request, "--config", fleet.config)
+    assert (code, "no request; 'edge-agent enroll TOKEN --csr FILE'" in err) == (2, True)

@@ -1,0 +1,55 @@
+"""``headwater sign``."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_agent.errors import UsageError
+from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
+from edge_agent.storage import write_atomic
+from edge_agent.task import parse_json
+
+from .enroll import enrolment
+from .options import Config, Json, State
+from .output import present, ready_for
+
+Request = Annotated[Path, typer.Argument(metavar="FILE", help="What 'edge-agent enroll TOKEN --csr FILE' wrote.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="File for the answer.")]
+
+
+def sign(
+    request: Request,
+    out: Out = Path("answer.json"),
+    config: Config = None,
+    state: State = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a request for a certificate in a file, for a device that does not reach the enrolment port.
+
+    The request counts by its token, as one over the network does. The answer is no secret.
+
+    Example: headwater sign request.json --out answer.json
+    """
+    ready_for(out)
+    issuer = enrolment(config, state)
+    try:
+        if request.stat().st_size > MAX_LINE_BYTES:
+            raise ValueError(f"{request.stat().st_size} bytes")
+        asked = CertificateRequest.model_validate(parse_json(request.read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{request}: no request; 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
+        ) from error
+    made = issuer.certify(asked)
+    answer = {"certificate": made.der, "authority": base64.b64encode(issuer.authority.der).decode()}
+    write_atomic(out, json.dumps(answer).encode() + b"\n")
+    line = (
+        f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "
+        f"edge-agent enroll TOKEN --answer {out.name}"
+    )
+    present({"name": asked.name, "key": made.key, "until": made.not_after, "answer": str(out)}, [line], as_json=as_json)
