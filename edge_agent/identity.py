@@ -19,17 +19,28 @@ import logging
 import secrets
 import socket
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from .config import NAME_PATTERN, AgentConfig, BrokerConfig, TlsConfig
-from .errors import BrokerAway, EnrolmentRefused, MessageError, MissingCapability, StateError, UsageError, cause
+from .errors import (
+    BrokerAway,
+    EnrolmentRefused,
+    HeadwaterError,
+    MessageError,
+    MissingCapability,
+    StateError,
+    UsageError,
+    cause,
+)
 from .storage import Access, write_atomic
 from .task import Frozen, parse_json
 from .wire.messages import Base64, Renew, Serial, printable
@@ -539,7 +550,7 @@ class Renewal:
     """
 
     def __init__(self, state: Path, *, wall: Callable[[], float] = time.time) -> None:
-        self.folder, self._wall = IdentityFolder(state), wall
+        self.state, self.folder, self._wall = state, IdentityFolder(state), wall
         self._look_at = float("-inf")
 
     @property
@@ -582,7 +593,7 @@ class Renewal:
             MessageError: it is not for the key that was asked for.
         """
         now = self._identity()
-        made = self.folder.install(
+        return self.folder.install(
             certificate,
             ca=self.folder.ca_der(),
             name=now.name,
@@ -590,8 +601,6 @@ class Renewal:
             host=now.host,
             port=now.port,
         )
-        log.info("certificate_renewed agent=%s until=%s", made.name, shown(made.not_after))
-        return made
 
     def _request(self) -> CertificateRequest:
         now = self._identity()
@@ -606,3 +615,56 @@ class Renewal:
     def _at(self, share: float) -> bool:
         now = self._identity()
         return self._wall() >= now.not_before + share * (now.not_after - now.not_before)
+
+
+_BEGIN = (
+    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
+    "from edge_agent.identity import answer_parent; answer_parent()"
+)
+_ROOT = str(Path(__file__).resolve().parents[1])
+CHILD_LIMIT_S = 60.0
+
+
+def renew_beside(state: Path, what: Literal["message", "by_port", "received"], certificate: str = "") -> dict[str, str]:
+    """The `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
+
+    Returns the fields of the request for "message", else the new certificate's end.
+
+    Raises:
+        HeadwaterError: as the method does.
+    """
+    question = json.dumps({"state": str(state), "what": what, "certificate": certificate})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _BEGIN, _ROOT],
+            input=question,
+            capture_output=True,
+            text=True,
+            timeout=CHILD_LIMIT_S,
+            check=True,
+        )
+        result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise StateError(f"the renewal of the certificate has failed: {cause(error)}; it is tried again") from error
+    if "error" in result:
+        kinds = {kind.__name__: kind for kind in (BrokerAway, EnrolmentRefused, MessageError, MissingCapability)}
+        raise kinds.get(result["error"], StateError)(result["message"])
+    return result
+
+
+def answer_parent() -> None:
+    """The child of `renew_beside`: its question comes as JSON on stdin, the answer goes to stdout."""
+    question = json.load(sys.stdin)
+    renewal = Renewal(Path(question["state"]))
+    try:
+        if question["what"] == "message":
+            request = renewal.message()
+            result = {"csr": request.csr, "serial": request.serial, "signature": request.signature}
+        elif question["what"] == "by_port":
+            result = {"until": shown(renewal.by_port().not_after)}
+        else:
+            certificate = base64.b64decode(question["certificate"])
+            result = {"until": shown(renewal.received(certificate).not_after)}
+    except HeadwaterError as error:
+        result = {"error": type(error).__name__, "message": str(error)}
+    sys.stdout.write(json.dumps(result) + "\n")

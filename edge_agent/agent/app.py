@@ -15,7 +15,7 @@ from typing import Any
 from .. import capabilities
 from ..config import AgentConfig
 from ..errors import BrokerAway, HeadwaterError, MissingCapability, StateError
-from ..identity import Renewal
+from ..identity import Renewal, renew_beside
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
 from ..worker import ThreadWorker, in_child, stop_on_signals
@@ -89,7 +89,8 @@ def _renew_expired(renewal: Renewal) -> None:
     if not renewal.is_expired():
         return
     try:
-        renewal.by_port()
+        result = renew_beside(renewal.state, "by_port")
+        log.info("certificate_renewed until=%s", result["until"])
     except BrokerAway as error:
         log.warning("certificate_not_renewed reason=%s; tried again while the agent runs", error)
 

@@ -6,7 +6,6 @@ confirmed it by its own message. Everything is sent again after a reconnect, so 
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import random
@@ -15,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from .. import __version__
 from ..config import AgentConfig
 from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
-from ..identity import Renewal
+from ..identity import Renewal, renew_beside
 from ..storage import write_atomic
 from ..task import Task
 from ..wire import messages as wire
@@ -77,7 +76,7 @@ class Agent:
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self.condition = self.jobs.condition
         self.disk = Disk(config.state, self.jobs, self.link, self._hello)
-        self.renewal = renewal
+        self.renewal, self._is_renewing = renewal, False
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
@@ -198,25 +197,39 @@ class Agent:
     def _renew(self) -> None:
         """Ask for a new certificate, when half of the life of this one is over."""
         renewal = self.renewal
-        if renewal is None or not renewal.is_due(self.clock()):
+        if renewal is None or self._is_renewing:  # perhaps behind a long training
             return
-        if self.welcomed:
-            self.link.send(renewal.message())
-        elif renewal.is_expired():
+        try:
+            if not renewal.is_due(self.clock()):
+                return
+            if self.welcomed:
+                self._renew_beside("message")
+            elif renewal.is_expired():
+                self._renew_beside("by_port")
+        except HeadwaterError as error:
+            self._not_renewed(str(error))
 
-            def done(_: object, error: BaseException | None) -> None:
-                if error is not None:
-                    log.error("certificate_not_renewed reason=%s", error)
+    def _renew_beside(self, what: Literal["message", "by_port", "received"], certificate: str = "") -> None:
+        def done(result: Any, error: BaseException | None) -> None:
+            self._is_renewing = False
+            if error is not None:
+                self._not_renewed(str(error))
+            elif what == "message":
+                self.link.send(wire.Renew(**result))
+            else:
+                log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
 
-            self.worker.submit("renew", renewal.by_port, done)
+        self._is_renewing = True
+        self.worker.submit("renew", lambda: renew_beside(self.config.state, what, certificate), done)
 
     def _on_renewed(self, message: wire.Renewed) -> None:
-        if self.renewal is None:
-            return
         if message.refused:
-            log.error("certificate_not_renewed reason=%s", message.refused)
-            return
-        self.renewal.received(base64.b64decode(message.certificate))
+            self._not_renewed(message.refused)
+        elif self.renewal is not None and message.certificate:
+            self._renew_beside("received", message.certificate)
+
+    def _not_renewed(self, reason: str) -> None:
+        log.error("certificate_not_renewed agent=%s reason=%s", self.config.id, reason)
 
     def _beat_is_due(self, now: float) -> bool:
         """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
