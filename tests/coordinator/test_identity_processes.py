@@ -38,7 +38,8 @@ def test_from_nothing_to_two_devices_over_tls_by_init_serve_and_one_command_for_
         fleet.run(name)
     fleet.until(lambda: fleet.online() == {"porch", "hall"}, "both are online")
     took_s = time.monotonic() - begin
-    print(f"from nothing to two devices over TLS: {took_s:.1f} s")
+    with fleet.capsys.disabled():
+        print(f"from nothing to two devices over TLS: {took_s:.1f} s")
     authority = re.search(r"authority=(SHA256:\S+)", fleet.said("serve"))[1]
     assert authority == IdentityFolder(fleet.folder / "hall").read().authority
     secret_files = [*(fleet.folder / "state/identity").rglob("*"), *fleet.folder.glob("*/identity/*")]
@@ -59,7 +60,8 @@ def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets
     assert code == 0
     assert "revoked" in out
     fleet.until(lambda: "broker_away" in fleet.said("hall"), "the open session of the revoked agent ends", 5)
-    print(f"open session ended {time.monotonic() - begin:.2f} s after the command")
+    with fleet.capsys.disabled():
+        print(f"open session ended {time.monotonic() - begin:.2f} s after the command")
     fleet.until(lambda: fleet.online() == {"porch"}, "the coordinator drops it", 5)
     fleet.until(lambda: fleet.said("hall").count("broker_away") >= 3, "it tries again and is refused")
     assert fleet.said("hall").count(" connected ") == 1
