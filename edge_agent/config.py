@@ -104,6 +104,16 @@ class BrokerConfig(Frozen):
         return line
 
 
+class AgentBrokerConfig(BrokerConfig):
+    """Where the broker is, who this agent is to it, and which coordinator it obeys."""
+
+    command_key_file: Path | None = Field(
+        None,
+        description="file of 'headwater enroll' by which this agent knows its coordinator's commands; without it, it "
+        "obeys whoever may publish on its topics",
+    )
+
+
 def credential(path: Path) -> Path:
     """Where a secret file is to be read: among the credentials that systemd gave this service, else at ``path``.
 
@@ -268,7 +278,7 @@ class AgentConfig(Frozen):
         "features; client state stays",
     )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
-    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)

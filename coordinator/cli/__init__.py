@@ -41,7 +41,7 @@ COMMANDS: dict[str, str] = {
     "backup": "Copy the state folder, also while serving.",
     "prune": "Remove checkpoints and bundles of old runs.",
     "methods": "List all methods, or show one of them.",
-    "enroll": "Create an agent's password for the broker.",
+    "enroll": "Create an agent's password and key of its commands.",
     "doctor": "Check this machine and the way to the broker.",
     "bench": "Measure this machine: devices, rounds, simulations.",
 }

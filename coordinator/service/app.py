@@ -26,6 +26,7 @@ from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
+from ..identity.command_keys import CommandKeys
 from ..processes.compute import ComputeProcess
 from ..state.store import StateFolder
 from .coordinator import Coordinator
@@ -123,6 +124,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             broker_url=broker.url,
             probe_s=probe_s,
             limits=limits,
+            keys=CommandKeys.of(config.state, config.federation),
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

@@ -21,7 +21,7 @@ ORDER = (
     {"hosted"},
     {"runs"},
     {"fleet", "report", "broker"},
-    {"state", "processes"},
+    {"state", "processes", "identity"},
     {"config", "text"},
 )
 """Folders and root modules of ``coordinator``, the upper ones first; each imports only lower ones.

@@ -1,0 +1,1 @@
+"""Secrets of a federation, below ``identity`` in the state folder."""
