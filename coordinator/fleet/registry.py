@@ -133,8 +133,13 @@ class Roster:
         """Note an agent's fault; it stands until the agent reports the condition "ok"."""
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
-        fault = {"error": message.error, "message": message.message, "remedy": message.remedy}
-        form = "agent_fault agent=%s times=%d error=%s message=%s remedy=%s"
+        fault = {
+            "error": message.error,
+            "code": message.code,
+            "message": message.message,
+            "remedy": message.remedy,
+        }
+        form = "agent_fault agent=%s times=%d error=%s code=%s message=%s remedy=%s"
         log.log(level, form, agent, times or 0, *fault.values())
         member = self._members.get(agent)
         if member is not None:

@@ -190,7 +190,7 @@ class Guard:
             return kind == "mac" and hmac.compare_digest(proof, _mac(key.key, key.agent, sealed))
         if kind != "sig" or len(proof) != 64:
             return False
-        from cryptography.exceptions import InvalidSignature  # a third of an idle agent's start: only with a key
+        from cryptography.exceptions import InvalidSignature  # takes 7 MB: only agents with a key
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         try:

