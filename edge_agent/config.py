@@ -5,6 +5,7 @@ Durations are seconds (``_s``), sizes are bytes (``_bytes``). Relative paths cou
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -22,6 +23,16 @@ from .task import Frozen
 Model = TypeVar("Model", bound=BaseModel)
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Names of agents and federations: they become topic levels, and some brokers give other characters a meaning."""
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches ``bind``."""
+    if bind == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return False
 
 
 class TlsConfig(Frozen):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.util
-import ipaddress
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from edge_agent.config import BrokerConfig
+from edge_agent.config import BrokerConfig, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
 from edge_agent.storage import Access, write_atomic
 
@@ -160,16 +159,6 @@ def held_port(bind: str, port: int) -> Iterator[int]:
         yield free
 
 
-def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches ``bind``."""
-    if bind == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        return False
-
-
 class EmbeddedBroker(SupervisedBroker):
     """amqtt, for trials and single hosts; the coordinator depends neither on its sessions nor on its storage.
 
@@ -187,12 +176,9 @@ class EmbeddedBroker(SupervisedBroker):
         """
         if importlib.util.find_spec("amqtt") is None:
             raise MissingCapability.package("amqtt", "coordinator", "the embedded broker")
-        if self.password_file is None and not is_loopback(self.bind):
-            log.warning(
-                "anonymous broker on a public address bind=%s: anybody who can connect can take part; "
-                "set embedded.password_file, or bind to 127.0.0.1",
-                self.bind,
-            )
+        if not is_loopback(self.bind):
+            who = "anybody who can connect can take part" if self.password_file is None else "passwords can be read"
+            log.warning("insecure_broker bind=%s: without TLS on a public address: %s", self.bind, who)
         if self.password_file is not None:  # the coordinator is a user; its password is generated once
             own = _own_password(self.password_file)
             if not own.exists():
