@@ -238,7 +238,7 @@ class Agent:
 
     def _on_message(self, event: Message) -> None:
         if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
-            log.warning("retained_refused topic=%s; clear it at the broker", event.topic)
+            log.warning("retained_refused topic=%s; clear it at the broker", wire.printable(event.topic))
             return
         try:
             if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
@@ -249,11 +249,11 @@ class Agent:
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
-            log.warning("message_refused topic=%s reason=%s", event.topic, error)
+            log.warning("message_refused topic=%s reason=%s", wire.printable(event.topic), wire.printable(str(error)))
         except OSError as error:
-            self.disk.failed(error, f"message_failed topic={event.topic}")
+            self.disk.failed(error, f"message_failed topic={wire.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
-            log.exception("message_broke topic=%s", event.topic)
+            log.exception("message_broke topic=%s", wire.printable(event.topic))
 
     def _on_words(self, payload: bytes) -> None:
         try:
