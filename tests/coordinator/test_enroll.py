@@ -339,6 +339,16 @@ def test_units_are_what_systemd_understands(tmp_path):
         assert [line for line in done.stderr.splitlines() if copy.name in line] == []
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("side", ["agent", "coordinator"])
+def test_units_leave_an_exposure_of_at_most_three(side):
+    unit = ROOT / f"configs/systemd/headwater-{side}.service"
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", unit]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+    assert "LoadCredential=" in unit.read_text(encoding="utf-8")
+
+
 # --- doctor ------------------------------------------------------------------------------------------------------
 
 
