@@ -709,7 +709,8 @@ class TaskQueue:
             return None
         return UsageError(
             f"needs {len(blobs)} blobs of {size} bytes together, this agent keeps at most cache_bytes = {limit}; "
-            f"raise cache_bytes in its configuration to {size} or more"
+            f"raise cache_bytes in its configuration to {size} or more",
+            is_public=True,
         )
 
     def _drop(self, about: wire.Cancel | wire.UpdateManifest) -> None:
