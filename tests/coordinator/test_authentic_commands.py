@@ -15,6 +15,7 @@ from faulty_broker import Faults
 from federation_harness import Federation
 
 from coordinator.identity.command_keys import MASTER, CommandKeys
+from coordinator.state.backup import back_up
 from edge_agent.agent.event_loop import Agent
 from edge_agent.errors import DuplicateId, ProtocolMismatch, StateError
 from edge_agent.wire import messages as wire
@@ -214,3 +215,15 @@ def test_rejection_of_a_duplicate_has_to_name_the_start(error, counts_without_st
     refused = wire.Refused(error=error.__name__, message="x", boot="c1", seq=1)
     assert guard_of().is_new(refused) is counts_without_start
     assert guard_of().is_new(refused.model_copy(update={"whom": "b1"}))
+
+
+def test_backup_holds_the_secret_privately_so_that_agents_obey_the_coordinator_that_starts_on_it(fed, tmp_path):
+    back_up(fed.state, tmp_path / "backup")
+    assert (tmp_path / "backup" / MASTER).stat().st_mode & 0o777 == 0o600
+    fed.kill_coordinator()
+    fed.config = fed.config.model_copy(update={"state": tmp_path / "backup"})
+    fed.start_coordinator()
+    fed.request(rounds=1)
+    fed.finish()
+    assert fed.encoder_sha256
+    assert [agent.guard.refused for agent in fed.agents.values()] == [0, 0]
