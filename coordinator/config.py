@@ -18,6 +18,7 @@ from edge_agent.config import (
     DataConfig,
     Precision,
     TrainingConfig,
+    is_loopback,
     load,
 )
 from edge_agent.errors import ConfigError
@@ -31,12 +32,27 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 class EmbeddedConfig(Frozen):
     """The broker that the coordinator starts and watches itself; meant for trials and single hosts."""
 
-    bind: str = Field("127.0.0.1", min_length=1, max_length=253, description="address to listen on; 0.0.0.0 = all")
+    bind: str = Field(
+        "127.0.0.1", min_length=1, max_length=253, description="address to listen on; 127.0.0.1 = this machine alone"
+    )
     port: int = Field(1883, ge=0, le=65535, description="TCP port; 0 = any free one")
     password_file: Path | None = Field(
         None,
         description="users and password hashes, as 'headwater password' writes them; without it anyone may connect",
     )
+    insecure: bool = Field(
+        default=False,
+        description="allow an address that other machines reach: passwords and models pass the network in clear",
+    )
+
+    @model_validator(mode="after")
+    def _other_machines_need_tls(self) -> EmbeddedConfig:
+        if not is_loopback(self.bind) and not self.insecure:
+            raise ValueError(
+                f"bind = '{self.bind}' is reached from other machines, and the embedded broker has no TLS; name a "
+                "Mosquitto with TLS in [broker] url (configs/mosquitto.conf), or set insecure = true"
+            )
+        return self
 
 
 class IdentityConfig(Frozen):

@@ -25,6 +25,16 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Names of agents and federations: they become topic levels, and some brokers give other characters a meaning."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class TlsConfig(Frozen):
     """How the broker proves itself, and how this side does."""
 
@@ -105,14 +115,14 @@ class BrokerConfig(Frozen):
         return line
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class AgentBrokerConfig(BrokerConfig):
+    """Where the broker is, who this agent is to it, and which coordinator it obeys."""
+
+    command_key_file: Path | None = Field(
+        None,
+        description="file of 'headwater password' by which this agent knows its coordinator's commands; without it, it "
+        "obeys whoever may publish on its topics",
+    )
 
 
 def check_tls(broker: BrokerConfig) -> None:
@@ -293,7 +303,7 @@ class AgentConfig(Frozen):
         "features; client state stays",
     )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
-    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)

@@ -42,9 +42,17 @@ from typing import ClassVar
 
 
 class HeadwaterError(Exception):
-    """Root of the tree; catching it catches every error that Headwater raises on purpose."""
+    """Root of the tree; catching it catches every error that Headwater raises on purpose.
+
+    The message of an error on a device stays there, unless it says ``is_public``: then no path, file name, class name
+    or other text of the device's own is in it, and the coordinator is told it.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: object, is_public: bool = False) -> None:
+        super().__init__(*args)
+        self.is_public = is_public
 
 
 class UsageError(HeadwaterError):
@@ -122,7 +130,8 @@ class MissingCapability(HeadwaterError):
     @classmethod
     def package(cls, module: str, extra: str, purpose: str) -> MissingCapability:
         """An error that names the extra which brings ``module``."""
-        return cls(f"{purpose} needs '{module}', which is not installed; pip install 'headwater[{extra}]'")
+        text = f"{purpose} needs '{module}', which is not installed; pip install 'headwater[{extra}]'"
+        return cls(text, is_public=True)
 
 
 class CodecError(HeadwaterError):

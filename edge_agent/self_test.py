@@ -137,14 +137,16 @@ def check(
         if pixels > RESIZE_TOLERANCE:
             raise BundleDamaged(
                 f"self-test: resized pixels differ by up to {pixels} grey levels, {RESIZE_TOLERANCE} is accepted; "
-                f"this device resizes differently from the bundle's exporter; {_ADVICE}"
+                f"this device resizes differently from the bundle's exporter; {_ADVICE}",
+                is_public=True,
             )
     if (head := bundle.global_head()) is not None:
         difference, scale = _difference(_logits(head, result["features_fp32"]), result["logits"])
         if not difference <= FP32_TOLERANCE:
             raise BundleDamaged(
                 f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, "
-                f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}"
+                f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}",
+                is_public=True,
             )
     expected = result[f"features_{precision}"] if norm is None else norm.golden
     if expected.shape != (_COUNT, bundle.manifest.feature_dim):
@@ -194,7 +196,8 @@ def _check_features(received: np.ndarray, expected: np.ndarray, precision: Encod
     if not difference <= tolerance:  # also where it is NaN
         raise BundleDamaged(
             f"self-test: {precision} features differ from the golden ones {shown}, at most {tolerance:g} is accepted; "
-            f"{_ADVICE}"
+            f"{_ADVICE}",
+            is_public=True,
         )
     return difference
 

@@ -388,16 +388,46 @@ class HeldLock:
             return True
 
 
+_umask_lock = threading.Lock()
+_umasks: list[int] = []
+"""The umask from before `private_files`, once for each that is entered."""
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Inside, files and folders that this process and its children make are for this user alone (0600, 0700)."""
+    with _umask_lock:
+        _umasks.append(os.umask(0o077) if not _umasks else _umasks[0])
+    try:
+        yield
+    finally:
+        with _umask_lock:
+            before = _umasks.pop()
+            if not _umasks:
+                os.umask(before)
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
     """Hold ``folder`` for one process; the lock goes with the process, also when it is killed.
 
+    The folder is for this user alone, and so is everything that the process writes while it holds it.
+
     Raises:
         StateError: another live process holds it.
     """
+    with private_files(), _locked(folder, owner) as held:
+        yield held
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, owner: str) -> Iterator[HeldLock]:
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+                with contextlib.suppress(PermissionError):  # somebody else's: they decide
+                    folder.chmod(0o700)
             file = (folder / "lock").open("a+")
         except OSError as error:
             raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error

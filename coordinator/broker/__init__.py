@@ -177,12 +177,9 @@ class EmbeddedBroker(SupervisedBroker):
         """
         if importlib.util.find_spec("amqtt") is None:
             raise MissingCapability.package("amqtt", "coordinator", "the embedded broker")
-        if self.password_file is None and not is_loopback(self.bind):
-            log.warning(
-                "anonymous broker on a public address bind=%s: anybody who can connect can take part; "
-                "set embedded.password_file, or bind to 127.0.0.1",
-                self.bind,
-            )
+        if not is_loopback(self.bind):
+            who = "anybody who can connect can take part" if self.password_file is None else "passwords can be read"
+            log.warning("insecure_broker bind=%s: without TLS on a public address: %s", self.bind, who)
         if self.password_file is not None:  # the coordinator is a user; its password is generated once
             own = _own_password(self.password_file)
             if not own.exists():

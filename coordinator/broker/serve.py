@@ -5,18 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
+import hmac
 import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter
 from amqtt.broker import Broker
 from amqtt.contexts import Action
 from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
 
+from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES
+
 from ..processes.pipe import Pipe
 from ..processes.worker_main import listen
 from .access import Rules, is_password, read_passwords
+
+log = logging.getLogger(__name__)
+
+LARGEST_READ_BYTES = 128 * 1024 + DEFAULT_MAX_PAYLOAD_BYTES
+"""A longer packet is not read: its sender is disconnected as soon as it has announced the length."""
+
+PENDING_CHECKS = 200
+"""Logins whose passwords wait to be checked; further ones are refused at once, and clients try again."""
 
 
 class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
@@ -34,6 +50,10 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         self._path = Path(self.config.password_file)
         self._rules = Rules(self.config.federation)
         self._users, self._read_at = read_passwords(self._path), self._path.stat().st_mtime_ns
+        # A password takes milliseconds to check, on purpose: in a thread of its own it delays no message, and one that
+        # was right is known again at once, so that agents come back while somebody tries passwords.
+        self._checking, self._pending = ThreadPoolExecutor(1, "passwords"), 0
+        self._secret, self._right = secrets.token_bytes(32), dict[str, tuple[str, bytes]]()
 
     async def authenticate(self, *, session: Any) -> bool:
         """Whether this CONNECT is granted; the broker itself checks the topics of publishes but not those of wills."""
@@ -42,9 +62,26 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
             if changed != self._read_at:
                 self._users, self._read_at = read_passwords(self._path), changed
         user, will = session.username, session.will_topic
-        if not user or not is_password(session.password or "", self._users.get(user, "")):
+        if not user or not await self._is_right(user, session.password or ""):
             return False
         return not will or self._rules.may_publish(user, will)
+
+    async def _is_right(self, user: str, password: str) -> bool:
+        hashed = self._users.get(user, "")
+        mark = hashed, hmac.digest(self._secret, password.encode(), hashlib.sha256)
+        if hmac.compare_digest(self._right.get(user, ("", b""))[1], mark[1]) and self._right[user][0] == hashed:
+            return True
+        if self._pending >= PENDING_CHECKS:
+            return False
+        self._pending += 1
+        try:
+            loop = asyncio.get_running_loop()
+            is_right = await loop.run_in_executor(self._checking, is_password, password, hashed)
+        finally:
+            self._pending -= 1
+        if is_right:
+            self._right[user] = mark
+        return is_right
 
     async def topic_filtering(self, *, session: Any = None, topic: str | None = None, action: Any = None) -> bool:
         """Whether this publish, subscription or delivery is granted."""
@@ -54,6 +91,45 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         if action == Action.PUBLISH:
             return self._rules.may_publish(user, topic)
         return self._rules.may_subscribe(user, topic)
+
+
+class BoundedReader(StreamReaderAdapter):  # type: ignore[misc]
+    """Reads no more at once than the largest packet of the protocol; ``abort`` ends the connection of another one."""
+
+    def __init__(self, reader: asyncio.StreamReader, abort: Callable[[], None]) -> None:
+        super().__init__(reader)
+        self._abort = abort
+
+    async def read(self, n: int = -1) -> bytes:
+        """Up to ``n`` bytes.
+
+        Raises:
+            ConnectionResetError: the packet is larger; the session ends.
+        """
+        if n > LARGEST_READ_BYTES:
+            log.warning("packet_too_large bytes=%d at_most=%d: its sender is disconnected", n, LARGEST_READ_BYTES)
+            self._abort()
+            raise ConnectionResetError("packet too large")
+        data: bytes = await super().read(n)
+        return data
+
+
+class BoundedBroker(Broker):  # type: ignore[misc]
+    """amqtt with bounded packets, which retains nothing.
+
+    No message of the protocol is retained, and amqtt hands retained ones to new sessions past all rules of access.
+    """
+
+    async def stream_connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
+    ) -> None:
+        """Serve one connection."""
+        await self._client_connected(
+            listener_name, BoundedReader(reader, writer.transport.abort), StreamWriterAdapter(writer)
+        )
+
+    async def retain_message(self, *_: object) -> None:
+        """Keep nothing."""
 
 
 def settings(bind: str, port: int, federation: str, password_file: str | None) -> dict[str, Any]:
@@ -78,5 +154,5 @@ def serve(pipe: Pipe, bind: str, port: str, federation: str, password_file: str 
 
 
 async def _serve(config: dict[str, Any]) -> None:
-    await Broker(config).start()
+    await BoundedBroker(config).start()
     await asyncio.Event().wait()

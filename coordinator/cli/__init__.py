@@ -45,7 +45,7 @@ COMMANDS: dict[str, str] = {
     "enroll": "Make a token by which a device gets a certificate.",
     "sign": "Answer a device's request for a certificate in a file.",
     "agents": "List, revoke or rename enrolled agents.",
-    "password": "Create an agent's password for the broker.",
+    "password": "Create an agent's password and key of its commands.",
     "doctor": "Check this machine and the way to the broker.",
     "bench": "Measure this machine: devices, rounds, simulations.",
 }

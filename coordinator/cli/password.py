@@ -16,7 +16,8 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
-from .options import Json
+from ..state.command_keys import CommandKeys
+from .options import Json, state_path
 from .output import present, ready_for
 
 Agent = Annotated[
@@ -38,6 +39,14 @@ Account = Annotated[
         f"read goes to the folder's owner, else to '{BROKER_ACCOUNT}' where there is such an account.",
     ),
 ]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        help="The coordinator's state folder, for a key by which the agent knows its commands; default: that of "
+        "coordinator.toml in this folder, if there is one.",
+    ),
+]
 
 PASSWORD_BYTES = 24
 
@@ -49,12 +58,15 @@ def password(
     acl: Acl = None,
     federation: Federation = "home",
     account: Account = None,
+    state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Create an agent's password: hashed for the broker, and in a file that its configuration names.
+    """Create an agent's password, and the key by which it knows its coordinator's commands.
 
-    The embedded broker and mosquitto read the same password file. Another call replaces the password. A running
-    Mosquitto has to reload its files; the embedded broker does so by itself.
+    The password is hashed for the broker, and in a file that the agent's configuration names. The key is beside it, in
+    <agent>.commands.key; it stays the same as long as the coordinator's state folder does. The embedded broker and
+    mosquitto read the same password file. Another call replaces the password. A running Mosquitto has to reload its
+    files; the embedded broker does so by itself.
 
     Example: headwater password porch --users users --out porch.password
     """
@@ -68,6 +80,7 @@ def password(
     secret = secrets.token_urlsafe(PASSWORD_BYTES)
     was_there = set_password(users, agent, secret, account=account)
     write_atomic(path, f"{secret}\n".encode(), access=access_of(path) if path.exists() else Access.private())
+    key_file = _write_key(path, agent, federation, state)
     has_changed = acl is not None and add_rules(acl, federation, account=account)
     status = users.stat()
     owner, mode = str(status.st_uid), f"{stat.S_IMODE(status.st_mode):o}"
@@ -77,6 +90,7 @@ def password(
         "agent": agent,
         "users": str(users),
         "password_file": str(path),
+        "command_key_file": None if key_file is None else str(key_file),
         "replaced": was_there,
         "owner": owner,
         "mode": mode,
@@ -87,6 +101,10 @@ def password(
         f'broker.user = "{agent}", broker.password_file = "{path}"',
         f"{users} belongs to '{owner}' (mode {mode})",
     ]
+    if key_file is not None:
+        lines.insert(2, f'broker.command_key_file = "{key_file}"')
+    elif agent != COORDINATOR_USER:
+        lines.append("no key for the agent's commands was made: name the coordinator's state folder with --state")
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
     if acl is not None:
@@ -96,3 +114,17 @@ def password(
         "broker reads it by itself"
     )
     present(result, lines, as_json=as_json)
+
+
+def _write_key(password_file: Path, agent: str, federation: str, state: Path | None) -> Path | None:
+    """The file of the agent's key, beside that of its password; None where no state folder is known."""
+    if agent == COORDINATOR_USER:
+        return None
+    if state is None:
+        if not Path("coordinator.toml").exists():
+            return None
+        state = state_path(None, None)
+    path = password_file.with_name(f"{agent}.commands.key")
+    key = CommandKeys.of(state, federation).of_agent(agent)
+    write_atomic(path, key.text().encode(), access=access_of(path) if path.exists() else Access.private())
+    return path

@@ -19,6 +19,7 @@ from edge_agent.errors import DuplicateId, MessageError, RunFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics, new_id, run_name
 
+from ..state.command_keys import CommandKeys
 from ..state.journal import Entry, Journal, utc_now
 
 log = logging.getLogger(__name__)
@@ -132,8 +133,13 @@ class Roster:
         """Note an agent's fault; it stands until the agent reports the condition "ok"."""
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
-        fault = {"error": message.error, "message": message.message, "remedy": message.remedy}
-        form = "agent_fault agent=%s times=%d error=%s message=%s remedy=%s"
+        fault = {
+            "error": message.error,
+            "code": message.code,
+            "message": message.message,
+            "remedy": message.remedy,
+        }
+        form = "agent_fault agent=%s times=%d error=%s code=%s message=%s remedy=%s"
         log.log(level, form, agent, times or 0, *fault.values())
         member = self._members.get(agent)
         if member is not None:
@@ -537,10 +543,20 @@ class RunNames(RunIds):
 
 
 class CommandSender:
-    """Sends the messages of one coordinator. ``federation`` and ``epoch`` are set when it starts."""
+    """Sends the messages of one coordinator. ``federation`` and ``epoch`` are set when it starts.
 
-    def __init__(self, topics: Topics, publish: Callable[[str, bytes], None], run_ids: RunIds, boot: str) -> None:
-        self._topics, self._publish, self._run_ids, self._boot = topics, publish, run_ids, boot
+    With ``keys`` they carry a proof of their sender, which agents that have a key ask for.
+    """
+
+    def __init__(
+        self,
+        topics: Topics,
+        publish: Callable[[str, bytes], None],
+        run_ids: RunIds,
+        boot: str,
+        keys: CommandKeys | None = None,
+    ) -> None:
+        self._topics, self._publish, self._run_ids, self._boot, self._keys = topics, publish, run_ids, boot, keys
         self.federation, self.epoch = "", 0
         self._seq = 0
         self._epochs: dict[str, int] = {}
@@ -552,7 +568,8 @@ class CommandSender:
 
     def announce(self) -> None:
         """Announce this coordinator to all agents."""
-        self._publish(self._topics.announce, self._stamped(wire.Announce(software=__version__), self.epoch))
+        payload = self._stamped(wire.Announce(software=__version__), self.epoch)
+        self._publish(self._topics.announce, payload if self._keys is None else self._keys.signed(payload))
 
     def announce_to(self, agent: str) -> None:
         """Announce it to one agent that follows another federation, which may find its own coordinator offline."""
@@ -599,7 +616,8 @@ class CommandSender:
 
     def _send(self, agent: str, message: wire.Command, **changes: str) -> None:
         epoch = max(self.epoch, self._epochs.get(agent, 0))
-        self._publish(self._topics.down(agent), self._stamped(message, epoch, **changes))
+        payload = self._stamped(message, epoch, **changes)
+        self._publish(self._topics.down(agent), payload if self._keys is None else self._keys.proven(agent, payload))
 
     def _stamped(self, message: wire.Command, epoch: int, **changes: str) -> bytes:
         self._seq += 1

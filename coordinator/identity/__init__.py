@@ -1,1 +1,1 @@
-"""Who belongs to a federation: its certificate authority, tokens, the ledger of agents, and the enrolment port."""
+"""Who belongs to a federation: its authority, tokens, the ledger of agents, and the enrolment port."""

@@ -27,6 +27,7 @@ from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import ComputeProcess
+from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.store import StateFolder
 from .coordinator import Coordinator
@@ -133,6 +134,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             probe_s=probe_s,
             limits=limits,
             identity=identity,
+            keys=CommandKeys.of(config.state, config.federation),
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

@@ -37,6 +37,7 @@ from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
+from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -82,11 +83,13 @@ class Coordinator:
         run_ids: RunIds | None = None,
         limits: RateLimits | None = None,
         identity: IdentityService | None = None,
+        keys: CommandKeys | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
-        transport applies to what it receives. ``identity``: who has a certificate, where agents need one.
+        transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
+        those that agents know its commands by.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -95,7 +98,7 @@ class Coordinator:
         self.topics = Topics(config.federation)
         self._boot = boot or secrets.token_hex(8)
         self._run_ids = run_ids or RunIds(state.journal)
-        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot)
+        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot, keys)
         self.send = self.commands.send
         self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
@@ -459,7 +462,12 @@ class Coordinator:
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
         now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s
-        self.send(agent, wire.Welcome(software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now))
+        member = self.roster.get(agent)
+        answers = "" if member is None else member.boot
+        welcome = wire.Welcome(
+            software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now, answers=answers
+        )
+        self.send(agent, welcome)
 
     def _send_task(self, agent: str, task: Task) -> None:
         """Send the task to an agent that otherwise gets it with a bundle, so that it checks its data and head now."""

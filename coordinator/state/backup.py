@@ -146,8 +146,8 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
             needed = blobs_needed(pinned)
             over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
         missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
-        _link_below(state.path, pinned.path, "hosted")
-        _link_below(state.path, pinned.path, "identity")
+        for folder in ("hosted", "identity"):
+            _link_below(state.path, pinned.path, folder)
         for run in over:  # files of a run that has ended since they were linked
             _link_below(state.path, pinned.path, f"runs/{run}")
         # Hosted clients keep their state of two rounds, so they may be one round ahead of the journal.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from edge_agent.errors import DuplicateCoordinator, StateError, UnknownName
-from edge_agent.storage import PendingSyncs, is_synced, syncs_into
+from edge_agent.storage import PendingSyncs, is_synced, private_files, syncs_into
 
 __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
 
@@ -282,17 +282,19 @@ class Journal:
         """
         if not create and not self.path.exists():
             raise StateError(f"{self.path}: no journal here; start the coordinator once, or give its state folder")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with private_files():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # No isolation level: sqlite3 would open transactions when it chooses.
-            self._connection = sqlite3.connect(
-                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            self._connection.row_factory = sqlite3.Row
-            synced = "FULL" if is_synced() else "OFF"
-            for pragma in ("journal_mode = WAL", f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
-                self._connection.execute(f"PRAGMA {pragma}").close()
-            self._check_or_make_schema(is_begun=is_begun)
+            with private_files():
+                self._connection = sqlite3.connect(
+                    self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                )
+                self._connection.row_factory = sqlite3.Row
+                synced = "FULL" if is_synced() else "OFF"
+                for pragma in ("journal_mode = WAL", f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
+                    self._connection.execute(f"PRAGMA {pragma}").close()
+                self._check_or_make_schema(is_begun=is_begun)
             self._opened = self.path.stat()
         except sqlite3.Error as error:
             self.close()

@@ -23,6 +23,7 @@ from ..identity import Renewal, renew_beside
 from ..storage import write_atomic
 from ..task import Task
 from ..wire import messages as wire
+from ..wire.authentic import Guard, read_key
 from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
@@ -62,11 +63,15 @@ class Agent:
         """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol.
 
         ``renewal``: of this agent's certificate, where it has one.
+
+        Raises:
+            ConfigError: the file of the key of its commands cannot be used.
         """
         self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
         self.membership = Membership(config.state / "federation.json", clock)
+        self.guard = Guard(read_key(config), self.boot)
         self.link = Link(config, transport, self.membership, self.boot)
         self.topics = self.link.topics
         self._broadcasts = self.topics.broadcast("")
@@ -277,21 +282,22 @@ class Agent:
 
     def _on_message(self, event: Message) -> None:
         if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
-            log.warning("retained_refused topic=%s; clear it at the broker", event.topic)
+            log.warning("retained_refused topic=%s; clear it at the broker", wire.printable(event.topic))
             return
         try:
             if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
-                self._on_words(event.payload)
+                if self.guard.lets_in(event.payload, to_all=event.topic == self.topics.announce):
+                    self._on_words(event.payload)
             elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
                 self._on_chunk(event.payload)
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
-            log.warning("message_refused topic=%s reason=%s", event.topic, error)
+            log.warning("message_refused topic=%s reason=%s", wire.printable(event.topic), wire.printable(str(error)))
         except OSError as error:
-            self.disk.failed(error, f"message_failed topic={event.topic}")
+            self.disk.failed(error, f"message_failed topic={wire.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
-            log.exception("message_broke topic=%s", event.topic)
+            log.exception("message_broke topic=%s", wire.printable(event.topic))
 
     def _on_words(self, payload: bytes) -> None:
         try:
@@ -301,7 +307,8 @@ class Agent:
             if named is not None:  # of a newer coordinator, for example: it need not wait for this agent
                 self.link.send(self.condition.note("work", error).to_coordinator(named))
             raise
-        self._on_control(message)
+        if self.guard.is_new(message):
+            self._on_control(message)
 
     def _on_chunk(self, payload: bytes) -> None:
         try:
@@ -432,6 +439,11 @@ class Agent:
             "federation_id": membership.federation or None,
             "epoch": membership.epoch,
             "other_coordinator": membership.note(),
+            "commands": {
+                "authenticated": self.guard.is_on,
+                "refused": self.guard.refused,
+                "replayed": self.guard.replayed,
+            },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundle_id,

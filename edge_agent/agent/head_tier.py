@@ -42,6 +42,7 @@ from ..personalize import (
 from ..precision import open_encoder
 from ..task import Task, Tensors
 from ..wire.messages import Install, Job, Report
+from .health import public_text
 from .local_state import file_mark, is_settled, samples_folder
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
         if not trial.rejection or old is None or old[0].id == message.bundle_id:
             raise
         runs = old[0].id
-        why = f"keeps bundle {runs[:12]} because {trial.rejection}"[:1000]
+        why = f"keeps bundle {runs[:12]} because {trial.public}"[:1000]
         log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], runs[:12], trial.rejection)
     _remove_features(config)
     figures: dict[str, Any] = {"samples": sum(map(len, samples))}
@@ -136,11 +137,13 @@ class _Trial:
     def __init__(self, config: AgentConfig, announced: str, old: Pair | None, samples: Split) -> None:
         self._config, self._announced, self._old, self._samples = config, announced, old, samples
         self.result: Result | None = None
-        self.rejection = ""
+        self.rejection = self.public = ""
 
     def __call__(self, bundle: Bundle) -> None:
         if bundle.id != self._announced:
-            raise BundleDamaged(f"bundle {bundle.id[:16]}, announced was {self._announced[:16]}; rejected")
+            raise BundleDamaged(
+                f"bundle {bundle.id[:16]}, announced was {self._announced[:16]}; rejected", is_public=True
+            )
         try:
             self.result = result = _refit(self._config, bundle, self._samples)
             before = None if self._old is None else _score(self._config, self._old, self._samples)
@@ -148,10 +151,12 @@ class _Trial:
             if before is not None and (personal or 0.0) < before + least:
                 now = "none" if personal is None else f"{personal:.3f}"
                 raise BundleError(
-                    f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)"
+                    f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)",
+                    is_public=True,
                 )
         except BundleError as error:
             self.rejection = str(error)
+            self.public = public_text(error)
             raise
         result.save(self._config.state / "head")
 
@@ -313,7 +318,8 @@ def contribute_round(
     if contribute is None:
         raise MissingCapability(
             f"a round of method '{job.method}' has nothing for a device of tier 'head'; "
-            "the coordinator's cohort.tier should be 'train'"
+            "the coordinator's cohort.tier should be 'train'",
+            is_public=True,
         )
     bundle = bundles.install(encoder, config.state / "runs" / job.run / "encoders", keep=1)
     session = Encoder.open(bundle, "fp32", config.training.threads)

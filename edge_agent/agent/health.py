@@ -6,19 +6,18 @@ import errno
 import logging
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .. import errors
 from ..config import AgentConfig
 from ..errors import HeadwaterError, cause
 from ..storage import write_atomic
-from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey
+from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +29,103 @@ LEAST_FREE_BYTES = 1 << 20
 """With less free space than this an agent cannot even save its own state."""
 
 _PROBE_BYTES = 64 * 1024
-_PATH = re.compile(r"(?<![\w:/.])~?/[^\s'\":;,)]+")
-_OF_DATA = "local data do not fit what is asked of this device"
-_REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
-    (errors.DataError, "correct the data, or [data] in the agent's configuration"),
-    (errors.ConfigError, "correct the agent's configuration and restart the agent"),
-    (errors.UnknownName, "correct the agent's configuration and restart the agent"),
-    (errors.MissingCapability, "install what is missing on the device, or give it another tier"),
-    (errors.BundleError, "export and release the encoder again"),
-    (errors.TrainingFailed, "look at the data of this device and at the step size"),
-    (errors.StateError, "look into the agent's log; what is damaged in its state folder can be removed"),
-    (errors.DuplicateId, "give one of the two agents another id"),
-    (errors.ProtocolMismatch, "upgrade the side that speaks the older protocol"),
-    (MemoryError, "give the agent more memory, or another tier"),
+_SEE = "see 'edge-agent status' on the device"
+
+
+class _Known(NamedTuple):
+    """What the coordinator is told of errors of a class: a code, and where the message stays here, a text for it."""
+
+    kind: type[BaseException]
+    code: str
+    text: str
+    remedy: str
+
+
+_OTHER = _Known(BaseException, "internal", "an unexpected error", f"{_SEE}, and its log")
+_KNOWN = (
+    _Known(
+        errors.DataError,
+        "data",
+        "local data do not fit what is asked of this device",
+        "correct the data, or [data] in the agent's configuration",
+    ),
+    _Known(
+        errors.ConfigError,
+        "config",
+        "a mistake in the agent's configuration",
+        "correct the agent's configuration and restart the agent",
+    ),
+    _Known(
+        errors.UnknownName,
+        "unknown-name",
+        "a name in the agent's configuration or task is not known there",
+        "correct the agent's configuration and restart the agent",
+    ),
+    _Known(
+        errors.DuplicateId, "duplicate-id", "another agent has the same id", "give one of the two agents another id"
+    ),
+    _Known(errors.UsageError, "usage", "what is asked of this device cannot be done as written", _SEE),
+    _Known(
+        errors.MissingCapability,
+        "missing-capability",
+        "something that this needs is not on the device",
+        "install what is missing on the device, or give it another tier",
+    ),
+    _Known(
+        errors.FingerprintMismatch,
+        "head-mismatch",
+        "the head belongs to another encoder",
+        "export and release the encoder again",
+    ),
+    _Known(
+        errors.BundleDamaged,
+        "bundle-damaged",
+        "the bundle is damaged, or does not do here what it did where it was made",
+        "export and release the encoder again",
+    ),
+    _Known(errors.BundleError, "bundle", "the bundle cannot be used here", "export and release the encoder again"),
+    _Known(
+        errors.TransferTooSlow,
+        "too-slow",
+        "the link is too slow for this round",
+        "give rounds more time, or the device a faster link",
+    ),
+    _Known(
+        errors.TrainingFailed, "training", "training stopped", "look at the data of this device and at the step size"
+    ),
+    _Known(
+        errors.StateError,
+        "state",
+        "files in the agent's state folder cannot be used",
+        "look into the agent's log; what is damaged in its state folder can be removed",
+    ),
+    _Known(
+        errors.ProtocolMismatch,
+        "protocol",
+        "the two sides speak different protocols",
+        "upgrade the side that speaks the older protocol",
+    ),
+    _Known(
+        errors.CodecError, "message", "something that was received cannot be read", f"upgrade the older side; {_SEE}"
+    ),
+    _Known(MemoryError, "memory", "not enough memory", "give the agent more memory, or another tier"),
+    _Known(OSError, "system", "the system refused something", f"{_SEE}, and its log"),
 )
+"""The first that fits counts."""
+
+_NAMED = tuple(vars(errors).values())
+
+
+def _name(error: BaseException) -> str:
+    """The nearest class of ours or of Python; classes of others may be called anything."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in _NAMED)[:64]
+
+
+def public_text(error: BaseException) -> str:
+    """What the coordinator may know of an error, without a name of this device's own."""
+    if getattr(error, "is_public", False):
+        return printable(str(error))[:2000]
+    return next((known.text for known in _KNOWN if isinstance(error, known.kind)), _OTHER.text)
 
 
 @dataclass(frozen=True)
@@ -52,6 +134,7 @@ class Problem:
 
     kind: Kind
     error: str
+    code: str
     message: str
     public: str
     remedy: str
@@ -60,7 +143,7 @@ class Problem:
     def to_coordinator(self, about: JobKey | None = None) -> Fault:
         """The fault as it is sent to the coordinator, about that job or none."""
         job = about._asdict() if about is not None else {}
-        return Fault(error=self.error, message=self.public, remedy=self.remedy, **job)
+        return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, **job)
 
     def as_json(self) -> dict[str, str]:
         """For the status of this device."""
@@ -102,20 +185,22 @@ class Condition:
 
 
 def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> Problem:
-    """An error, now by default, as a problem: class and remedy for the coordinator, everything for this device."""
+    """An error, now by default, as a problem: class, code and remedy for the coordinator, all for this device."""
     whole = whole_message(error)
     moment = (at or datetime.now(timezone.utc)).isoformat(timespec="seconds")
     if (reason := disk_error(error)) is not None:
         remedy = "free space on the device's disk, or mount it for writing; the agent resumes by itself"
-        return Problem("disk", DISK_ERROR, whole, f"its disk cannot be written: {cause(reason)}", remedy, moment)
-    remedy = next((text for error_kind, text in _REMEDIES if isinstance(error, error_kind)), "look into its log")
-    if isinstance(error, errors.DataError):
-        public = _OF_DATA
-    elif isinstance(error, errors.StateError | errors.ConfigError | OSError):
-        public = "see 'edge-agent status' on the device"
-    else:
-        public = _PATH.sub("…", whole)
-    return Problem(kind, type(error).__name__[:64], whole, public, remedy, moment)
+        return Problem(
+            "disk",
+            DISK_ERROR,
+            "disk",
+            whole,
+            f"its disk cannot be written: {os.strerror(reason.errno or 0)}",
+            remedy,
+            moment,
+        )
+    known = next((known for known in _KNOWN if isinstance(error, known.kind)), _OTHER)
+    return Problem(kind, _name(error), known.code, whole, public_text(error), known.remedy, moment)
 
 
 def whole_message(error: BaseException) -> str:

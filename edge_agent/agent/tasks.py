@@ -161,7 +161,9 @@ class TaskRunner:
             TrainingCancelled: it was stopped by `cancel`.
         """
         if self.tier != "train":
-            raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
+            raise MissingCapability(
+                f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders", is_public=True
+            )
         self._remove_ended(job.run)
         session, files = self.session(job), self.resources.state_files(job.run)
         from ..client import ClientState
@@ -175,12 +177,16 @@ class TaskRunner:
             return self.report(job, session.method.head_name, outcome.metrics.get("acc.global"), outcome.right)
         if job.purpose == "batch_norm_stats":
             if not self.config.training.share_norm:
-                raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
+                raise MissingCapability(
+                    "training.share_norm is false: batch norm of this device stays here", is_public=True
+                )
             train, _ = self._samples(job.task)
             return self.outbox.put(session.norm_tensors(kept), job_key(job), len(train), {})
         if job.purpose == "activation_ranges":
             if not self.config.training.share_ranges:
-                raise MissingCapability("training.share_ranges is false: activation ranges of this device stay here")
+                raise MissingCapability(
+                    "training.share_ranges is false: activation ranges of this device stay here", is_public=True
+                )
             train, _ = self._samples(job.task)
             return self.outbox.put(session.activation_ranges(received), job_key(job), len(train), {})
         return self._train(job, session, received, kept)
@@ -578,7 +584,7 @@ class TaskQueue:
         if why:
             self._uploads.drop(job_key(job))
             self.job = None
-            self._report(TransferTooSlow(why), job_key(job))
+            self._report(TransferTooSlow(why, is_public=True), job_key(job))
             self._fetch()
 
     def on_receipt(self, message: wire.Receipt) -> None:
@@ -703,7 +709,8 @@ class TaskQueue:
             return None
         return UsageError(
             f"needs {len(blobs)} blobs of {size} bytes together, this agent keeps at most cache_bytes = {limit}; "
-            f"raise cache_bytes in its configuration to {size} or more"
+            f"raise cache_bytes in its configuration to {size} or more",
+            is_public=True,
         )
 
     def _drop(self, about: wire.Cancel | wire.UpdateManifest) -> None:

@@ -20,6 +20,7 @@ _REPORTED = (
     "welcomed",
     "federation_id",
     "other_coordinator",
+    "commands",
     "waits_for",
     "job",
     "working",
@@ -113,6 +114,12 @@ def status(arguments: argparse.Namespace) -> int:
         "disk": None,
     }
     result["tier"] = result["tier"] or config.tier
+    result["commands"] = {
+        "refused": 0,
+        "replayed": 0,
+        **(result["commands"] or {}),
+        "authenticated": config.broker.command_key_file is not None,
+    }
     try:
         result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
@@ -176,6 +183,11 @@ def _added(config: AgentConfig) -> dict[str, Any]:
 
 
 _TEXTS: dict[str, Callable[[Any], str]] = {
+    "commands": lambda it: (
+        f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
+        if it["authenticated"]
+        else "not authenticated; name the agent's key in broker.command_key_file"
+    ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
     "collected": lambda it: (
         f"{it['samples']} samples of {len(it['classes'])} classes, {'' if it['learned'] else 'not '}in the head"

@@ -110,7 +110,7 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
 
 
 def look(config: AgentConfig) -> Iterator[Step]:
-    """What an agent with this configuration finds on its own device: tier, state folder, data, head."""
+    """What an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
     from .. import heads
     from ..agent.app import choose_tier
     from ..capabilities import find
@@ -123,6 +123,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
     yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
+    yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
     if IdentityFolder(config.state).file.exists():
         yield attempted("certificate", lambda: check_identity(config, time.time()))
@@ -142,6 +143,14 @@ def _compare_clocks(config: AgentConfig) -> str:
     except BrokerAway as error:
         return f"not compared: {error}"
     return f"{check_clock(answer, time.time()):+.0f} s from the coordinator's"
+
+
+def _check_key(config: AgentConfig) -> str:
+    from ..wire.authentic import read_key
+
+    if read_key(config) is None:
+        return "not authenticated: whoever may publish on this agent's topics commands it; set broker.command_key_file"
+    return "authenticated: only those of the coordinator that made this agent's key are obeyed"
 
 
 def _check_tier(device: Capabilities, tier: str) -> str:

@@ -247,7 +247,8 @@ def train(
                 values = " and ".join(f"{name} {value:g}" for name, value in suspects.items())
                 raise TrainingFailed(
                     f"head '{head}': loss or weights became {total} in epoch {epoch} of {params.epochs} at {values}; "
-                    f"expected a finite number; lower {'it' if len(suspects) == 1 else 'one of them'}"
+                    f"expected a finite number; lower {'it' if len(suspects) == 1 else 'one of them'}",
+                    is_public=True,
                 )
 
 

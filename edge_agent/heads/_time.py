@@ -42,7 +42,9 @@ def check_time() -> None:
     """
     limit = _limit.get()
     if limit is not None and limit.remaining_s() <= 0:
-        raise TrainingFailed(f"not fitted within {limit.seconds:g} s; lower its epochs, iterations or sizes")
+        raise TrainingFailed(
+            f"not fitted within {limit.seconds:g} s; lower its epochs, iterations or sizes", is_public=True
+        )
 
 
 def at_most(seconds: float) -> float:

@@ -75,7 +75,8 @@ def require_finite(client: Client, what: str, array: np.ndarray) -> None:
     if not np.isfinite(array).all():
         raise TrainingFailed(
             f"client '{client.id}': {what} hold NaN or infinity in round {client.round}; expected finite numbers; "
-            "lower lr or alignment_weight (lambda), or look for extreme values in the data"
+            "lower lr or alignment_weight (lambda), or look for extreme values in the data",
+            is_public=True,
         )
 
 

@@ -125,7 +125,9 @@ class FedFomo(TwoNetworks):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix the received models into the client's own, then E epochs on the training part."""
         if not client.samples:
-            raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
+            raise TrainingFailed(
+                f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
+            )
         helped = self._federate(client, received)
         names = self.shared_names(client.model)
         client.memory.update({_BEGAN + name: array for name, array in to_arrays(client.model, names).items()})

@@ -115,7 +115,9 @@ class FedPAC(Method):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Statistics, then the classifier, then the encoder drawn to the centroids; at last the class means."""
         if not client.samples:
-            raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
+            raise TrainingFailed(
+                f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
+            )
         params, labels = self.params, client.train_labels.cpu().numpy()
         before = features_of(client.model, client.train_inputs).cpu().numpy()
         require_finite(client, "features", before)

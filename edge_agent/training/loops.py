@@ -140,7 +140,9 @@ def train_by_steps(
     epochs = params.local_epochs if epochs is None else epochs
     batch_size = batch_size or params.batch_size
     if not client.samples:
-        raise TrainingFailed(f"client '{client.id}' has no training samples; it takes no part until it has some")
+        raise TrainingFailed(
+            f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
+        )
     position, control, mean_loss = Position(), client.control, math.nan
     loaded = control.checkpoint.load() if control.checkpoint is not None else None
     if loaded is not None:
@@ -179,7 +181,8 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
     return TrainingFailed(
         f"client '{client.id}': loss became {loss} in epoch {epoch} at "
         f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
-        f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data"
+        f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data",
+        is_public=True,
     )
 
 
@@ -192,7 +195,8 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
         if "more than 1 value per channel" not in str(error):
             raise
         raise TrainingFailed(
-            f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch"
+            f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch",
+            is_public=True,
         ) from error
 
 

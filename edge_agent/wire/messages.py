@@ -2,7 +2,8 @@
 
 Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
 repeated message is recognised, and the id of its sender's federation, so that no agent works for two. Messages of a
-coordinator carry its epoch as well. Errors cross the wire as `Fault`, never as a traceback.
+coordinator carry its epoch as well, and a proof of who sent them (`wire.authentic`). Errors cross the wire as `Fault`,
+never as a traceback.
 
 A federation id is random and made with the coordinator's state folder. A run id is the run's name there, for people,
 and a random part: ``run-0001-`` and 32 hexadecimal digits. So no two runs have the same id.
@@ -76,6 +77,7 @@ LARGE_TASK_BYTES = 16 * 1024
 
 MAX_TASK_BYTES = 8 << 20
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
+_PROOF = re.compile(rb',"(mac|sig)":"((?:[0-9a-f]{64}){1,2})"\}\Z')
 
 
 SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
@@ -92,6 +94,7 @@ def unsealed(payload: bytes) -> bytes:
 
     TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
     """
+    payload = proof_of(payload)[0]
     seal = _SEAL.search(payload)
     if seal is None:
         return payload
@@ -99,6 +102,14 @@ def unsealed(payload: bytes) -> bytes:
     if zlib.crc32(body) != int(seal[1], 16):
         raise MessageError("checksum is wrong, the message was changed on the way")
     return body
+
+
+def proof_of(payload: bytes) -> tuple[bytes, str, bytes]:
+    """A message without its MAC or signature, which of the two it had (``mac``, ``sig`` or empty), and its bytes."""
+    proof = _PROOF.search(payload, max(0, len(payload) - 144))
+    if proof is None:
+        return payload, "", b""
+    return payload[: proof.start()] + b"}", proof[1].decode(), bytes.fromhex(proof[2].decode())
 
 
 def check_version(version: object) -> None:
@@ -357,10 +368,11 @@ class Report(Control):
 
 
 class Fault(Control):
-    """An error of the sender: class name and message."""
+    """An error of the sender. Paths, file names, class names and all other text of a device stay there."""
 
     type: Literal["fault"] = "fault"
-    error: Text = Field(max_length=64)
+    error: Text = Field(max_length=64, description="class, of our tree or Python's own")
+    code: str = Field("", pattern=r"^[a-z-]{0,32}$", description="what failed, see `agent.health`")
     message: Text = Field(max_length=2000)
     remedy: Text = Field("", max_length=500, description="what to do about it")
     run: AnyRun = ""
@@ -422,6 +434,7 @@ class Welcome(Command):
         0, ge=0, le=MAX_HEARTBEAT_S, description="least time between heartbeats of an agent without a job"
     )
     time: Text = Field("", max_length=40, description="coordinator's clock, for logs only")
+    answers: Start = Field("", description="the agent's start that is welcome")
 
 
 class Refused(Command):
@@ -481,7 +494,7 @@ class Job(Command):
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
         except (ValueError, RecursionError) as error:
             why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
-            raise MessageError(f"the blob of the task is no task: {why}") from error
+            raise MessageError(f"the blob of the task is no task: {why}", is_public=True) from error
 
     @field_validator("given")
     @classmethod
@@ -645,7 +658,7 @@ def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
             return kind.model_validate_json(payload)
         except ValidationError as error:
             mistakes = (printable(mistake)[:MISTAKE_CHARS] for mistake in mistakes_of(error, kind)[:5])
-            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}") from error
+            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}", is_public=True) from error
 
     return parse
 
@@ -685,7 +698,7 @@ def run_name(run_id: str) -> str:
 
 def named_job(payload: bytes) -> JobKey | None:
     """The key of an undamaged `Job` with fields that this side does not know; None for anything else."""
-    if not _SEAL.search(payload):  # one flipped bit in the checksum leaves a message that seems to have none
+    if not _SEAL.search(proof_of(payload)[0]):  # one flipped bit in the checksum leaves a message without any
         return None
     try:
         raw = json_object(unsealed(payload))

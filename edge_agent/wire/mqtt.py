@@ -1,7 +1,7 @@
 """MQTT transport on paho: own network thread, callbacks that only enqueue, a new session after each break.
 
 MQTT 3.1.1 with clean sessions, QoS 0 and 1: the intersection of all brokers. Each connection is a new paho client with
-a new number in its id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
+a new id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class MqttTransport:
         self._first_failure = self._rejection = ""
         self._is_shut_out = False
         self._thread: threading.Thread | None = None
-        self._first = self._rng.randrange(1 << 24)
         self._connection = 0
 
     def start(self) -> None:
@@ -210,8 +209,7 @@ class MqttTransport:
         self._connection += 1
         self._rejection = ""
         self._pending_filters.clear()
-        session = f"{self.client_id}-{self._first + self._connection:x}"
-        client = _client(self.config, self.client_id, session, paho.MQTTv311)
+        client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
             will = self.will(self._connection)
@@ -284,6 +282,11 @@ class MqttTransport:
 def longest_pause_s(failures: int) -> float:
     """The longest pause after so many failed attempts in a row; which pause it is, is drawn below that."""
     return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
+
+
+def session_of(client_id: str) -> str:
+    """The id of one more session. Brokers give a session to whoever connects with its id, so nobody can guess it."""
+    return f"{client_id}-{secrets.token_hex(8)}"
 
 
 def user_of(config: BrokerConfig, client_id: str) -> str | None:

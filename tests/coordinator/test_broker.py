@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import secrets
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from paho.mqtt import client as mqtt
@@ -16,11 +22,13 @@ from coordinator.broker import (
     MosquittoBroker,
     find_mosquitto,
     held_port,
-    is_loopback,
     settings_text,
 )
 from coordinator.broker.access import Rules, hash_password, is_password, mosquitto_acl, read_passwords, set_password
-from edge_agent.errors import BrokerAway, MissingCapability, StateError, UsageError
+from coordinator.config import EmbeddedConfig
+from edge_agent.config import is_loopback, parse
+from edge_agent.errors import BrokerAway, ConfigError, MissingCapability, StateError, UsageError
+from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES
 
 PATIENCE_S = 20
 BROKERS = [
@@ -251,7 +259,7 @@ def test_missing_amqtt_is_named_with_its_extra(monkeypatch):
 def test_open_door_on_a_public_address_is_warned_about(monkeypatch, caplog):
     monkeypatch.setattr("coordinator.broker.SupervisedBroker.start", lambda self: None)
     EmbeddedBroker("0.0.0.0").start()
-    assert "anonymous broker on a public address bind=0.0.0.0" in caplog.text
+    assert "insecure_broker bind=0.0.0.0: without TLS on a public address: anybody who can connect" in caplog.text
     caplog.clear()
     EmbeddedBroker("127.0.0.1").start()
     assert caplog.text == ""
@@ -386,3 +394,114 @@ def test_damaged_password_file_is_an_error(tmp_path, content):
 def test_user_that_could_be_taken_for_something_else_is_refused(tmp_path, user):
     with pytest.raises(UsageError, match="does not match"):
         set_password(tmp_path / "users", user, "one")
+
+
+# --- the embedded broker, where somebody is hostile --------------------------------------------------------------
+
+
+def connect_packet(user, password):
+    """A CONNECT by the letter of MQTT 3.1.1."""
+
+    def text(value):
+        return struct.pack("!H", len(value)) + value.encode()
+
+    body = text("MQTT") + bytes([4, 0xC2, 0, 30]) + text(f"s-{secrets.token_hex(4)}") + text(user) + text(password)
+    return bytes([0x10]) + bytes([len(body)]) + body
+
+
+def resident_bytes(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.broker
+def test_embedded_broker_gives_no_retained_message_to_a_new_session(passwords):
+    """amqtt gave those of other agents to every new session, past its rules."""
+    with (
+        EmbeddedBroker(password_file=passwords) as broker,
+        Client(broker.port, "porch", "porch", "secret of porch") as porch,
+    ):
+        assert porch.is_let_in()
+        porch.client.publish("fl/1/home/a/porch/up", b"private", 1, retain=True).wait_for_publish(PATIENCE_S)
+        with Client(broker.port, "attic", "attic", "secret of attic") as attic:
+            assert attic.is_let_in()
+            attic.listen("fl/1/home/a/attic/dn")
+            attic.say("fl/1/home/a/attic/up", b"x")
+            with pytest.raises(queue.Empty):
+                attic.messages.get(timeout=1.0)
+
+
+@pytest.mark.broker
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_row_30_embedded_broker_ends_the_session_of_an_oversize_packet_before_it_is_read(passwords):
+    with EmbeddedBroker(password_file=passwords) as broker:
+        before = resident_bytes(broker.pid)
+        with socket.create_connection(("127.0.0.1", broker.port), PATIENCE_S) as peer:
+            peer.sendall(connect_packet("porch", "secret of porch"))
+            assert peer.recv(4) == b"\x20\x02\x00\x00"
+            peer.sendall(b"\x30" + b"\x80\x80\x80\x32")  # a publish of 100 MiB
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    peer.sendall(bytes(1 << 20))
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+        assert resident_bytes(broker.pid) - before < 4 << 20
+        with (
+            Client(broker.port, "porch", "porch", "secret of porch") as porch,
+            Client(broker.port, "boss", "coordinator", broker.config().password()) as boss,
+        ):
+            assert porch.is_let_in()
+            assert boss.is_let_in()
+            boss.listen("fl/1/home/a/+/ub")
+            porch.say("fl/1/home/a/porch/ub", bytes(DEFAULT_MAX_PAYLOAD_BYTES))
+            assert len(boss.hear()[1]) == DEFAULT_MAX_PAYLOAD_BYTES
+
+
+@pytest.mark.broker
+def test_row_41_a_hundred_wrong_passwords_a_second_delay_no_honest_message_and_no_honest_login(passwords, capsys):
+    """The check of a password, some 5 ms, was done between two messages of everybody."""
+    with EmbeddedBroker(password_file=passwords) as broker, contextlib.ExitStack() as stack:
+        boss = stack.enter_context(Client(broker.port, "boss", "coordinator", broker.config().password()))
+        porch = stack.enter_context(Client(broker.port, "porch", "porch", "secret of porch"))
+        assert boss.is_let_in()
+        assert porch.is_let_in()
+        boss.listen("fl/1/home/a/+/up")
+        stop, tries = threading.Event(), []
+
+        def attack():
+            begin = time.monotonic()
+            while not stop.is_set():
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", broker.port), 1) as peer:
+                    peer.sendall(connect_packet("porch", f"wrong {len(tries)}"))
+                    tries.append(time.monotonic() - begin)
+                stop.wait(max(0.0, begin + len(tries) / 100 - time.monotonic()))
+
+        thread = threading.Thread(target=attack)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+        said, logins = [], []
+        end = time.monotonic() + 6
+        while time.monotonic() < end:
+            begin = time.monotonic()
+            porch.say("fl/1/home/a/porch/up", b"hello")
+            boss.hear()
+            said.append(time.monotonic() - begin)
+            begin = time.monotonic()
+            with Client(broker.port, f"porch-{len(logins)}", "porch", "secret of porch") as again:
+                assert again.is_let_in()
+            logins.append(time.monotonic() - begin)
+            stop.wait(0.05)
+    with capsys.disabled():
+        print(
+            f"\n{len(tries) / tries[-1]:.0f} wrong logins/s: message <= {max(said):.3f} s, login <= {max(logins):.3f} s"
+        )
+    assert len(tries) / tries[-1] > 80
+    assert max(said) < 1.0
+    assert max(logins) < 2.0
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "192.0.2.1", "broker.example"])
+def test_embedded_broker_on_an_address_of_other_machines_needs_the_word_insecure(bind):
+    with pytest.raises(ConfigError, match=r"has no TLS; name a Mosquitto.*or set insecure = true"):
+        parse(EmbeddedConfig, {"bind": bind, "password_file": "users"}, where="x")
+    assert parse(EmbeddedConfig, {"bind": bind, "insecure": True}, where="x").bind == bind

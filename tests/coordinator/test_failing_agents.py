@@ -30,7 +30,7 @@ class SpoilingDuties(FakeDuties):
 
     def do(self, job, received):
         if self.spoils == "fault" and job.purpose == "train":
-            raise TrainingFailed("the loss became nan")
+            raise TrainingFailed("the loss became nan", is_public=True)
         if self.spoils == "nan":
             received = {name: np.full_like(array, np.nan) for name, array in received.items()}
         if self.spoils == "names":

@@ -12,6 +12,7 @@ from federation_harness import Federation
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import sealed
+from edge_agent.wire.transport import Message
 
 
 @pytest.fixture
@@ -254,3 +255,14 @@ def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits
         (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)
         assert (fault.run, fault.round, fault.error) == ("run-0007", 3, "MessageError")
         assert "purpose" in fault.message
+
+
+def test_topic_of_a_peer_cannot_forge_a_line_in_the_log_of_an_agent(fed, caplog):
+    """On a broker without rules anybody publishes below the broadcasts; the topic itself is text of theirs."""
+    agent = next(iter(fed.agents.values()))
+    topic = f"{fed.topics.root}/b/\x1b[2J\n2026-01-01 ERROR forged"
+    for retained in (True, False):
+        agent._on_message(Message(topic, b"junk", retained=retained))
+    words = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert words
+    assert all(word.isprintable() for word in words)

@@ -182,7 +182,7 @@ def test_a_device_that_cannot_install_is_not_waited_for_and_its_fault_is_in_the_
         fed.add("h1", tier="head")
 
         def install(message, path):
-            raise BundleDamaged("golden features differ")
+            raise BundleDamaged("golden features differ", is_public=True)
 
         fed.tasks["h1"].install = install
         fed.request(rounds=1)

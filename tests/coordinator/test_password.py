@@ -30,9 +30,11 @@ from coordinator.broker.access import (
 from coordinator.cli import main as headwater
 from coordinator.config import CoordinatorConfig
 from coordinator.service import app
+from coordinator.state.command_keys import CommandKeys
 from edge_agent.cli import main as edge_agent
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import StateError, UsageError
+from edge_agent.config import AgentConfig, BrokerConfig
+from edge_agent.errors import ConfigError, StateError, UsageError
+from edge_agent.wire.authentic import read_key
 
 PATIENCE_S = 20
 ROOT = Path(__file__).parents[2]
@@ -213,6 +215,33 @@ def test_account_that_is_not_there_is_named_and_nothing_is_written(tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
+def test_key_of_commands_is_made_beside_the_password_and_can_be_made_again(tmp_path, capsys, monkeypatch):
+    folder = tmp_path
+    monkeypatch.chdir(folder)
+    enroll("porch", "--users", "users", "--state", "coordinator")
+    assert 'broker.command_key_file = "porch.commands.key"' in capsys.readouterr().out
+    path = folder / "porch.commands.key"
+    first = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    config = AgentConfig(id="porch", broker={"command_key_file": path}, data={"source": "none:"})
+    assert read_key(config) == CommandKeys.of(folder / "coordinator", "home").of_agent("porch")
+    path.unlink()
+    (folder / "coordinator.toml").write_text('state = "coordinator"\n')
+    enroll("porch", "--users", "users")
+    assert path.read_text() == first
+    assert "--state" not in capsys.readouterr().out
+    path.write_text(first.replace("porch", "attic"))
+    with pytest.raises(ConfigError, match=r"key of agent 'attic' in federation 'home'; expected that of 'porch'"):
+        read_key(config)
+    path.write_text(first.replace('"key": "', '"key": "SECRET'))
+    with pytest.raises(ConfigError, match="wrong or missing: key; 'headwater password'") as error:
+        read_key(config)
+    assert "SECRET" not in str(error.value)
+    path.unlink()
+    with pytest.raises(ConfigError, match="no such file"):
+        read_key(config)
+
+
 def test_owner_without_a_name_is_shown_by_its_number(tmp_path, monkeypatch, capsys):
     def nameless(path):
         raise KeyError("getpwuid(): uid not found")
@@ -308,6 +337,16 @@ def test_units_are_what_systemd_understands(tmp_path):
             ["systemd-analyze", "verify", copy], capture_output=True, text=True, timeout=120, check=False
         )
         assert [line for line in done.stderr.splitlines() if copy.name in line] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("side", ["agent", "coordinator"])
+def test_units_leave_an_exposure_of_at_most_three(side):
+    unit = ROOT / f"configs/systemd/headwater-{side}.service"
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", unit]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+    assert "LoadCredential=" in unit.read_text(encoding="utf-8")
 
 
 # --- doctor ------------------------------------------------------------------------------------------------------
@@ -416,8 +455,9 @@ def test_doctor_looks_at_state_data_and_head_of_the_configuration(tmp_path, caps
     (tmp_path / "state").write_text("a file")
     code, found = asked(capsys, config)
     assert [(step["step"], step["ok"]) for step in found["agent"]] == [
-        ("tier", True), ("state", False), ("data", False), ("head", False)
+        ("tier", True), ("state", False), ("data", False), ("commands", True), ("head", False)
     ]  # fmt: skip
-    assert "did you mean 'lr'" in found["agent"][3]["detail"]
+    assert "not authenticated" in found["agent"][3]["detail"]
+    assert "did you mean 'lr'" in found["agent"][4]["detail"]
     assert code == 2
     assert found["verdict"].startswith("not ready: state:")

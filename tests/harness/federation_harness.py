@@ -20,9 +20,10 @@ from federation_duties import TASK, FakeDuties
 from coordinator.config import CoordinatorConfig
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
+from coordinator.state.command_keys import CommandKeys
 from coordinator.state.store import StateFolder
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.config import AgentBrokerConfig, AgentConfig, DataConfig
 from edge_agent.errors import TrainingCancelled
 from edge_agent.task import Task, Tensors
 from edge_agent.wire import messages as wire
@@ -109,9 +110,11 @@ class Federation:
         retention: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
         probe_s: float = 0.0,
+        keyed: bool = False,
     ) -> None:
+        """``keyed``: agents have keys, and obey authentic commands only."""
         self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
-        self.clock, self.probe_s = Clock(), probe_s
+        self.clock, self.probe_s, self.keyed = Clock(), probe_s, keyed
         self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
@@ -154,13 +157,21 @@ class Federation:
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(self.state.open("test"))
         self.boots += 1
-        boot = f"c{self.boots}"
         self.coordinator = Coordinator(
-            self.config, self.state, self.broker.transport(), clock=self.clock, boot=boot, probe_s=self.probe_s
+            self.config,
+            self.state,
+            self.broker.transport(),
+            clock=self.clock,
+            boot=f"c{self.boots}",
+            probe_s=self.probe_s,
+            keys=self.keys(),
         )
         prepare(self.coordinator)
         self.coordinator.start()
         return self.coordinator
+
+    def keys(self) -> CommandKeys | None:
+        return CommandKeys.of(self.config.state, self.config.federation) if self.keyed else None
 
     def kill_coordinator(self) -> None:
         """As kill -9 does: nothing is said or saved. (The lock and the database go with a process.)"""
@@ -212,10 +223,16 @@ class Federation:
 
         ``seconds``: of each of its jobs; ``training_s``: of a whole training, of which it may do a share.
         """
+        broker = AgentBrokerConfig()
+        if (keys := self.keys()) is not None:
+            path = self.folder / f"{name}.commands.key"
+            path.write_text(keys.of_agent(name).text())
+            broker = AgentBrokerConfig(command_key_file=path)
         config = AgentConfig(
             id=name,
             state=self.folder / name,
             heartbeat_s=self.heartbeat_s,
+            broker=broker,
             data=DataConfig(source="none:"),
         )
         self.boots += 1
@@ -349,6 +366,9 @@ class FederationInRealTime(Federation):
 
     def kill(self, name: str, *, will: bool = True) -> None:
         self.agents.pop(name).close()
+
+    def keys(self) -> CommandKeys | None:
+        return CommandKeys.of(self.config.state, self.config.federation) if self.keyed else None
 
     def kill_coordinator(self) -> None:
         self.coordinator.close()

@@ -27,6 +27,7 @@ THIRD_PARTY = {
 }
 ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
+    r"edge_agent\.wire\.authentic": {"cryptography"},
     r"edge_agent\.encoder": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\.video": {"cv2"},

@@ -154,7 +154,7 @@ def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
     try:
         from scipy import io
     except ImportError as error:
-        raise MissingCapability.package("scipy", "heads", f"reading '{path.name}'") from error
+        raise MissingCapability.package("scipy", "heads", "reading Digits-Five") from error
     try:
         sizes = {name: int(np.prod(shape, dtype=object)) for name, shape, _ in io.whosmat(str(path))}
         if large := [name for name in wanted if sizes.get(name, 0) > MAX_BYTES]:

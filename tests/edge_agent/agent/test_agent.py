@@ -14,7 +14,7 @@ from federation_harness import Federation, vanish
 
 from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.errors import DataError
+from edge_agent.errors import DataError, TrainingFailed
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
 from edge_agent.wire.messages import Topics
@@ -334,14 +334,21 @@ def test_an_error_message_of_any_length_fits_into_a_fault(fed):
     def ours(job):
         raise DataError("x" * 100_000)
 
+    def told(job):
+        raise TrainingFailed("x" * 100_000, is_public=True)
+
+    cases = (
+        (broken, "Exception", "an unexpected error"),
+        (told, "TrainingFailed", "x" * 2000),
+        (ours, "DataError", "local data do not fit what is asked of this device"),
+    )
     fed.add("a0")
-    for fails, message in ((broken, "x" * 300), (ours, "local data do not fit what is asked of this device")):
+    for fails, error, message in cases:
         fed.tasks["a0"].before = fails
         fed.request(rounds=1)
         fed.wait(1)
         fault = fed.messages(fed.topics.up("a0"), wire.Fault)[-1]
-        assert len(fault.error) == (64 if fails is broken else len("DataError"))
-        assert fault.message == message, "of a stranger's error its first line; of one of ours about data no word of it"
+        assert (fault.error, fault.message) == (error, message), "no word of an error that does not say that it may go"
         fed.until(lambda: fed.record.is_over)
 
 

