@@ -65,6 +65,17 @@ def absent_of(
             yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
 
 
+def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Agent -> the rounds whose aggregate has its update only in part or not at all, and what was done in the last."""
+    result: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for agent, note in record.get("bounded", {}).items():
+            one = result.setdefault(agent, {"rounds": [], "last": ""})
+            one["rounds"].append(record["round"])
+            one["last"] = note
+    return dict(sorted(result.items()))
+
+
 def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One line for each warning, and one for all clients below their local baseline beyond `SHOWN_CLIENTS`."""
     below = [one for one in warnings if one["kind"] == "below_local"]

@@ -13,9 +13,10 @@ from edge_agent.wire.messages import Report
 from ..fleet.transfers import Collection, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
+from .aggregation import notes
 from .context import Run, RunContext, Steps
 from .release import Released, encoder_sha256, export_bundle, release
-from .result_notes import absent_of, coordinator_metrics, lines, warnings_of
+from .result_notes import absent_of, bounded_of, coordinator_metrics, lines, warnings_of
 from .selection import Exclusions
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.body.get("added", ())),
+        "bounded": notes(figures.get("aggregation", {})),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),
     }
@@ -178,6 +180,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "encoder_sha256": sha,
             "agents": agents,
             "left_out": exclusions.body(),
+            "bounded": bounded_of(records),
             "warnings": warnings,
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,

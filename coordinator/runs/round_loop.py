@@ -27,7 +27,8 @@ from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
-from .buffered import BufferedCollection, rebased, refusal
+from . import aggregation, buffered
+from .buffered import BufferedCollection, rebased
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
@@ -121,6 +122,9 @@ class RunLoop:
     _earlier: dict[int, Assignment] = field(default_factory=dict)
     """Round -> what its agents were asked to do, as long as one of them works on."""
 
+    _bounded: dict[str, str] = field(default_factory=dict)
+    """Agent -> what was done to its update in the round that was closed last."""
+
     _cohort: frozenset[str] = frozenset()
     """The members of the collection that was opened last."""
 
@@ -132,7 +136,10 @@ class RunLoop:
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
-        if self.run.context.config.round.mode == "buffered" and (why := refusal(self.run.method)):
+        config = self.run.context.config
+        if config.round.mode == "buffered" and (why := buffered.refusal(self.run.method)):
+            raise RunFailed(why)
+        if why := aggregation.refusal(self.run.method, config.aggregation):
             raise RunFailed(why)
         record = self._journal.replay(self.run.id)
         stats = Stats.begin(self.run.context, self.run.id)
@@ -227,6 +234,7 @@ class RunLoop:
             "accepted_count": len(collection.accepted) if collection else 0,
             "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
             "left_out": self.selection.status(number),
+            "bounded": self._bounded,
         }
 
     @property
@@ -524,11 +532,16 @@ class RunLoop:
     def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
-        try:
-            updates: Iterable[Update] = updates_of(blobs, collection)
+        rule, base = run.context.config.aggregation, functools.cache(self._base)
+
+        def updates() -> Iterable[Update]:
+            of_round = updates_of(blobs, collection)
             if isinstance(collection, BufferedCollection):
-                updates = rebased(updates, run.state, collection.asked_in, number, functools.cache(self._base))
-            state = run.method.aggregate(run.state, updates)
+                return rebased(of_round, run.state, collection.asked_in, number, base)
+            return of_round
+
+        try:
+            state, decisions = aggregation.aggregate(run.method, run.state, updates, rule)
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
         digest = blobs.put(*pieces(state))
@@ -545,6 +558,7 @@ class RunLoop:
             "excused": sorted({*slow, *self._busy}),
             "busy": self._busy,
             "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
+            "aggregation": {"settings": rule.model_dump(), **decisions.body()},
             **figures,
         }
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
@@ -552,6 +566,10 @@ class RunLoop:
         self.run = replace(run, state=state, checkpoint=digest)
         prune_blobs(run.context.state)
         self.selection.closed(closed, body, run.id)
+        noted = dict(islice(aggregation.notes(body["aggregation"]).items(), MOST_LISTED))
+        self._bounded = {agent: f"round {number}: {note}" for agent, note in noted.items()}
+        for agent, note in noted.items():
+            log.warning("update_bounded run=%s round=%d agent=%s %s", run.id, number, agent, note)
         run.context.state.run(run.id).append_metrics(round_record(closed, body))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
