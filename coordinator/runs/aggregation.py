@@ -9,6 +9,8 @@ of three or more updates
 - an update whose change or sample count no honest agent would have is suspect: `selection.Exclusions` leaves out an
   agent after some suspect updates in a row.
 
+Sample counts have no part in the other rules: a few agents that declare many would else be the majority.
+
 What stays within these bounds is not touched: a round of honest updates gives the bits of the plain mean. Bounds use
 medians, so they hold as long as more than half of the updates are honest.
 
@@ -133,15 +135,14 @@ def aggregate(
         bounded = (_scaled(one, received, factors.get(one.client, {})) for one in capped())
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(factors.items())}
         return method.aggregate(state, bounded), Decisions(clipped, caps, (), suspects)
+    unused: tuple[str, ...] = ()
     if config.rule in {"trimmed_mean", "median"}:
         result = by_coordinate(list(updates()), config.attackers if config.rule == "trimmed_mean" else None)
-        return method.aggregate(state, [Update(config.rule, 1.0, result)]), Decisions({}, {}, (), suspects)
-    weights = {one.client: one.weight if method.weighting == "samples" else 1.0 for one in capped()}
-    shares = shares_of(gram(list(updates()), received), np.array([*weights.values()]), config)
-    unused = tuple(agent for agent, share in zip(weights, shares, strict=True) if not share)
-    used = ((share, one.tensors) for share, one in zip(shares, updates(), strict=True) if share)
-    result = weighted_mean(used)
-    return method.aggregate(state, [Update(config.rule, 1.0, result)]), Decisions({}, caps, unused, suspects)
+    else:
+        shares = shares_of(gram(list(updates()), received), config)
+        result = weighted_mean((share, one.tensors) for share, one in zip(shares, updates(), strict=True) if share)
+        unused = tuple(one.client for share, one in zip(shares, measured, strict=True) if not share)
+    return method.aggregate(state, [Update(config.rule, 1.0, result)]), Decisions({}, {}, unused, suspects)
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
@@ -287,14 +288,14 @@ def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
     return result
 
 
-def shares_of(products: np.ndarray, weights: np.ndarray, config: AggregationConfig) -> list[float]:
+def shares_of(products: np.ndarray, config: AggregationConfig) -> list[float]:
     """Of each update its share in the mean that rule krum, multi_krum or geometric_median is; 0: not used."""
     if config.rule == "geometric_median":
-        return geometric_median_shares(products, weights)
-    attackers = min(config.attackers, len(weights) - LEAST_UPDATES)
-    count = 1 if config.rule == "krum" else len(weights) - attackers
+        return geometric_median_shares(products)
+    attackers = min(config.attackers, len(products) - LEAST_UPDATES)
+    count = 1 if config.rule == "krum" else len(products) - attackers
     chosen = closest(distances(products), attackers)[:count]
-    return [float(weight) if index in chosen else 0.0 for index, weight in enumerate(weights)]
+    return [1.0 if index in chosen else 0.0 for index in range(len(products))]
 
 
 def distances(products: np.ndarray) -> np.ndarray:
@@ -314,8 +315,8 @@ def closest(squares: np.ndarray, attackers: int) -> list[int]:
     return [int(index) for index in np.argsort(scores, kind="stable")]
 
 
-def geometric_median_shares(products: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Shares (n,) of the updates whose weighted mean is the geometric median of their changes.
+def geometric_median_shares(products: np.ndarray) -> list[float]:
+    """Shares (n,) of the updates in the mean that is the geometric median of their changes.
 
     Each iterate of Weiszfeld's steps is a mean of the updates, so that inner products are all that it takes: the model
     is read twice, however many steps there are. The shares are rounded to float32, so that another order of sums in
@@ -323,14 +324,13 @@ def geometric_median_shares(products: np.ndarray, weights: np.ndarray) -> list[f
     """
     squares = np.diag(products)
     usable = np.isfinite(squares)
-    weights = np.where(usable, weights, 0.0)
     finite = np.where(usable[:, None] & usable[None], products, 0.0)
     least = SMOOTHING * float(np.median(np.sqrt(squares[usable])))
-    shares = np.zeros(len(weights))  # the state itself: the first step is the mean of the directions
+    shares = np.zeros(len(products))  # the state itself: the first step is the mean of the directions
     for _ in range(WEISZFELD_STEPS):
         toward = finite @ shares
         squared = np.maximum(shares @ toward - 2 * toward + np.diag(finite), 0.0)
-        shares = weights / np.maximum(np.sqrt(squared), max(least, np.finfo(np.float64).tiny))
+        shares = usable / np.maximum(np.sqrt(squared), max(least, np.finfo(np.float64).tiny))
         shares /= shares.sum()
     return [float(share) for share in shares.astype(np.float32)]
 
