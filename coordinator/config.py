@@ -147,6 +147,14 @@ class AggregationConfig(Frozen):
     max_weight: float | None = Field(
         5.0, ge=1, le=1e6, description="an agent's samples count at most so many times the median of the round"
     )
+    max_loss: float | None = Field(
+        2.0,
+        ge=1,
+        le=1000,
+        description="when the median training loss of a synchronous round exceeds so many times both the lowest of the "
+        "run and that of guessing, the last good state is restored, and the run continues with rule clipped instead of "
+        "mean",
+    )
 
 
 def _one_or_more(value: object) -> object:

@@ -11,8 +11,10 @@ of three or more updates
 
 Sample counts have no part in the other rules: a few agents that declare many would else be the majority.
 
-What stays within these bounds is not touched: a round of honest updates gives the bits of the plain mean. Bounds use
-medians, so they hold as long as more than half of the updates are honest.
+Of two updates only an absurd one is scaled down: nobody can tell which is right. What stays within these bounds is not
+touched: a round of honest updates gives the bits of the plain mean. Bounds use medians, so they hold as long as more
+than half of the updates are honest. They stop broken devices and plain attacks; against attackers that stay just below
+the bounds and act together, choose multi_krum, trimmed_mean or geometric_median.
 
 Sources: clipping to a median norm as in Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust
 Optimization", ICML 2021 (there with momentum). trimmed_mean, median: Yin, Chen, Ramchandran, Bartlett,
@@ -37,10 +39,14 @@ from edge_agent.task import State, Tensors
 from ..config import AggregationConfig
 
 LEAST_UPDATES = 3
-"""Of fewer updates nobody can tell which is the honest one."""
+"""Of fewer updates nobody can tell which is the honest one, unless one is absurd."""
 
-SUSPECT = 10.0
-"""An update is suspect whose change exceeds the median so many times, or whose sample count its bound."""
+SUSPECT, SUSPECT_SHARE = 10.0, 0.1
+"""An update is suspect whose change exceeds the median so many times, or whose sample count its bound.
+
+The change has to exceed that share of the model, too: an honest agent changes it more than most once these have learned
+their samples. Of two updates one is scaled to the other that exceeds it so many times, and the whole model.
+"""
 
 BLOCK_BYTES = 8 << 20
 """All updates' parts of a tensor that are looked at together, as float64."""
@@ -118,7 +124,7 @@ def aggregate(
         return method.aggregate(state, updates()), Decisions()
     received = method.broadcast(state)
     measured = [_measure(update, received, extras=method.extras_are_changes) for update in updates()]
-    factors, suspects = _clip(measured, config)
+    factors, suspects = _clip(measured, _sizes(received), config)
     caps: dict[str, tuple[float, float]] = {}
     if method.weighting == "samples":
         caps = _cap({one.client: one.weight for one in measured}, config.max_weight)
@@ -187,6 +193,15 @@ def _measure(update: Update, received: Tensors, *, extras: bool) -> _Measured:
     return _Measured(update.client, update.weight, {group: float(np.sqrt(square)) for group, square in squares.items()})
 
 
+def _sizes(received: Tensors) -> dict[str, float]:
+    """Group of tensors -> norm of what clients received."""
+    squares: dict[str, float] = {}
+    for name, array in received.items():
+        if group := _group(name, array, received, extras=False):
+            squares[group] = squares.get(group, 0.0) + _square(array, 0.0)
+    return {group: float(np.sqrt(square)) for group, square in squares.items()}
+
+
 def _square(array: np.ndarray, origin: np.ndarray | float, block: int = 1 << 16) -> float:
     """Sum of squares of array - origin, float64, in blocks that stay in cache."""
     flat, total = array.reshape(-1), 0.0
@@ -201,21 +216,29 @@ def _square(array: np.ndarray, origin: np.ndarray | float, block: int = 1 << 16)
 
 
 def _clip(
-    measured: Sequence[_Measured], config: AggregationConfig
+    measured: Sequence[_Measured], sizes: Mapping[str, float], config: AggregationConfig
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Agent -> factor of each group of its tensors that is scaled down, and the agents whose changes are suspect."""
+    """Agent -> factor of each group of its tensors that is scaled down, and the agents whose changes are suspect.
+
+    ``sizes``: norm of each group of what clients received.
+    """
     factors: dict[str, dict[str, float]] = {}
     suspects: dict[str, str] = {}
     for group in sorted({group for one in measured for group in one.norms}):
         norms = {one.client: one.norms[group] for one in measured if one.norms.get(group)}
+        size = sizes.get(group, 0.0)
         if len(norms) < LEAST_UPDATES:
+            if len(norms) > 1 and config.max_norm is not None:
+                least = min(norms.values())
+                absurd = {agent: norm for agent, norm in norms.items() if norm > max(SUSPECT * least, size)}
+                factors |= {agent: {**factors.get(agent, {}), group: least / norm} for agent, norm in absurd.items()}
             continue
         middle = median(norms.values())
         most = 1.0 if config.rule == "clipped" else config.max_norm
         for agent, norm in norms.items():
             if most is not None and norm > most * middle:
                 factors.setdefault(agent, {})[group] = middle / norm
-            if norm > SUSPECT * middle:
+            if norm > max(SUSPECT * middle, SUSPECT_SHARE * size):
                 suspects[agent] = f"its change of the model is {_times(norm, middle)} the median of the round"
     return factors, suspects
 

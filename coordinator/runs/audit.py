@@ -242,11 +242,18 @@ def _compare_states(
 ) -> None:
     """Aggregate the updates of each round again, from the state before it, where these are on disk."""
     before = next((e.digest for e in reversed(entries) if e.kind in {"run_started", "warm_started"} and e.digest), None)
+    states = {0: before}
     for one, audited in zip(closed, result.rounds, strict=True):
         if one.closed is None:
             continue
         if one.closed.digest in sound:
             audited.checkpoint = "ok"
+        states[one.number] = one.closed.digest
+        if restored := one.closed.body.get("restored"):
+            before = one.closed.digest
+            audited.is_aggregation = before == states.get(restored["round"])
+            result.breaks += [] if audited.is_aggregation else [f"{_row(one.closed)}: no state of the run was restored"]
+            continue
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
         bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
         if {before, *bases} <= sound and len(updates) == len(one.accepted):

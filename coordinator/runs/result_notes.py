@@ -10,6 +10,7 @@ from typing import Any
 
 from ..state.journal import Journal
 from ..text import counted, listed
+from .good_state import reason_of_restoration
 
 WORST_SHARE = 0.1
 """The worst tenth of the clients, at least one of them."""
@@ -74,6 +75,14 @@ def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             one["rounds"].append(record["round"])
             one["last"] = note
     return dict(sorted(result.items()))
+
+
+def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    """A warning for each round that restored an earlier state."""
+    for record in records:
+        if restored := record.get("restored"):
+            message = f"round {record['round']}: {reason_of_restoration(restored)}"
+            yield {"kind": "restored", "clients": [], "message": message}
 
 
 def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

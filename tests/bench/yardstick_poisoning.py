@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from edge_agent.training.parts import load_arrays, to_arrays
 from edge_agent.wire.tensors import first_non_finite
 
 CLIENTS, SAMPLES, TESTED, SIDE = 20, 4000, 2000, 14
-ROUNDS, EPOCHS, BATCH, LR = 20, 1, 20, 0.05
+ROUNDS, BATCH, LR = 20, 20, 0.05
 PATCH_CLASS = 0
 TASK = Task(
     input=ImageInput(channels=1, height=SIDE, width=SIDE),
@@ -89,12 +89,14 @@ def patched(images: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def trained(model: nn.Module, state: State, names: tuple[str, ...], data: Data, rng: torch.Generator) -> State:
+def trained(
+    model: nn.Module, state: State, names: tuple[str, ...], data: Data, rng: torch.Generator, epochs: int
+) -> State:
     """The shared tensors after local training from ``state``."""
     load_arrays(model, {name: state[name] for name in names})
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         order = torch.randperm(len(data.labels), generator=rng)
         for rows in order.split(BATCH):
             if len(rows) > 1:
@@ -112,7 +114,7 @@ def accuracy(model: nn.Module, state: State, names: tuple[str, ...], data: Data)
         return float((model(data.images).argmax(dim=1) == data.labels).double().mean())
 
 
-def poisoned(attack: str, update: Update, state: State, data: Data) -> tuple[Data, Any]:
+def poisoned(attack: str, state: State, data: Data) -> tuple[Data, Any]:
     """What an attacker trains on, and what it makes of the update."""
     half = torch.arange(len(data.labels)) % 2 == 0
 
@@ -176,15 +178,16 @@ class Federation:
             "honest_capped": sum(int(a) not in attackers for one in log for a in one.get("capped", {})),
         }
 
-    def updates(self, number: int, state: State, attack: str, attackers: list[int]) -> Iterator[Update]:
+    def updates(
+        self, number: int, state: State, attack: str, attackers: list[int], epochs: int = 1
+    ) -> Iterator[Update]:
         """Each client's update of a round."""
         for client, rows in enumerate(self.rows):
-            data, change = self.pool.rows(rows), None
             kind = attack if client in attackers else "none"
             weight = 1e9 if kind == "weight liar" else float(len(rows))
-            data, change = poisoned(kind, Update("", 0.0, {}), state, data)
+            data, change = poisoned(kind, state, self.pool.rows(rows))
             rng = torch.Generator().manual_seed(self.seed * 100_000 + number * 100 + client)
-            sent = trained(self.model, state, self.names, data, rng)
+            sent = trained(self.model, state, self.names, data, rng, epochs)
             yield Update(f"{client:02}", weight, sent if kind in {"none", "label flip"} else change(sent))
 
     @staticmethod
@@ -197,9 +200,8 @@ class Federation:
         exclusions.closed(OpenRound(number, 1, cohort, {}, accepted, rejected), {}, {}, (), decisions.suspects)
 
 
-def honest(seeds: int) -> list[str]:
-    """Lines: the largest norms and sample counts of honest clients, as multiples of the median of their round."""
-    lines = []
+def honest(seeds: int) -> None:
+    """Print the largest norms and sample counts of honest clients, as multiples of the median of their round."""
     for name, epochs in (("dirichlet 0.3", 1), ("dirichlet 0.3", 5), ("dirichlet 0.1", 1), ("quantity 0.5", 1)):
         ratios: dict[str, list[float]] = {}
         counts = []
@@ -214,16 +216,13 @@ def honest(seeds: int) -> list[str]:
             sizes = [len(rows) for rows in fed.rows]
             counts.append(max(sizes) / median(sizes))
             state = fed.method.start(fed.fresh)
-            globals()["EPOCHS"] = epochs
             for number in range(1, 6):
-                updates = list(fed.updates(number, state, "none", []))
+                updates = list(fed.updates(number, state, "none", [], epochs))
                 for group, norms in norms_of(fed.method, state, updates).items():
                     ratios.setdefault(group, []).append(max(norms.values()) / median(norms.values()))
                 state, _ = aggregate(fed.method, state, lambda: updates, AggregationConfig(**OFF))  # noqa: B023
         text = "; ".join(f"{group} up to {max(some):.2f} (median {median(some):.2f})" for group, some in ratios.items())
-        lines.append(f"{name}, E = {epochs}: {text}; samples {', '.join(f'{count:.2f}' for count in counts)}")
-        print(lines[-1], flush=True)
-    return lines
+        print(f"{name}, E = {epochs}: {text}; samples {', '.join(f'{count:.2f}' for count in counts)}", flush=True)
 
 
 def main() -> None:
@@ -256,9 +255,27 @@ def main() -> None:
         options.table.write_text(table(results))
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The page of the results."""
-    return json.dumps({key: fmean([one["acc"]]) for key, one in results.items()})
+def table(results: dict[str, dict[str, Any]], rules: Sequence[str] = tuple(RULES)) -> str:
+    """Markdown: accuracy, % by attack and rule, then the backdoor's success and who was left out."""
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for key, one in results.items():
+        attack, rule, _ = key.split("|")
+        cells.setdefault((attack, rule), []).append(one)
+    shown = [rule for rule in rules if any((attack, rule) in cells for attack in ATTACKS)]
+    head = [f"| attack (of {CLIENTS}) | {' | '.join(shown)} |", f"|---|{'---|' * len(shown)}"]
+
+    def rows(figure: str, attacks: Iterable[str], scale: float = 100.0) -> Iterator[str]:
+        for attack in attacks:
+            texts = []
+            for rule in shown:
+                values = [scale * one[figure] for one in cells.get((attack, rule), [])]
+                texts.append(f"{fmean(values):.1f} ± {pstdev(values):.1f}" if values else "–")
+            yield f"| {attack} ({ATTACKS[attack]}) | {' | '.join(texts)} |"
+
+    parts = [*head, *rows("acc", ATTACKS), "", *head, *rows("backdoor", ("none", "backdoor patch"))]
+    for figure in ("attackers_left_out", "honest_left_out", "honest_clipped", "honest_capped"):
+        parts += ["", f"{figure.replace('_', ' ')}, times in {ROUNDS} rounds", "", *head, *rows(figure, ATTACKS, 1.0)]
+    return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

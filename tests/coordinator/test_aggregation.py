@@ -130,11 +130,22 @@ def test_honest_updates_give_the_bits_of_the_plain_mean(method, count):
     assert all(bounded[name].tobytes() == plain[name].tobytes() for name in plain)
 
 
-def test_two_updates_are_not_bounded():
-    """Nobody can tell which of two is the honest one."""
-    result, decisions = round_of([[1, 0], [100, 0]], weights=[1, 1000])
-    np.testing.assert_allclose(result, [(1 + 100_000) / 1001, 0], rtol=1e-6)
+def test_of_two_updates_only_an_absurd_one_is_bounded():
+    """Nobody can tell which of two is right, but none doubles the model while the other changes it by a hundredth."""
+    result, decisions = round_of([[101, 100], [1100, 100]], start=[100, 100], weights=[1, 1000])
+    np.testing.assert_allclose(result, [101, 100], rtol=1e-6)
+    assert decisions == Decisions(clipped={"a1": 0.001})
+    result, decisions = round_of([[101, 100], [200, 100]], start=[100, 100], weights=[1, 1000])
+    np.testing.assert_allclose(result, [(101 + 200_000) / 1001, 100], rtol=1e-6)
     assert decisions == Decisions()
+
+
+def test_who_learns_when_the_others_have_learned_is_clipped_and_not_suspect():
+    """A change of 20 times the median, which is less than a tenth of the model."""
+    start = np.full(4, 1000.0)
+    vectors = start + np.stack([*np.eye(4), np.array([0, 0, 0, 20])])
+    _, decisions = round_of(vectors, start=start)
+    assert decisions == Decisions(clipped={"a4": pytest.approx(0.05)})
 
 
 def test_clients_without_a_change_do_not_make_the_median_zero():

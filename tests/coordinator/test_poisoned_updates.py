@@ -252,3 +252,79 @@ def test_row_25_real_processes_with_one_that_sends_1e30_and_lies_about_samples_s
         scores = {one["id"]: one["acc"]["global"] for one in summary["agents"]}
         assert min(scores[name] for name in AGENTS if name != "a2") > 0.6, scores
         assert "a2" in summary["bounded"]
+
+
+# --- the last good state ---------------------------------------------------------------------------------------------
+
+
+class Subtle(Duties):
+    """Hostile agents move the model by 400 more; whoever trains from there has a loss of 30."""
+
+    origin = 0.0
+
+    def do(self, job, received):
+        manifest = super().do(job, received)
+        if job.purpose == "personalize":
+            return manifest
+        position = float(next(iter(received.values())).reshape(-1)[0])
+        if job.round == 1:
+            type(self).origin = position
+        loss = 1.0 if abs(position - self.origin) < 50 else 30.0
+        return manifest.model_copy(update={"metrics": {"loss": loss}})
+
+    @staticmethod
+    def poisoned(sent, received):
+        return {name: array + np.float32(400) for name, array in sent.items()}
+
+
+def test_the_last_good_state_is_restored_when_the_loss_explodes(tmp_path):
+    """Four of six send 401, the others 1: the mean moves by 267.7, by rule clipped (the median norm is 401), too.
+
+    Round 2 starts from there and reports a loss of 30, above 2 x log 3 = 2.2: the initial state is back.
+    """
+    hostile = tuple(f"{MALLORY}-{number}" for number in range(4))
+    with Federation(tmp_path, agents=(), tasks=Subtle, cohort={"min_agents": 3}, round=ROUND) as fed:
+        for name in (*HONEST[:2], *hostile):
+            fed.add(name, seconds=1.0)
+        fed.settle()
+        fed.request(rounds=2, keep_updates=True)
+        fed.finish()
+        first, second = closed(fed)
+        initial = fed.entries("run_started")[0].digest
+        assert first.body["good"] == {"round": 0, "digest": initial, "loss": 1.0}
+        assert second.digest == initial
+        assert second.body["restored"] == {"round": 0, "loss": 30.0, "bound": pytest.approx(2 * np.log(3))}
+        assert np.allclose(progress(fed), 0)
+        (warning,) = [one for one in fed.state.run(fed.run).summary()["warnings"] if one["kind"] == "restored"]
+        assert warning["message"].startswith(
+            "round 2: the initial state was restored: the median training loss rose to 30, the bound is 2.197"
+        )
+        assert warning["message"] in write_report(fed.state.run(fed.run)).read_text()
+        assert audit(fed.state, fed.run).breaks == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_restored_run_goes_on_with_clipped_updates_also_after_a_restart(tmp_path, is_killed):
+    options = {"cohort": {"min_agents": 2}, "round": ROUND, "aggregation": {"max_norm": None}}
+    with Federation(tmp_path, agents=(), tasks=Subtle, **options) as fed:
+        for name in (HONEST[0], MALLORY):
+            fed.add(name, seconds=1.0)
+        fed.settle()
+        fed.request(rounds=5, keep_updates=True)
+        fed.until(lambda: len(closed(fed)) == 1)
+        kept = fed.state.blobs.path(closed(fed)[0].body["good"]["digest"])
+        assert kept.is_file()
+        assert closed(fed)[0].body["aggregation"]["settings"]["rule"] == "mean"
+        fed.kill(MALLORY)
+        for name in HONEST[1:]:
+            fed.add(name, seconds=1.0)
+        if is_killed:
+            fed.kill_coordinator()
+            fed.start_coordinator()
+        fed.finish()
+        restored = [entry.round for entry in closed(fed) if "restored" in entry.body]
+        assert restored == [2]
+        rules = [entry.body["aggregation"]["settings"]["rule"] for entry in closed(fed)]
+        assert rules == ["mean", "mean", "clipped", "clipped", "clipped"]
+        assert np.allclose(progress(fed), 3), "rounds 3 to 5 move the initial state by 1 each"
+        assert audit(fed.state, fed.run).breaks == []
