@@ -29,14 +29,14 @@ from coordinator.runs.selection import Exclusions
 from coordinator.state.journal import Accepted, OpenRound
 from edge_agent import methods
 from edge_agent.data.idx import read_idx
-from edge_agent.data.partition import dirichlet, quantity
+from edge_agent.data.partition import dirichlet, pathological, quantity
 from edge_agent.methods import Update
 from edge_agent.task import ImageInput, State, Task
 from edge_agent.training.parts import load_arrays, to_arrays
 from edge_agent.wire.tensors import first_non_finite
 
 CLIENTS, SAMPLES, TESTED, SIDE = 20, 4000, 2000, 14
-ROUNDS, BATCH, LR = 20, 20, 0.05
+ROUNDS, HONEST_ROUNDS, BATCH, LR = 20, 10, 20, 0.05
 PATCH_CLASS = 0
 TASK = Task(
     input=ImageInput(channels=1, height=SIDE, width=SIDE),
@@ -202,27 +202,33 @@ class Federation:
 
 def honest(seeds: int) -> None:
     """Print the largest norms and sample counts of honest clients, as multiples of the median of their round."""
-    for name, epochs in (("dirichlet 0.3", 1), ("dirichlet 0.3", 5), ("dirichlet 0.1", 1), ("quantity 0.5", 1)):
+    splits = ("dirichlet 0.3", "dirichlet 0.1", "quantity 0.5", "pathological")
+    for name, epochs in (*((split, 1) for split in splits), ("dirichlet 0.3", 5)):
         ratios: dict[str, list[float]] = {}
-        counts = []
+        counts, clipped, suspects = [], 0, 0
         for seed in range(seeds):
             fed = Federation(seed)
             rng = np.random.default_rng(seed)
             labels = fed.pool.labels.numpy()
             if name.startswith("quantity"):
                 fed.rows = quantity(labels, CLIENTS, 0.5, rng)
+            elif name == "pathological":
+                fed.rows = pathological(labels, CLIENTS, rng, classes_each=2)
             else:
                 fed.rows = dirichlet(labels, CLIENTS, float(name.split()[1]), rng)
             sizes = [len(rows) for rows in fed.rows]
             counts.append(max(sizes) / median(sizes))
             state = fed.method.start(fed.fresh)
-            for number in range(1, 6):
+            for number in range(1, HONEST_ROUNDS + 1):
                 updates = list(fed.updates(number, state, "none", [], epochs))
                 for group, norms in norms_of(fed.method, state, updates).items():
                     ratios.setdefault(group, []).append(max(norms.values()) / median(norms.values()))
+                _, decisions = aggregate(fed.method, state, lambda: updates, AggregationConfig())  # noqa: B023
+                clipped, suspects = clipped + len(decisions.clipped), suspects + len(decisions.suspects)
                 state, _ = aggregate(fed.method, state, lambda: updates, AggregationConfig(**OFF))  # noqa: B023
         text = "; ".join(f"{group} up to {max(some):.2f} (median {median(some):.2f})" for group, some in ratios.items())
-        print(f"{name}, E = {epochs}: {text}; samples {', '.join(f'{count:.2f}' for count in counts)}", flush=True)
+        sizes = ", ".join(f"{count:.2f}" for count in counts)
+        print(f"{name}, E = {epochs}: {text}; samples {sizes}; clipped {clipped}, suspect {suspects}", flush=True)
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ from coordinator.cli.run import footnotes
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.runs.audit import audit
+from coordinator.service.preflight import checked_method
+from edge_agent.errors import UsageError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.tensors import decode
 
@@ -328,3 +330,29 @@ def test_a_restored_run_goes_on_with_clipped_updates_also_after_a_restart(tmp_pa
         assert rules == ["mean", "mean", "clipped", "clipped", "clipped"]
         assert np.allclose(progress(fed), 3), "rounds 3 to 5 move the initial state by 1 each"
         assert audit(fed.state, fed.run).breaks == []
+
+
+def test_buffered_rounds_are_bounded_too_also_updates_of_earlier_rounds(tmp_path):
+    """Mallory takes longer than the others: its update counts in a later round, as a change of that round's state."""
+    buffered = {"mode": "buffered", "buffer": 4}
+    with Federation(tmp_path, agents=(), tasks=duties(scaled(1000)), cohort={"min_agents": 3}, round=buffered) as fed:
+        for name in HONEST:
+            fed.add(name, seconds=1.0)
+        fed.add(MALLORY, seconds=1.5)
+        fed.settle()
+        metrics = run(fed, rounds=6)
+        late = [line for line in metrics if MALLORY in line["staleness"]]
+        assert late, "an update of an earlier round is among them"
+        assert all("clipped" in line["bounded"][MALLORY] for line in late)
+        assert 0 < progress(fed).max() <= 6 + 1e-4
+        assert audit(fed.state, fed.run).breaks == []
+
+
+def test_a_rule_that_a_method_cannot_have_ends_its_run_with_the_reason(tmp_path):
+    with Federation(tmp_path, agents=1, aggregation={"rule": "krum"}) as fed:
+        fed.request("fedpac", rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "aggregation.rule = 'krum' needs a method whose server step is a mean" in fed.record.outcome["reason"]
+        with pytest.raises(UsageError, match=r"set aggregation.rule = 'mean' or 'clipped'"):
+            checked_method(fed.config, "fedpac", {}, "coordinator.toml")
