@@ -48,6 +48,12 @@ The change has to exceed that share of the model, too: an honest agent changes i
 their samples. Of two updates one is scaled to the other that exceeds it so many times, and the whole model.
 """
 
+STATISTICS_SPREAD = 4.0
+"""Running statistics of batch norm of honest agents differ up to 8 times where their weights do up to 3 times.
+
+Their bound is looser, except for an agent whose weights are beyond theirs.
+"""
+
 BLOCK_BYTES = 8 << 20
 """All updates' parts of a tensor that are looked at together, as float64."""
 
@@ -224,21 +230,22 @@ def _clip(
     """
     factors: dict[str, dict[str, float]] = {}
     suspects: dict[str, str] = {}
-    for group in sorted({group for one in measured for group in one.norms}):
+    for group in sorted({group for one in measured for group in one.norms}, reverse=True):  # weights come first
         norms = {one.client: one.norms[group] for one in measured if one.norms.get(group)}
-        size = sizes.get(group, 0.0)
+        size, looser = sizes.get(group, 0.0), STATISTICS_SPREAD if group == "statistics" else 1.0
         if len(norms) < LEAST_UPDATES:
             if len(norms) > 1 and config.max_norm is not None:
                 least = min(norms.values())
-                absurd = {agent: norm for agent, norm in norms.items() if norm > max(SUSPECT * least, size)}
+                absurd = {agent: norm for agent, norm in norms.items() if norm > max(SUSPECT * looser * least, size)}
                 factors |= {agent: {**factors.get(agent, {}), group: least / norm} for agent, norm in absurd.items()}
             continue
         middle = median(norms.values())
         most = 1.0 if config.rule == "clipped" else config.max_norm
         for agent, norm in norms.items():
-            if most is not None and norm > most * middle:
+            bound = None if most is None else middle * (1.0 if agent in factors else most * looser)
+            if bound is not None and norm > bound:
                 factors.setdefault(agent, {})[group] = middle / norm
-            if norm > max(SUSPECT * middle, SUSPECT_SHARE * size):
+            if norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
                 suspects[agent] = f"its change of the model is {_times(norm, middle)} the median of the round"
     return factors, suspects
 

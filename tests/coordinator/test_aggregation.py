@@ -155,19 +155,22 @@ def test_clients_without_a_change_do_not_make_the_median_zero():
 
 
 def test_running_statistics_have_a_bound_of_their_own_and_stay_between_both():
-    """They may be a hundred times larger than weights: an attack on weights does not hide behind them."""
-    received = {"encoder.w": np.zeros(2, np.float32), "encoder.running_var": np.ones(2, np.float32)}
+    """They may be a hundred times larger than weights: an attack on weights does not hide behind them.
+
+    a5 is beyond 5 x 4 times the median of 100, a6 within; a4's weights are beyond, so its statistics have no room.
+    """
+    received = {"encoder.w": np.ones(2, np.float32), "encoder.running_var": np.ones(2, np.float32)}
 
     def sent(client, weights, variance):
         tensors = {"encoder.w": weights, "encoder.running_var": variance}
         return Update(client, 1.0, {name: np.array(array, np.float32) for name, array in tensors.items()})
 
-    updates = [sent(f"a{i}", [1, 0], [101, 1]) for i in range(4)]
-    updates += [sent("a4", [60, 0], [101, 1]), sent("a5", [1, 0], [1e30, 1])]
+    updates = [sent(f"a{i}", [2, 1], [101, 1]) for i in range(4)]
+    updates += [sent("a4", [61, 1], [401, 1]), sent("a5", [2, 1], [1e30, 1]), sent("a6", [2, 1], [1901, 1])]
     after, decisions = aggregate(methods.create("fedavg", {}), received, lambda: updates, AggregationConfig())
     assert decisions.clipped == {"a4": pytest.approx(1 / 60), "a5": pytest.approx(1e-28)}
-    np.testing.assert_allclose(after["encoder.w"], [1, 0], rtol=1e-5)
-    np.testing.assert_allclose(after["encoder.running_var"], [101, 1], rtol=1e-5)
+    np.testing.assert_allclose(after["encoder.w"], [2, 1], rtol=1e-5)
+    np.testing.assert_allclose(after["encoder.running_var"], [(6 * 101 + 1901) / 7, 1], rtol=1e-5)
 
 
 def test_control_variates_of_scaffold_are_bounded_as_changes():

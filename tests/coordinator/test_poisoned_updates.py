@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from federation_duties import FakeDuties
+from federation_duties import TASK, FakeDuties
 from federation_harness import Federation
 from process_site import AGENTS, DIGITS, Site
 
@@ -356,3 +356,15 @@ def test_a_rule_that_a_method_cannot_have_ends_its_run_with_the_reason(tmp_path)
         assert "aggregation.rule = 'krum' needs a method whose server step is a mean" in fed.record.outcome["reason"]
         with pytest.raises(UsageError, match=r"set aggregation.rule = 'mean' or 'clipped'"):
             checked_method(fed.config, "fedpac", {}, "coordinator.toml")
+
+
+def test_row_26_a_variance_below_zero_is_refused(tmp_path):
+    """Minus ten times a change of batch norm's running variance; a model with it answers NaN."""
+    conv = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"width": 1, "feature_dim": 2}})
+    with Federation(tmp_path, agents=(), tasks=duties(scaled(-10)), task=conv, cohort={"min_agents": 3}) as fed:
+        for name in (*HONEST, MALLORY):
+            fed.add(name)
+        fed.settle()
+        (line,) = run(fed, rounds=1)
+        assert [one["agent"] for one in line["rejected"]] == [MALLORY]
+        assert "running_var' holds a variance below 0" in line["rejected"][0]["reason"]
