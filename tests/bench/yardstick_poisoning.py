@@ -1,7 +1,7 @@
 """Poisoned updates against aggregation rules, measured: Fashion-MNIST, 20 clients, Dirichlet 0.3, a small CNN.
 
 ``python tests/bench/yardstick_poisoning.py --out poisoning.json --table poisoning.md`` trains every combination for
-each seed (some twenty minutes of one core), with our aggregation and our exclusions; only local training is a plain
+each seed (half an hour of one shared core), with our aggregation and our exclusions; only local training is a plain
 loop. Updates that the collector would reject (NaN) are left out as it does. ``--honest`` prints instead how far honest
 updates differ in norm and sample counts, on several splits: what the default bounds were chosen by.
 """
