@@ -168,6 +168,40 @@ class RoundConfig(Frozen):
     )
 
 
+class AggregationConfig(Frozen):
+    """How the updates of a round are combined, and what a single one can do. Bounds need three or more updates."""
+
+    rule: Literal["mean", "clipped", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median"] = Field(
+        "mean",
+        description="mean: the method's own, of bounded updates; clipped: every change is scaled down to the median "
+        "one; the others replace the mean, for methods whose server step is one. median and krum cost accuracy where "
+        "the agents' data differ",
+    )
+    attackers: Count = Field(
+        1,
+        description="agents in a round that may be hostile, for trimmed_mean, krum and multi_krum; fewer where the "
+        "round is too small",
+    )
+    max_norm: float | None = Field(
+        5.0,
+        ge=1,
+        le=1000,
+        description="a change of the model that is larger than so many times the median of the round is scaled down "
+        "to the median (rule mean)",
+    )
+    max_weight: float | None = Field(
+        5.0, ge=1, le=1e6, description="an agent's samples count at most so many times the median of the round"
+    )
+    max_loss: float | None = Field(
+        2.0,
+        ge=1,
+        le=1000,
+        description="when the median training loss of a synchronous round exceeds so many times both the lowest of the "
+        "run and that of guessing, the last good state is restored, and the run continues with rule clipped instead of "
+        "mean",
+    )
+
+
 def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -284,6 +318,9 @@ class CoordinatorConfig(Frozen):
     run: RunConfig = Field(default_factory=RunConfig, description="defaults of a run")
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
+    aggregation: AggregationConfig = Field(
+        default_factory=AggregationConfig, description="how updates are combined, and what a single one can do"
+    )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")

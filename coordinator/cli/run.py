@@ -228,3 +228,6 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     for agent, one in summary.get("left_out", {}).items():
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
+    for agent, one in summary.get("bounded", {}).items():
+        rounds = [str(number) for number in one["rounds"]]
+        yield f"{agent} in {counted(len(rounds), 'round')} ({listed(rounds)}): {one['last']}"

@@ -411,6 +411,9 @@ class Collector:
             tensors = decode(data)
             if (bad := first_non_finite(tensors)) is not None:
                 raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+            for name, array in tensors.items():
+                if name.endswith(".running_var") and (array < 0).any():
+                    raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
             if objection := collection.objection(tensors):
                 raise UpdateRejected(objection)
         except (UpdateRejected, TensorsError) as rejection:

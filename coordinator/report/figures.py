@@ -51,11 +51,16 @@ def _reasons(value: object) -> tuple[tuple[str, str], ...]:
     return tuple((_text(item.get("agent")), _text(item.get("reason"))) for item in items)
 
 
+def _notes(value: object) -> dict[str, str]:
+    return {_text(key): _text(item) for key, item in value.items()} if isinstance(value, Mapping) else {}
+
+
 Number = Annotated[float | None, BeforeValidator(as_number)]
 Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
 Text = Annotated[str, BeforeValidator(lambda value: _text(value or ""))]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
+Notes = Annotated[dict[str, str], BeforeValidator(_notes)]
 Reasons = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_reasons)]
 
 
@@ -66,7 +71,10 @@ class Figures(BaseModel):
 
 
 class RoundFigures(Figures):
-    """One round. ``acc`` is scope -> agent -> value in 0..1; ``rejected`` and ``left_out`` are agent -> reason."""
+    """One round. ``acc`` is scope -> agent -> value in 0..1; ``rejected`` and ``left_out`` are agent -> reason.
+
+    ``bounded``: agent -> what was done to its update.
+    """
 
     round: int
     seconds: Number = None
@@ -74,6 +82,7 @@ class RoundFigures(Figures):
     missing: Texts = ()
     rejected: Reasons = ()
     left_out: Reasons = ()
+    bounded: Notes = {}
     bytes_up: Number = None
     bytes_down: Number = None
     acc: Annotated[dict[str, dict[str, float]], BeforeValidator(_numbers_of_scopes)] = {}

@@ -221,11 +221,12 @@ def _agent_row(agent: AgentFigures) -> tuple[str, ...]:
 
 
 def _incidents(rounds: Sequence[RoundFigures]) -> Iterator[tuple[int, str, str]]:
-    """Round, agent and reason of each update that is not in the aggregate of its round."""
+    """Round, agent and reason of each update that is not in the aggregate of its round, or is not as it was sent."""
     for line in rounds:
         yield from ((line.round, name, "no update before the round closed") for name in line.missing)
         yield from ((line.round, name, f"rejected: {why}") for name, why in line.rejected)
         yield from ((line.round, name, f"left out: {why}") for name, why in line.left_out)
+        yield from ((line.round, name, what) for name, what in line.bounded.items())
 
 
 def percent(value: float | None) -> str:

@@ -17,11 +17,14 @@ from edge_agent.agent.local_state import RECEIPTS
 from edge_agent.errors import HeadwaterError, StateError, cause
 from edge_agent.methods import Method, Update
 from edge_agent.storage import mapped, sha256_of
+from edge_agent.task import State
 from edge_agent.wire.messages import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
+from ..config import AggregationConfig
 from ..state.journal import Entry
 from ..state.store import StateFolder, blobs_needed
+from .aggregation import aggregate
 from .buffered import rebased
 from .release import pooled_before, sha256_of_encoder
 from .request import Request
@@ -239,11 +242,18 @@ def _compare_states(
 ) -> None:
     """Aggregate the updates of each round again, from the state before it, where these are on disk."""
     before = next((e.digest for e in reversed(entries) if e.kind in {"run_started", "warm_started"} and e.digest), None)
+    states = {0: before}
     for one, audited in zip(closed, result.rounds, strict=True):
         if one.closed is None:
             continue
         if one.closed.digest in sound:
             audited.checkpoint = "ok"
+        states[one.number] = one.closed.digest
+        if restored := one.closed.body.get("restored"):
+            before = one.closed.digest
+            audited.is_aggregation = before == states.get(restored["round"])
+            result.breaks += [] if audited.is_aggregation else [f"{_row(one.closed)}: no state of the run was restored"]
+            continue
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
         bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
         if {before, *bases} <= sound and len(updates) == len(one.accepted):
@@ -270,8 +280,15 @@ def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[s
             yield Update(agent, float(entry.body.get("samples", 0)), tensors)
 
     start = decode(state.blobs.read(before))
-    of_this = rebased(each(), start, one.asked, one.number, lambda number: decode(state.blobs.read(one.bases[number])))
-    return sha256_of(*pieces(method.aggregate(start, of_this)))
+
+    def base(number: int) -> State:
+        return decode(state.blobs.read(one.bases[number]))
+
+    body = {} if one.closed is None else one.closed.body
+    without = {"max_norm": None, "max_weight": None}  # rounds of earlier versions
+    settings = AggregationConfig.model_validate(body.get("aggregation", {}).get("settings", without))
+    after, _ = aggregate(method, start, lambda: rebased(each(), start, one.asked, one.number, base), settings)
+    return sha256_of(*pieces(after))
 
 
 def _compare_receipts(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edge_agent.methods import Method, Update
+from edge_agent.methods.base import is_learned
 from edge_agent.task import State, Tensors
 from edge_agent.wire.messages import UpdateManifest
 
@@ -77,8 +78,6 @@ def rebased(
 
 
 def _moved(name: str, array: np.ndarray, state: State, before: Tensors, weight: float) -> np.ndarray:
-    from edge_agent.methods.families import is_learned
-
     if array.dtype.kind != "f" or name not in state:
         return array
     # A running statistic is no sum of steps: a change beyond it could make a variance negative.

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..state.journal import Journal
 from ..text import counted, listed
+from .good_state import reason_of_restoration
 
 WORST_SHARE = 0.1
 """The worst tenth of the clients, at least one of them."""
@@ -63,6 +64,25 @@ def absent_of(
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
             yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
+
+
+def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Agent -> the rounds whose aggregate has its update only in part or not at all, and what was done in the last."""
+    result: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for agent, note in record.get("bounded", {}).items():
+            one = result.setdefault(agent, {"rounds": [], "last": ""})
+            one["rounds"].append(record["round"])
+            one["last"] = note
+    return dict(sorted(result.items()))
+
+
+def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    """A warning for each round that restored an earlier state."""
+    for record in records:
+        if restored := record.get("restored"):
+            message = f"round {record['round']}: {reason_of_restoration(restored)}"
+            yield {"kind": "restored", "clients": [], "message": message}
 
 
 def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,9 +13,10 @@ from edge_agent.wire.messages import Report
 from ..fleet.transfers import Collection, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
+from .aggregation import notes
 from .context import Run, RunContext, Steps
 from .release import Released, encoder_sha256, export_bundle, release
-from .result_notes import absent_of, coordinator_metrics, lines, warnings_of
+from .result_notes import absent_of, bounded_of, coordinator_metrics, lines, restored_of, warnings_of
 from .selection import Exclusions
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.body.get("added", ())),
+        "bounded": notes(figures.get("aggregation", {})),
+        "restored": figures.get("restored"),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),
     }
@@ -161,7 +164,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     losses = [record["loss"] for record in records]
     present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
     absent = absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing)
-    warnings = [*absent, *warnings_of(agents, losses, request.task.num_classes)]
+    warnings = [*absent, *restored_of(records), *warnings_of(agents, losses, request.task.num_classes)]
     for line in lines(warnings):
         log.warning("result_warning run=%s: %s", run.id, line)
     folder.write_summary(
@@ -178,6 +181,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "encoder_sha256": sha,
             "agents": agents,
             "left_out": exclusions.body(),
+            "bounded": bounded_of(records),
             "warnings": warnings,
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,

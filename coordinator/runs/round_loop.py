@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +23,15 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose
 from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
 
+from ..config import AggregationConfig
 from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
-from .buffered import BufferedCollection, rebased, refusal
+from . import aggregation, buffered
+from .buffered import BufferedCollection, rebased
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
+from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
@@ -121,6 +124,13 @@ class RunLoop:
     _earlier: dict[int, Assignment] = field(default_factory=dict)
     """Round -> what its agents were asked to do, as long as one of them works on."""
 
+    _bounded: dict[str, str] = field(default_factory=dict)
+    """Agent -> what was done to its update in the round that was closed last."""
+
+    _good: GoodState | None = None
+    _was_restored: bool = False
+    """Whether a state of this run was restored."""
+
     _cohort: frozenset[str] = frozenset()
     """The members of the collection that was opened last."""
 
@@ -132,14 +142,20 @@ class RunLoop:
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
-        if self.run.context.config.round.mode == "buffered" and (why := refusal(self.run.method)):
+        config = self.run.context.config
+        if config.round.mode == "buffered" and (why := buffered.refusal(self.run.method)):
+            raise RunFailed(why)
+        if why := aggregation.refusal(self.run.method, config.aggregation):
             raise RunFailed(why)
         record = self._journal.replay(self.run.id)
         stats = Stats.begin(self.run.context, self.run.id)
         self._begin(record.checkpoint)
         self.run = yield from self.hooks.before_run(self.run)
+        closed = self._journal.entries(self.run.id, ("round_closed",))
+        self._good = GoodState.of(closed[-1].body) if closed else None
+        self._was_restored = any("restored" in entry.body for entry in closed)
         if record.open_round is None:
-            for entry in self._journal.entries(self.run.id, ("round_closed",))[-1:]:
+            for entry in closed[-1:]:
                 self._busy = entry.body.get("busy", {})
                 self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         last, stopped, export = record.round, "", self.run.context.config.export
@@ -227,6 +243,7 @@ class RunLoop:
             "accepted_count": len(collection.accepted) if collection else 0,
             "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
             "left_out": self.selection.status(number),
+            "bounded": self._bounded,
         }
 
     @property
@@ -524,13 +541,25 @@ class RunLoop:
     def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
-        try:
-            updates: Iterable[Update] = updates_of(blobs, collection)
+        rule, base = self._rule, functools.cache(self._base)
+
+        def updates() -> Iterable[Update]:
+            of_round = updates_of(blobs, collection)
             if isinstance(collection, BufferedCollection):
-                updates = rebased(updates, run.state, collection.asked_in, number, functools.cache(self._base))
-            state = run.method.aggregate(run.state, updates)
-        except TrainingFailed as error:
-            raise RunFailed(f"round {number}: {error}") from error
+                return rebased(of_round, run.state, collection.asked_in, number, base)
+            return of_round
+
+        losses = [one.metrics["loss"] for _, one in sorted(collection.accepted.items()) if "loss" in one.metrics]
+        watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
+        exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
+        if exploded is not None and self._good is not None:
+            state, decisions, self._was_restored = decode(blobs.read(self._good.digest)), aggregation.Decisions(), True
+        else:
+            try:
+                state, decisions = aggregation.aggregate(run.method, run.state, updates, rule)
+            except TrainingFailed as error:
+                raise RunFailed(f"round {number}: {error}") from error
+            self._good = after(self._good, losses, number - 1, run.checkpoint) if watched else None
         digest = blobs.put(*pieces(state))
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
@@ -545,16 +574,32 @@ class RunLoop:
             "excused": sorted({*slow, *self._busy}),
             "busy": self._busy,
             "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
+            "aggregation": {"settings": rule.model_dump(), **decisions.body()},
             **figures,
         }
+        if self._good is not None and number < run.request.rounds:  # no round follows that may restore it
+            body["good"] = asdict(self._good)
+        if exploded is not None and self._good is not None:
+            body["restored"] = {"round": self._good.round, **asdict(exploded)}
+            log.error("state_restored run=%s round=%d %s", run.id, number, reason_of_restoration(body["restored"]))
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
         prune_blobs(run.context.state)
         self.selection.closed(closed, body, run.id)
+        noted = dict(islice(aggregation.notes(body["aggregation"]).items(), MOST_LISTED))
+        self._bounded = {agent: f"round {number}: {note}" for agent, note in noted.items()}
+        for agent, note in noted.items():
+            log.warning("update_bounded run=%s round=%d agent=%s %s", run.id, number, agent, note)
         run.context.state.run(run.id).append_metrics(round_record(closed, body))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
+
+    @property
+    def _rule(self) -> AggregationConfig:
+        """How rounds are aggregated now: more carefully once a state had to be restored."""
+        config = self.run.context.config.aggregation
+        return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
         agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))

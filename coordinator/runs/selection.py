@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from .pace import Pace, Times, slowed, times_of
 
 log = logging.getLogger(__name__)
 
+SUSPECTS_TOLERATED = 2
+"""Suspect updates in a row that an agent may send: its data may be unlike those of the others for once."""
+
 MISSES_TOLERATED = 1
 """Rounds in a row that an agent may miss: it was restarted, or it had no connection for a while."""
 
@@ -44,6 +48,9 @@ class _Failures:
 
     failures: int = 0
     misses: int = 0
+    suspects: int = 0
+    """Updates in a row that were accepted and are suspect."""
+
     until: int = 0
     reason: str = ""
     boot: str = ""
@@ -57,6 +64,9 @@ class Exclusions:
     without an agent. After its n-th failure an agent is left out of 2^(n-1) rounds (at most `LONGEST_PAUSE_ROUNDS`),
     and then asked again, on trial. An accepted update clears all failures. An agent that was restarted after it failed
     is asked again at once, because it may have been repaired. One that was offline is not, because it may be crashing.
+
+    A suspect update (`aggregation.Decisions`) counts in its round. From the third in a row on each is a failure, until
+    one is not suspect; a restart changes nothing then.
     """
 
     delivered: set[str] = field(default_factory=set)
@@ -72,7 +82,8 @@ class Exclusions:
         for entry in journal.entries(run):
             if entry.kind == "round_closed" and record.open_round is not None:
                 body, patient = entry.body, frozenset(entry.body.get("excused", ()))
-                result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient)
+                suspects = body.get("aggregation", {}).get("suspects", {})
+                result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient, suspects)
             record = step(record, entry)
             if entry.kind == "round_opened" and entry.round is not None:
                 result.opened(entry.round, entry.body.get("left_out", {}))
@@ -93,18 +104,29 @@ class Exclusions:
         unanswered: Mapping[str, str],
         boots: Mapping[str, str],
         excused: Container[str] = (),
+        suspects: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, str]:
         """A round has closed. ``unanswered``: agent -> reason, of those that were present and did not deliver.
 
         ``boots``: the starts of those that are present and have not delivered; ``done`` has those of rejected agents.
         To have missed a round is no failure of those ``excused``: they get less work, or their round is buffered.
+        ``suspects``: agent -> reason, of those whose updates are suspect.
         Returns the agents that are left out from now on, each with duration and reason as text.
         """
         excluded = {}
         for agent in done.cohort:
             if agent in done.updates:
                 self.delivered.add(agent)
-                self._failures.pop(agent, None)
+                if agent not in suspects:
+                    self._failures.pop(agent, None)
+                    continue
+                known = self._failures.setdefault(agent, _Failures())
+                known.suspects += 1
+                if known.suspects <= SUSPECTS_TOLERATED:
+                    continue
+                known.reason = f"suspect update {counted(known.suspects, 'time')} in a row: {suspects[agent]}"
+                known.boot, known.misses = "", 0
+                excluded[agent] = self._exclude(known, done.round)
                 continue
             if agent in excused and agent not in done.rejected and agent not in unanswered:
                 continue
@@ -119,11 +141,16 @@ class Exclusions:
                 known.boot = known.boot if known.boot == boots.get(agent) else ""
             else:
                 continue
-            known.failures += 1
-            pause = min(2 ** (known.failures - 1), LONGEST_PAUSE_ROUNDS)
-            known.until = done.round + 1 + pause
-            excluded[agent] = f"for {counted(pause, 'round')}: {known.reason}"
+            excluded[agent] = self._exclude(known, done.round)
         return excluded
+
+    @staticmethod
+    def _exclude(known: _Failures, number: int) -> str:
+        """Count one more failure, of round ``number``; returns for how long the agent is left out, and why."""
+        known.failures += 1
+        pause = min(2 ** (known.failures - 1), LONGEST_PAUSE_ROUNDS)
+        known.until = number + 1 + pause
+        return f"for {counted(pause, 'round')}: {known.reason}"
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` leaves out."""
@@ -434,7 +461,8 @@ class Selection:
         """
         self.pace.closed(ended["times"], ended["boots"])
         if self.context.excludes_failing:
-            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["excused"])
+            suspects = ended.get("aggregation", {}).get("suspects", {})
+            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["excused"], suspects)
             for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 

@@ -559,10 +559,13 @@ class Coordinator:
         return sorted(members, key=lambda member: member.id)
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """These agents, with notes on why one is left out of ``run``."""
+        """These agents, with notes on why one is left out of ``run``, and what was done to its last update."""
         hosted_notes, left_out = self._hosted_notes(), {} if run is None else run["left_out"]
+        bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             others = list(hosted_notes.get(member.id, ()))
+            if member.id in bounded:
+                others.insert(0, bounded[member.id])
             if run is not None and (exclusion := left_out.get(member.id)) is not None:
                 reason = f"until round {exclusion['until_round']}: {exclusion['reason']}"
                 others.insert(0, f"left out of {run['id']} {reason}")

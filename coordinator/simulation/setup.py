@@ -153,6 +153,8 @@ class Prepared:
             "task": self.task,
             "cohort": {"fraction": plan.fraction, "fraction_max": plan.fraction_max},
             "round": {"lease_s": LEASE_S, **closing},
+            # The papers' own means; nobody is hostile here.
+            "aggregation": {"max_norm": None, "max_weight": None, "max_loss": None},
             "export": {"after_run": False},
             "evaluate_every": plan.evaluate_every,
         }

@@ -146,6 +146,9 @@ class RunRecord:
     bases: tuple[str, ...] = ()
     """Digests of the states that agents of buffered rounds have started from."""
 
+    good: str | None = None
+    """Digest of the last good state: `coordinator.runs.good_state`."""
+
     is_pruned: bool = False
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
@@ -181,7 +184,8 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
     if entry.kind == "round_closed":
         if opened is None or opened.round != number or entry.digest is None:
             raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
-        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None, bases=bases)
+        good = body.get("good", {}).get("digest")
+        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None, bases=bases, good=good)
     if opened is not None and opened.takes(entry):
         record = replace(record, open_round=_with_update(opened, entry))
     return record

@@ -318,8 +318,8 @@ def prune_blobs(state: StateFolder) -> None:
 def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     """Digests that runs other than ``pruned`` need: releases, newest checkpoints, retained states and updates.
 
-    The accepted updates of open rounds are among them, and the states that agents of buffered rounds started from. Runs
-    that were pruned need none; the release on offer stays whichever run it is of.
+    The accepted updates of open rounds are among them, the states that agents of buffered rounds started from, and the
+    last good one. Runs that were pruned need none; the release on offer stays whichever run it is of.
     """
     journal = state.journal
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
@@ -332,7 +332,7 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     needed = {*checkpoints.values(), *(entry.digest for entry in offered if entry.digest is not None)}
     needed |= {digest for run, digest in kept if run not in gone}
     for record in map(journal.replay, journal.unfinished()):
-        needed |= {*record.bases}
+        needed |= {*record.bases} if record.good is None else {*record.bases, record.good}
         needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
     return needed
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""
 
+_STATISTICS = (".running_mean", ".running_var")
+
 
 class Method:
     """One federated algorithm. Subclasses state what travels and override the steps in which they differ."""
@@ -49,6 +51,9 @@ class Method:
     """Whether a round's evaluation is repeated after local training (as ``acc.after``): some papers quote that one."""
 
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
+    extras_are_changes: ClassVar[bool] = False
+    """Whether extra arrays of updates are changes of the state's arrays of the same names, and bounded as such."""
+
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {}
     """Grades of the device heads that belong to this method; `card` has those of all."""
@@ -246,6 +251,14 @@ class Method:
         if "head.weight" not in state:
             return None
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
+
+
+def is_learned(name: str, array: np.ndarray) -> bool:
+    """Whether an array of a state is a weight that gradients move.
+
+    Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
+    """
+    return array.dtype.kind == "f" and not name.startswith(("extra.", SERVER_ONLY)) and not name.endswith(_STATISTICS)
 
 
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:

@@ -14,14 +14,12 @@ from ..task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
 from ..training.loops import cross_entropy, features_of, predict_probabilities, train
 from . import Client, Method, Update, grades
-from .base import SERVER_ONLY
+from .base import SERVER_ONLY, is_learned
 
 if TYPE_CHECKING:
     import torch
 
     from ..training.parts import Parts
-
-_STATISTICS = (".running_mean", ".running_var")
 
 
 def packed(names: Sequence[str]) -> np.ndarray:
@@ -83,14 +81,6 @@ def require_finite(client: Client, what: str, array: np.ndarray) -> None:
 def rng_of(client: str, *salt: int) -> np.random.Generator:
     """Random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
     return np.random.default_rng([zlib.crc32(client.encode()), *salt])
-
-
-def is_learned(name: str, array: np.ndarray) -> bool:
-    """Whether an array of a state is a weight that gradients move.
-
-    Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
-    """
-    return array.dtype.kind == "f" and not name.startswith(("extra.", SERVER_ONLY)) and not name.endswith(_STATISTICS)
 
 
 def changes(state: State, mean: Tensors) -> Iterator[tuple[str, np.ndarray]]:

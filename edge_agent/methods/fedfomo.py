@@ -29,7 +29,8 @@ from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays
 from . import Client, MethodParams, Update, grades
-from .families import TwoNetworks, is_learned, names_in, rng_of, with_rows
+from .base import is_learned
+from .families import TwoNetworks, names_in, rng_of, with_rows
 
 _NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
 _PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."

@@ -30,8 +30,7 @@ from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
 from . import Client, Method, MethodParams, Update, grades
-from .base import SERVER_ONLY
-from .families import is_learned
+from .base import SERVER_ONLY, is_learned
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:

@@ -29,7 +29,8 @@ from ..task import State, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
 from . import Client, Method, MethodParams, Update, grades
-from .families import is_learned, names_in, rng_of, with_rows
+from .base import is_learned
+from .families import names_in, rng_of, with_rows
 from .values import Norm
 
 _HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"

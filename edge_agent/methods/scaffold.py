@@ -25,8 +25,8 @@ from ..task import State, Task, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
-from .base import SERVER_ONLY
-from .families import is_learned, names_in, packed, towards
+from .base import SERVER_ONLY, is_learned
+from .families import names_in, packed, towards
 
 _SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
 
@@ -44,6 +44,7 @@ class Scaffold(Method):
 
     Params = ScaffoldParams
     weighting = "uniform"
+    extras_are_changes = True
     source = "Karimireddy et al., ICML 2020"
     exactness = grades(
         mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),

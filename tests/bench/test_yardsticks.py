@@ -12,6 +12,7 @@ import yardstick_memory as memory
 import yardstick_new_clients as new_clients
 import yardstick_new_devices as new_devices
 import yardstick_own_classes as own_classes
+import yardstick_poisoning as poisoning
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
 import yardstick_simulate as simulate
@@ -224,3 +225,17 @@ def test_auroc_is_scikit_learns_also_with_ties():
 def test_figures_of_seeds_are_summed_up_by_mean_and_spread():
     rows = [{"seed": seed, "head": "lr", "each": 5, "own": value} for seed, value in enumerate((0.5, 0.7))]
     assert own_classes.summary(rows, ("head", "each")) == [{"head": "lr", "each": 5, "own": [0.6, 0.1]}]
+
+
+@pytest.mark.skipif(not workloads.has_fashion(), reason="Fashion-MNIST is not installed")
+def test_poisoning_is_measured_with_our_aggregation_and_exclusions():
+    federation = poisoning.Federation(0)
+    found = {f"{attack}|mean (default)|0": federation.run(attack, "mean (default)", 4) for attack in ("none", "-10 x")}
+    found["1e30|mean, no bounds|0"] = federation.run("1e30", "mean, no bounds", 2)
+    assert found["none|mean (default)|0"]["acc"] > 0.4
+    assert found["-10 x|mean (default)|0"]["acc"] > 0.2
+    assert found["1e30|mean, no bounds|0"]["acc"] < 0.2
+    assert found["none|mean (default)|0"]["honest_clipped"] == 0
+    lines = poisoning.table(found).splitlines()
+    assert lines[0] == "| attack (of 20) | mean, no bounds | mean (default) |"
+    assert lines[2].startswith("| none (0) | – | ")

@@ -108,6 +108,7 @@ class Federation:
         round: dict[str, Any] | None = None,  # noqa: A002 - the name of the section
         export: dict[str, Any] | None = None,
         retention: dict[str, Any] | None = None,
+        aggregation: dict[str, Any] | None = None,
         heartbeat_s: float = 15.0,
         probe_s: float = 0.0,
         keyed: bool = False,
@@ -126,6 +127,7 @@ class Federation:
                 "round": {"quorum": 1.0, **(round or {})},
                 "export": {"after_run": False, **(export or {})},
                 "retention": retention or {},
+                "aggregation": aggregation or {},
             }
         )
         self.agents: dict[str, Agent] = {}
