@@ -10,7 +10,7 @@ from typing import Any, Literal
 from edge_agent.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages import Report
 
-from ..fleet.transfers import Collection, reason_of
+from ..fleet.transfers import Collection, is_by_policy, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
 from .context import Run, RunContext, Steps
@@ -85,6 +85,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
     def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
         return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
 
+    refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
+    rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
     busy, stale = figures.get("busy", {}), sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
     return {
         "kind": "round",
@@ -93,8 +95,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "agents": sorted(closed.updates),
         "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
         "working": sorted(busy),
-        "rejected": reasons(closed.rejected),
-        "left_out": reasons(closed.body.get("left_out", {})),
+        "rejected": reasons(rejected),
+        "left_out": reasons({**closed.body.get("left_out", {}), **refused}),
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.body.get("added", ())),

@@ -580,7 +580,8 @@ class RunLoop:
         opened = self._journal.entries(self.run.id, kinds=("round_opened",))
         # Those of the last round, too: after a restart they may not have connected yet.
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
-        agents = tuple(sorted({*last, *self.run.context.roster.present("train")}))
+        refusing = self.selection.exclusions.refusing(self.selection.boot)
+        agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
         self._ask(self.run.request.rounds, agents, "personalize")
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)

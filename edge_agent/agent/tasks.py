@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,9 +26,11 @@ from ..errors import (
     DataError,
     HeadwaterError,
     MissingCapability,
+    PrivacyRefused,
     StateError,
     TrainingCancelled,
     TransferTooSlow,
+    UnknownName,
     UsageError,
 )
 from ..storage import read_json, write_json
@@ -45,6 +47,7 @@ from .local_state import (
     note_receipt,
     remove_ended_runs,
 )
+from .privacy import CLASS_COUNT, check_job, check_tensors, public_report, sample_count, without_withheld
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -156,6 +159,7 @@ class TaskRunner:
 
         Raises:
             MissingCapability: this device cannot train.
+            PrivacyRefused: the job asks for more than ``[privacy]`` lets out.
             DataError: its data do not fit the task.
             TrainingFailed: training stopped.
             TrainingCancelled: it was stopped by `cancel`.
@@ -164,6 +168,7 @@ class TaskRunner:
             raise MissingCapability(f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders")
         self._remove_ended(job.run)
         session, files = self.session(job), self.resources.state_files(job.run)
+        check_job(self.config.privacy, job, session.method.least_class_count)
         from ..client import ClientState
         from ..limits import keep_freed_memory
 
@@ -174,15 +179,12 @@ class TaskRunner:
             files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
             return self.report(job, session.method.head_name, outcome.metrics.get("acc.global"), outcome.right)
         if job.purpose == "batch_norm_stats":
-            if not self.config.training.share_norm:
-                raise MissingCapability("training.share_norm is false: batch norm of this device stays here")
             train, _ = self._samples(job.task)
-            return self.outbox.put(session.norm_tensors(kept), job_key(job), len(train), {})
+            return self._offer(job, session.norm_tensors(kept), len(train), {})
         if job.purpose == "activation_ranges":
-            if not self.config.training.share_ranges:
-                raise MissingCapability("training.share_ranges is false: activation ranges of this device stay here")
             train, _ = self._samples(job.task)
-            return self.outbox.put(session.activation_ranges(received), job_key(job), len(train), {})
+            return self._offer(job, session.activation_ranges(received), len(train), {})
+        check_tensors(self.config.privacy, session.shared)
         return self._train(job, session, received, kept)
 
     def _train(self, job: Job, session: Session, received: Tensors, kept: ClientState) -> UpdateManifest:
@@ -236,15 +238,18 @@ class TaskRunner:
 
         Raises:
             MissingCapability: the method has nothing for a device that trains no encoder.
+            PrivacyRefused: the job asks for more than ``[privacy]`` lets out.
             DataError: its data do not fit the task.
             TrainingFailed: its own training diverged.
         """
         from .head_tier import contribute_round
 
+        # The method's file, which has the default, needs torch; without a count the policy assumes the least.
+        check_job(self.config.privacy, job, int(job.params.get(CLASS_COUNT, 1)))
         self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = contribute_round(self.config, job, received, encoder, samples)
-        return self.outbox.put(sent, job_key(job), len(samples[0]), metrics)
+        return self._offer(job, sent, len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
@@ -260,7 +265,8 @@ class TaskRunner:
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message)
-        return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
+        memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
+        return public_report(self.config.privacy, report.model_copy(update=memory))
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
@@ -274,7 +280,7 @@ class TaskRunner:
         if not why:
             return None
         self.rolled_back = why
-        return Report(
+        report = Report(
             run=message.run,
             about=message.bundle_id,
             bundle_id=self.bundle_id,
@@ -282,6 +288,7 @@ class TaskRunner:
             samples=self.samples,
             metrics={"rolled_back": 1.0},
         )
+        return public_report(self.config.privacy, report)
 
     @property
     def lacks_head(self) -> bool:
@@ -376,7 +383,13 @@ class TaskRunner:
     def deliver(self, job: Job, outcome: Outcome) -> UpdateManifest:
         """Save the client state, then put the update into the outbox."""
         self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
-        return self.outbox.put(outcome.update, job_key(job), outcome.samples, outcome.metrics)
+        return self._offer(job, outcome.update, outcome.samples, outcome.metrics)
+
+    def _offer(self, job: Job, tensors: Tensors, samples: int, metrics: Mapping[str, float]) -> UpdateManifest:
+        """Put an update into the outbox, with the count and the metrics that may leave."""
+        policy = self.config.privacy
+        kept = without_withheld(policy, metrics)
+        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept)
 
     def report(self, job: Job, head: str, overall: float | None, right: np.ndarray | None) -> Report:
         """The report of acc.global, of the personal model's ``right`` (n,) answers, and of what the device does alone.
@@ -390,7 +403,7 @@ class TaskRunner:
         local = alone(train, test, job.task.num_classes) if is_wanted else None
         scores = Scores.of(right, overall, local)
         log_if_better_alone(scores)
-        return Report(
+        report = Report(
             run=job.run,
             samples=len(train),
             support=len(test),
@@ -400,6 +413,7 @@ class TaskRunner:
             torch_loaded="torch" in sys.modules,
             **scores.reported(),
         )
+        return public_report(self.config.privacy, report)
 
 
 def kept_before(job: Job) -> int:
@@ -437,9 +451,11 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     Raises:
         HeadwaterError: they are not; as `edge_agent.data.load` says it.
     """
-    from .. import heads
+    from .. import heads, methods
     from ..data.partition import check_own
 
+    if unknown := [name for name in config.privacy.methods if name not in methods.names()]:
+        raise UnknownName("method", unknown[0], methods.names())
     heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 
@@ -740,6 +756,8 @@ class TaskQueue:
         elif isinstance(error, TrainingCancelled):
             log.info("training_cancelled run=%s round=%d", wire.run_name(job.run), job.round)
             return  # where the job was asked for again, it begins again
+        elif isinstance(error, PrivacyRefused):
+            self._refuse(error, job)
         else:
             self._report(error, job_key(job))
         if wanted and (error is not None or job.purpose == "personalize"):
@@ -755,6 +773,13 @@ class TaskQueue:
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")
+
+    def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
+        """Say that this device does not do the job, which is no fault of its own."""
+        log.warning("job_refused run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
+        remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
+        about = job_key(job)._asdict()
+        self._link.send(wire.Fault(error=wire.PRIVACY_REFUSED, message=str(error)[:2000], remedy=remedy, **about))
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work") -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""

@@ -81,6 +81,14 @@ class Method:
         """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
         return False
 
+    @property
+    def least_class_count(self) -> int | None:
+        """How many samples a class has at least whose statistics an update carries; None: it carries none of classes.
+
+        By default the parameter ``min_class_count``, which a method has that sends such statistics.
+        """
+        return getattr(self.params, "min_class_count", None)
+
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ..config import NAME_PATTERN, mistakes_of
-from ..errors import MessageError, ProtocolMismatch, UsageError, cause
+from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
 from ..task import Frozen, Task, parse_json
 
 
@@ -43,6 +43,9 @@ FactText = Annotated[Text, Field(max_length=256)]
 
 DISK_ERROR = "DiskError"
 """The error of a `Fault` that says that an agent's disk cannot be written."""
+
+PRIVACY_REFUSED = PrivacyRefused.__name__
+"""The error of a `Fault` that says that the device's own policy does not allow the job."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
 """State of an agent: able to work, failed at its last task, or unable to write to its disk."""
