@@ -206,6 +206,27 @@ class PrivacyConfig(Frozen):
     activation_ranges: bool = Field(
         True, description="ranges of the encoder's activations on own samples may leave, for int8"
     )
+    clip: float | None = Field(
+        None, gt=0, le=1e9, description="largest L2 norm of the change in an update; the smaller of this and the run's"
+    )
+    noise: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="standard deviation over clip of the noise in each update; the larger of this and the run's",
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="budget of all updates of this device, in all runs; what would go beyond is refused",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="delta of that epsilon")
+
+    @property
+    def wants_noise(self) -> bool:
+        """Whether updates of this device leave clipped, with noise or within a budget, whatever a run asks for."""
+        return self.clip is not None or self.noise > 0 or self.epsilon is not None
 
 
 class HeadConfig(Frozen):

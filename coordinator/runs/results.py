@@ -14,6 +14,7 @@ from ..fleet.transfers import Collection, is_by_policy, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
 from .context import Run, RunContext, Steps
+from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import absent_of, coordinator_metrics, lines, warnings_of
 from .selection import Exclusions
@@ -102,6 +103,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "added": sorted(closed.body.get("added", ())),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),
+        "epsilon": metric("epsilon"),
+        "noise_multiplier": figures.get("noise_multiplier"),
     }
 
 
@@ -183,6 +186,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "warnings": warnings,
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
+            "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
             "bundle": released.body if released else None,
             "bundle_why_not": None if released else why_not,
             **coordinator_metrics(state.journal, run.id),

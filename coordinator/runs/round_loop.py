@@ -30,6 +30,7 @@ from ..text import listed
 from .buffered import BufferedCollection, rebased, refusal
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .pace import Pace
+from .privacy import PrivacyBudget
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
@@ -121,6 +122,9 @@ class RunLoop:
     _earlier: dict[int, Assignment] = field(default_factory=dict)
     """Round -> what its agents were asked to do, as long as one of them works on."""
 
+    _spent: dict[str, Any] | None = None
+    """What the closed rounds have cost of the privacy budget (`PrivacyBudget.figures`)."""
+
     _cohort: frozenset[str] = frozenset()
     """The members of the collection that was opened last."""
 
@@ -144,11 +148,15 @@ class RunLoop:
                 self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         last, stopped, export = record.round, "", self.run.context.config.export
         patience = 0 if self.run.method.needs_last_round else export.patience
+        self._check_budget(record.round, is_open=record.open_round is not None)
         for number in range(record.round + 1, self.run.request.rounds + 1):
+            resumed = record.open_round if number == record.round + 1 else None
+            if resumed is None and (stopped := self._budget.objection()):
+                log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
+                break
             if patience and (stopped := stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)):
                 log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
                 break
-            resumed = record.open_round if number == record.round + 1 else None
             yield from self._round(number, resumed)
             self.hooks.after_round(self.run, number)
             if export.every and not number % export.every and number != self.run.request.rounds:
@@ -227,7 +235,24 @@ class RunLoop:
             "accepted_count": len(collection.accepted) if collection else 0,
             "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
             "left_out": self.selection.status(number),
+            "privacy": self._spent,
         }
+
+    @property
+    def _budget(self) -> PrivacyBudget:
+        return PrivacyBudget(self.run.context.config, self._journal, self.run.method.server_step_is_mean())
+
+    def _check_budget(self, closed: int, *, is_open: bool) -> None:
+        """Return quietly where the privacy budget allows the run, in which ``closed`` rounds are over, to begin.
+
+        Raises:
+            RunFailed: it allows no round, or not all of a method that needs its last one.
+        """
+        rounds = self.run.request.rounds
+        needed = rounds - closed if self.run.method.needs_last_round else int(closed == 0)
+        if needed and not is_open and (why := self._budget.objection(needed)):
+            raise RunFailed(f"{why}; raise the budget or the noise, or ask for fewer rounds")
+        self._spent = self._budget.figures()
 
     @property
     def _journal(self) -> Journal:
@@ -478,6 +503,7 @@ class RunLoop:
             blobs=(),
             deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
+            privacy=self._budget.asked(),
         )
         shared: Tensors = {}
         common: tuple[Outgoing, ...] = ()
@@ -546,10 +572,12 @@ class RunLoop:
             "busy": self._busy,
             "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
             **figures,
+            **self._budget.of_round(clients),
         }
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
+        self._spent = self._budget.figures()
         prune_blobs(run.context.state)
         self.selection.closed(closed, body, run.id)
         run.context.state.run(run.id).append_metrics(round_record(closed, body))

@@ -10,12 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
     from ..client import Built, ClientState, Outcome, Session
     from ..data import Samples
+    from ..methods.base import Method
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +142,13 @@ class TaskRunner:
         *,
         resources: Resources | None = None,
         now: Callable[[], float] = time.time,
+        entropy: Callable[[], int] = lambda: secrets.randbits(256),
     ) -> None:
-        """``now``: as `time.time`, which the times of files in the watch folder are compared with."""
-        self.config, self.tier, self._now = config, tier, now
+        """``now``: as `time.time`, which the times of files in the watch folder are compared with.
+
+        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update.
+        """
+        self.config, self.tier, self._now, self._entropy = config, tier, now, entropy
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -196,14 +203,44 @@ class TaskRunner:
             device = (session.precision, str(session.device), __version__)
             received_now = (ref.digest for ref in job.blobs)
             training = json.dumps([*key, *received_now, job.work, *device, session.samples_digest, kept.digest()])
+        noise = self._noise(job)
         checkpoint = TrainingCheckpointFile(folder, training, every_s, time.monotonic)
         control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
         )
+        if noise is not None:
+            outcome = noise(session.method, received, outcome)
         manifest = self.deliver(job, outcome)
         checkpoint.remove()
         return manifest
+
+    def _noise(self, job: Job) -> Callable[[Method, Tensors, Outcome], Outcome] | None:
+        """What differential privacy makes of an outcome, within the device's budget; None where nobody asks for it.
+
+        Raises:
+            PrivacyRefused: another update would exceed the budget.
+        """
+        policy = self.config.privacy
+        if not policy.wants_noise and job.privacy is None:
+            return None
+        import numpy as np
+
+        from .noise import Ledger, Mechanism
+
+        mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
+        if mechanism is None:
+            return None
+        ledger.check(mechanism.noise)
+
+        def noisy(method: Method, received: Tensors, outcome: Outcome) -> Outcome:
+            rng = np.random.default_rng(self._entropy())
+            update = mechanism.apply(method, outcome.update, received, rng)
+            spent = ledger.spend(mechanism.noise)  # on disk before the update is: a kill in between counts it twice
+            # A weight of 1 for everybody: sample counts would leave, and let one device move the mean by more.
+            return replace(outcome, update=update, samples=1, metrics={**outcome.metrics, **spent})
+
+        return noisy
 
     def cancel(self, key: JobKey | None) -> None:
         """Stop the training of this job at its next step, from another thread; its round is over. None: of no job."""

@@ -97,6 +97,17 @@ class Method:
         """
         return {}
 
+    def to_noise(self, extras: Tensors) -> Tensors | None:
+        """The `sends` arrays of an update as float64 arrays that Gaussian noise may be added to; None: there are none.
+
+        By default a method without such arrays has an answer, any other needs its own.
+        """
+        return None if extras else {}
+
+    def from_noise(self, noisy: Tensors) -> Tensors:
+        """`sends` arrays that are valid again, made from those of `to_noise` with noise, and from nothing else."""
+        return noisy
+
     def objection(self, tensors: Tensors) -> str:
         """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
         return ""

@@ -423,6 +423,16 @@ class Refused(Command):
     message: Text = Field(max_length=2000)
 
 
+class Noise(Frozen):
+    """Differential privacy that a run asks for: the device clips its update and adds noise, see `Job.privacy`."""
+
+    clip: float = Field(gt=0, le=1e9, description="largest L2 norm of the change of all shared tensors together")
+    clip_statistics: float = Field(
+        gt=0, le=1e9, description="largest L2 norm of all other arrays of the update together"
+    )
+    noise: float = Field(0.0, ge=0, le=1e9, description="standard deviation of the device's own noise over clip")
+
+
 class Job(Command):
     """One task for one agent; run, round and purpose identify it.
 
@@ -448,6 +458,7 @@ class Job(Command):
     deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
     work: float = Field(1.0, gt=0, le=1, description="share of local training to do; less on a device that was late")
     evaluate: bool = True
+    privacy: Noise | None = Field(None, description="clipping and noise of the update; None: as the device's file says")
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
