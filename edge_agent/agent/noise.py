@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..accountant import cost, epsilon_of
 from ..config import PrivacyConfig
-from ..errors import PrivacyRefused, StateError
+from ..errors import PrivacyRefused, StateError, TrainingFailed
 from ..storage import read_json, write_json
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Mechanism:
 
         Raises:
             PrivacyRefused: the method sends arrays that noise cannot be added to.
+            TrainingFailed: numbers that are not finite.
         """
         import numpy as np
 
@@ -93,7 +94,10 @@ class Mechanism:
         share = math.sqrt(len(groups))  # each group may move by its clip: together sqrt(2), in units of the clips
         noisy: Tensors = {}
         for arrays, clip in groups:
-            scale = min(1.0, clip / max(norm_of(arrays.values()), 1e-300))
+            norm = norm_of(arrays.values())
+            if not math.isfinite(norm):  # it could not be clipped, and what is finite of it would leave as it is
+                raise TrainingFailed("the update holds NaN or infinity, which cannot be clipped; nothing of it leaves")
+            scale = min(1.0, clip / max(norm, 1e-300))
             std = self.noise * clip * share
             noisy |= {name: scale * a + std * rng.standard_normal(a.shape) for name, a in sorted(arrays.items())}
         result: Tensors = {}

@@ -13,7 +13,7 @@ from edge_agent import methods
 from edge_agent.accountant import cost, epsilon_of
 from edge_agent.agent.noise import LEDGER_FILE, Ledger, Mechanism
 from edge_agent.config import PrivacyConfig
-from edge_agent.errors import PrivacyRefused, StateError
+from edge_agent.errors import PrivacyRefused, StateError, TrainingFailed
 from edge_agent.heads.fedpac import extras
 from edge_agent.wire.messages import Noise
 
@@ -37,6 +37,22 @@ def test_a_change_that_is_too_long_is_shortened_to_clip_over_all_tensors_togethe
 def test_a_short_change_stays_as_it_is():
     received, update = {"head.w": np.float32([1, 2])}, {"head.w": np.float32([1.5, 2])}
     assert Mechanism(2.5, 1.0, 0.0).apply(FEDAVG, update, received, rng())["head.w"].tolist() == [1.5, 2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_an_update_that_cannot_be_clipped_does_not_leave_at_all(bad):
+    """Beside NaN a secret would leave unclipped. What float32 holds has a norm in float64."""
+    received = {"head.w": np.float32([0, 0])}
+    update = {"head.w": np.float32([bad, 7])}
+    mechanism = Mechanism(1.0, 1.0, 0.0)
+    if np.isfinite(bad):
+        assert mechanism.apply(FEDAVG, update, received, rng())["head.w"].tolist() == [
+            1.0,
+            pytest.approx(0.0, abs=1e-30),
+        ]
+    else:
+        with pytest.raises(TrainingFailed, match="nothing of it leaves"):
+            mechanism.apply(FEDAVG, update, received, rng())
 
 
 def test_noise_is_gaussian_of_noise_times_clip():
