@@ -17,6 +17,7 @@ from edge_agent.config import (
     BrokerConfig,
     DataConfig,
     Precision,
+    PrivacyConfig,
     TrainingConfig,
     is_loopback,
     load,
@@ -260,6 +261,7 @@ class HostedConfig(Frozen):
             heartbeat_s=min(15.0, lease_s / 3),
             data=self.data,
             training=TrainingConfig(device=self.device, threads=self.threads, precision=self.precision),
+            privacy=PrivacyConfig(min_class_count=1),  # its data are the coordinator's own
         )
 
 
@@ -293,6 +295,45 @@ class ProxyConfig(OwnDataConfig):
     every: PositiveCount = Field(1, description="evaluate every n-th round; the last one always")
 
 
+class DifferentialPrivacyConfig(Frozen):
+    """Differential privacy of the released models: devices clip their updates and add noise.
+
+    Where the server's step is made from the mean of the updates, each device adds a part, so that their sum has noise
+    of ``noise * clip`` or more. That protects all data of a device against whoever sees the models and trusts the
+    coordinator and the other devices. With other methods each device adds all of it. What protects a device from the
+    coordinator its own ``[privacy]`` says.
+    """
+
+    clip: float | None = Field(
+        None, gt=0, le=1e9, description="largest L2 norm of a device's change; default: no clipping"
+    )
+    clip_statistics: float | None = Field(
+        None, gt=0, le=1e9, description="the same for statistics beside the model, FedPAC's for example; default: clip"
+    )
+    noise: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="noise multiplier: standard deviation over clip of the noise in a round's sum"
+        " (in each update, where the server's step is no mean)",
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="budget of all rounds of all runs in the state folder; a run ends before it is exceeded",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="delta of that epsilon")
+
+    @model_validator(mode="after")
+    def _noise_has_a_scale(self) -> DifferentialPrivacyConfig:
+        if self.clip is None and (self.noise or self.epsilon is not None or self.clip_statistics is not None):
+            raise ValueError("noise, epsilon and clip_statistics need clip, the largest norm of a change; set it")
+        if self.epsilon is not None and not self.noise:
+            raise ValueError(f"epsilon = {self.epsilon:g} needs noise, and noise is 0; set it")
+        return self
+
+
 class RetentionConfig(Frozen):
     """What stays in the state folder. The run that is under way and the release on offer always stay."""
 
@@ -322,6 +363,9 @@ class CoordinatorConfig(Frozen):
         default_factory=AggregationConfig, description="how updates are combined, and what a single one can do"
     )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
+    privacy: DifferentialPrivacyConfig = Field(
+        default_factory=DifferentialPrivacyConfig, description="differential privacy of the released models"
+    )
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
@@ -352,6 +396,22 @@ class CoordinatorConfig(Frozen):
                 f"export.every = {self.export.every} needs rounds that end, and buffered ones overlap; "
                 "set export.every = 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_adds_up_within_a_round(self) -> CoordinatorConfig:
+        if self.privacy.clip is not None and self.round.mode == "buffered":
+            raise ValueError(
+                "privacy.clip needs rounds whose updates are of that round, and buffered ones count those of earlier "
+                "rounds with other weights; set round.mode = 'synchronous'"
+            )
+        if self.privacy.clip is not None and self.aggregation.rule != "mean":
+            raise ValueError(
+                f"privacy.clip needs aggregation.rule = 'mean': what '{self.aggregation.rule}' makes of one update "
+                "depends on the others, for which the noise is not made"
+            )
+        if self.privacy.clip is not None and self.cohort.tier == "any":
+            raise ValueError("privacy.clip needs cohort.tier = 'train': devices without torch add no noise")
         return self
 
     @model_validator(mode="after")

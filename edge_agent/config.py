@@ -218,12 +218,50 @@ class TrainingConfig(Frozen):
         description="seconds between checkpoints inside local training, from which a killed agent resumes, more where "
         "the model is large (5 for each MB); 0 = none",
     )
-    share_norm: bool = Field(
-        True, description="send batch norm statistics that otherwise stay here once, for the export"
+
+
+class PrivacyConfig(Frozen):
+    """What may leave this device. A job that asks for more is refused, whatever the coordinator has in its own file."""
+
+    methods: tuple[str, ...] = Field((), description="methods that this device takes part in; default: all")
+    min_class_count: int = Field(
+        2, ge=1, description="classes of fewer samples have no statistics (class means, for example) in any update"
     )
-    share_ranges: bool = Field(
-        True, description="send the ranges of the encoder's activations on own samples when asked, for int8"
+    samples: Literal["exact", "rounded"] = Field(
+        "exact",
+        description="rounded: counts of samples leave as the nearest power of two, and methods whose updates carry "
+        "statistics of classes are refused, because these tell the counts",
     )
+    metrics: tuple[str, ...] = Field(
+        ("*",), description="names of the metrics that may leave, * stands for any text; [] for none"
+    )
+    batch_norm_stats: bool = Field(
+        True, description="running statistics of batch norm may leave, in updates and once for the export"
+    )
+    activation_ranges: bool = Field(
+        True, description="ranges of the encoder's activations on own samples may leave, for int8"
+    )
+    clip: float | None = Field(
+        None, gt=0, le=1e9, description="largest L2 norm of the change in an update; the smaller of this and the run's"
+    )
+    noise: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="standard deviation over clip of the noise in each update; the larger of this and the run's",
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="budget of all updates of this device, in all runs; what would go beyond is refused",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="delta of that epsilon")
+
+    @property
+    def wants_noise(self) -> bool:
+        """Whether updates of this device leave clipped, with noise or within a budget, whatever a run asks for."""
+        return self.clip is not None or self.noise > 0 or self.epsilon is not None
 
 
 class HeadConfig(Frozen):
@@ -306,6 +344,7 @@ class AgentConfig(Frozen):
     broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
 
     @model_validator(mode="after")

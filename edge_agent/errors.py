@@ -22,6 +22,7 @@ HeadwaterError                  exit 1   something failed
 ├── TransferTooSlow             exit 1   a blob or an update cannot pass the link before its round closes
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── TrainingCancelled           exit 1   local training was stopped on request, because its round is over
+├── PrivacyRefused              exit 1   a job asks for more than the device's [privacy] lets out
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
@@ -164,6 +165,10 @@ class TrainingFailed(HeadwaterError):
 
 class TrainingCancelled(HeadwaterError):
     """Local training was stopped on request, because its round is over."""
+
+
+class PrivacyRefused(HeadwaterError):
+    """A job asks for more than ``[privacy]`` in the device's configuration lets out; the device does not do it."""
 
 
 class RunFailed(HeadwaterError):

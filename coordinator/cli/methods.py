@@ -12,21 +12,13 @@ import typer
 from rich.table import Table
 
 from edge_agent import methods as registry
+from edge_agent.disclosure import HEADINGS, section
 from edge_agent.errors import UsageError
 
 from .options import Json
 from .output import present, print_json, show, table
 
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
-HEADINGS = {
-    "source": "Source",
-    "travels": "Travels",
-    "stays": "Stays",
-    "server": "Server",
-    "differs": "Differs from the paper",
-}
-"""Key -> heading of a section in the docstrings of methods."""
-
 GRADE_MARKS: dict[str, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
 LISTED = "methods.json"
 """What the list shows of our own methods, made by tests/harness/reference.py: importing them takes seconds."""
@@ -92,19 +84,6 @@ def parameters(name: str) -> list[dict[str, Any]]:
         {"name": key, "default": defaults[key], "paper": published[key], "meaning": field.description or ""}
         for key, field in params.model_fields.items()
     ]
-
-
-def section(doc: str, heading: str) -> str:
-    """The text behind ``heading:`` in a method's docstring, up to the next heading."""
-    taken: list[str] = []
-    inside = False
-    for line in doc.splitlines():
-        begins = next((h for h in HEADINGS.values() if line.startswith(f"{h}:")), None)
-        if begins is not None:
-            inside = begins == heading
-        if inside:
-            taken.append((line.partition(":")[2] if begins else line).strip())
-    return " ".join(taken).strip()
 
 
 def marked_heads(one: Mapping[str, Any]) -> str:

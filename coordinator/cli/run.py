@@ -15,7 +15,7 @@ from edge_agent.worker import stop_on_signals
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
-from ..runs.result_notes import lines, local_models, metric_lines
+from ..runs.result_notes import lines, local_models, metric_lines, spent
 from ..service.app import coordinator
 from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
@@ -225,6 +225,8 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    if privacy := summary.get("privacy"):
+        yield spent(privacy)
     for agent, one in summary.get("left_out", {}).items():
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from edge_agent.errors import StateError
 
-from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines
+from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
@@ -116,6 +116,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
     elif advised := advice(result):
         yield f"advice: {advised}"
+    yield from map(spent, filter(None, [(result.get("run") or {}).get("privacy")]))
     titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
     for key, title in titles.items() if serving else ():
         if said := result.get(key):

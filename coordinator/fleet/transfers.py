@@ -24,6 +24,7 @@ from edge_agent.wire.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WIND
 from edge_agent.wire.messages import (
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
+    PRIVACY_REFUSED,
     Ack,
     Command,
     Grant,
@@ -289,7 +290,8 @@ class Collector:
         """An agent, in that start of it, could not make an update for the open round: it is not waited for."""
         collection = self.open_round
         if collection is not None and agent in collection.outstanding:
-            self.rejected.note(f"{agent}: {reason}")
+            if not is_by_policy(reason):
+                self.rejected.note(f"{agent}: {reason}")
             self._note_rejection(collection, agent, reason, boot)
 
     def tick(self) -> None:
@@ -467,6 +469,11 @@ class Collector:
 def _noted(message: UpdateManifest) -> str | None:
     """The purpose of an update outside the rounds, which the journal notes; None for one of a round."""
     return message.purpose if message.purpose in OUTSIDE_ROUNDS else None
+
+
+def is_by_policy(reason: str) -> bool:
+    """Whether an agent has no update because its own ``[privacy]`` does not allow the job: no failure of it."""
+    return reason.startswith(f"{PRIVACY_REFUSED}: ")
 
 
 def reason_of(error: BaseException) -> str:

@@ -36,7 +36,12 @@ _CARDS = {
     "global": "the shared model",
     "personal": "shared encoder, personal head",
 }
-_DETAILS = {"bundle": "Bundle", "encoder_sha256": "Weights (SHA-256)", "params": "Parameters of the method"}
+_DETAILS = {
+    "bundle": "Bundle",
+    "encoder_sha256": "Weights (SHA-256)",
+    "params": "Parameters of the method",
+    "privacy": "Privacy",
+}
 
 
 def render(run: RunFigures) -> str:

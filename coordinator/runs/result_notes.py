@@ -94,6 +94,13 @@ def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
 
 
+def spent(privacy: dict[str, Any]) -> str:
+    """What is spent of the privacy budget, as a line."""
+    left = privacy["epsilon_left"]
+    rest = "no limit is set" if left is None else f"{left:g} left"
+    return f"differential privacy: epsilon {privacy['epsilon']:g} spent, {rest} (delta {privacy['delta']:g})"
+
+
 def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
     """Which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
     counts = Counter(one["local_model"] for one in agents if one.get("local_model"))

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from edge_agent.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages import Report
 
-from ..fleet.transfers import Collection, reason_of
+from ..fleet.transfers import Collection, is_by_policy, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
 from .aggregation import notes
 from .context import Run, RunContext, Steps
+from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import absent_of, bounded_of, coordinator_metrics, lines, restored_of, warnings_of
 from .selection import Exclusions
@@ -86,6 +87,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
     def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
         return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
 
+    refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
+    rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
     busy, stale = figures.get("busy", {}), sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
     return {
         "kind": "round",
@@ -94,8 +97,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "agents": sorted(closed.updates),
         "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
         "working": sorted(busy),
-        "rejected": reasons(closed.rejected),
-        "left_out": reasons(closed.body.get("left_out", {})),
+        "rejected": reasons(rejected),
+        "left_out": reasons({**closed.body.get("left_out", {}), **refused}),
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.body.get("added", ())),
@@ -103,6 +106,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "restored": figures.get("restored"),
         "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
         "loss": metric("loss"),
+        "epsilon": metric("epsilon"),
+        "noise_multiplier": figures.get("noise_multiplier"),
     }
 
 
@@ -185,6 +190,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "warnings": warnings,
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
+            "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
             "bundle": released.body if released else None,
             "bundle_why_not": None if released else why_not,
             **coordinator_metrics(state.journal, run.id),

@@ -33,6 +33,7 @@ from .buffered import BufferedCollection, rebased
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
+from .privacy import PrivacyBudget
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
@@ -130,6 +131,8 @@ class RunLoop:
     _good: GoodState | None = None
     _was_restored: bool = False
     """Whether a state of this run was restored."""
+    _spent: dict[str, Any] | None = None
+    """What the closed rounds have cost of the privacy budget (`PrivacyBudget.figures`)."""
 
     _cohort: frozenset[str] = frozenset()
     """The members of the collection that was opened last."""
@@ -160,11 +163,15 @@ class RunLoop:
                 self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         last, stopped, export = record.round, "", self.run.context.config.export
         patience = 0 if self.run.method.needs_last_round else export.patience
+        self._check_budget(record.round, is_open=record.open_round is not None)
         for number in range(record.round + 1, self.run.request.rounds + 1):
+            resumed = record.open_round if number == record.round + 1 else None
+            if resumed is None and (stopped := self._budget.objection()):
+                log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
+                break
             if patience and (stopped := stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)):
                 log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
                 break
-            resumed = record.open_round if number == record.round + 1 else None
             yield from self._round(number, resumed)
             self.hooks.after_round(self.run, number)
             if export.every and not number % export.every and number != self.run.request.rounds:
@@ -244,7 +251,24 @@ class RunLoop:
             "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
             "left_out": self.selection.status(number),
             "bounded": self._bounded,
+            "privacy": self._spent,
         }
+
+    @property
+    def _budget(self) -> PrivacyBudget:
+        return PrivacyBudget(self.run.context.config, self._journal, self.run.method.server_step_is_mean())
+
+    def _check_budget(self, closed: int, *, is_open: bool) -> None:
+        """Return quietly where the privacy budget allows the run, in which ``closed`` rounds are over, to begin.
+
+        Raises:
+            RunFailed: it allows no round, or not all of a method that needs its last one.
+        """
+        rounds = self.run.request.rounds
+        needed = rounds - closed if self.run.method.needs_last_round else int(closed == 0)
+        if needed and not is_open and (why := self._budget.objection(needed)):
+            raise RunFailed(f"{why}; raise the budget or the noise, or ask for fewer rounds")
+        self._spent = self._budget.figures()
 
     @property
     def _journal(self) -> Journal:
@@ -495,6 +519,7 @@ class RunLoop:
             blobs=(),
             deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
+            privacy=self._budget.asked(),
         )
         shared: Tensors = {}
         common: tuple[Outgoing, ...] = ()
@@ -576,6 +601,7 @@ class RunLoop:
             "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
             "aggregation": {"settings": rule.model_dump(), **decisions.body()},
             **figures,
+            **self._budget.of_round(clients),
         }
         if self._good is not None and number < run.request.rounds:  # no round follows that may restore it
             body["good"] = asdict(self._good)
@@ -585,6 +611,7 @@ class RunLoop:
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
         journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
         self.run = replace(run, state=state, checkpoint=digest)
+        self._spent = self._budget.figures()
         prune_blobs(run.context.state)
         self.selection.closed(closed, body, run.id)
         noted = dict(islice(aggregation.notes(body["aggregation"]).items(), MOST_LISTED))
@@ -599,6 +626,8 @@ class RunLoop:
     def _rule(self) -> AggregationConfig:
         """How rounds are aggregated now: more carefully once a state had to be restored."""
         config = self.run.context.config.aggregation
+        if self.run.context.config.privacy.clip is not None:  # noise is made for a sum that no other update bounds
+            return config.model_copy(update={"max_norm": None, "max_weight": None, "max_loss": None})
         return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
@@ -625,7 +654,8 @@ class RunLoop:
         opened = self._journal.entries(self.run.id, kinds=("round_opened",))
         # Those of the last round, too: after a restart they may not have connected yet.
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
-        agents = tuple(sorted({*last, *self.run.context.roster.present("train")}))
+        refusing = self.selection.exclusions.refusing(self.selection.boot)
+        agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
         self._ask(self.run.request.rounds, agents, "personalize")
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)

@@ -20,7 +20,7 @@ from edge_agent.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S
-from ..fleet.transfers import Collection
+from ..fleet.transfers import Collection, is_by_policy
 from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
 from .buffered import BufferedCollection
@@ -67,12 +67,17 @@ class Exclusions:
 
     A suspect update (`aggregation.Decisions`) counts in its round. From the third in a row on each is a failure, until
     one is not suspect; a restart changes nothing then.
+
+    An agent whose own privacy policy refuses the job has not failed: it is not asked again before it is restarted.
     """
 
     delivered: set[str] = field(default_factory=set)
     """Agents of which the run has accepted an update."""
 
     _failures: dict[str, _Failures] = field(default_factory=dict)
+    _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Agent -> reason and start, of those whose policy does not allow the job."""
+
     _rounds: dict[str, tuple[set[int], str]] = field(default_factory=dict)
 
     @classmethod
@@ -117,6 +122,7 @@ class Exclusions:
         for agent in done.cohort:
             if agent in done.updates:
                 self.delivered.add(agent)
+                self._refusals.pop(agent, None)
                 if agent not in suspects:
                     self._failures.pop(agent, None)
                     continue
@@ -127,6 +133,12 @@ class Exclusions:
                 known.reason = f"suspect update {counted(known.suspects, 'time')} in a row: {suspects[agent]}"
                 known.boot, known.misses = "", 0
                 excluded[agent] = self._exclude(known, done.round)
+                continue
+            if is_by_policy(reason := done.rejected.get(agent, "")):
+                self._refusals[agent] = reason, done.failed_boots.get(agent, "")
+                rounds, _ = self._rounds.get(agent, (set(), ""))
+                self._rounds[agent] = ({*rounds, done.round}, reason)
+                excluded[agent] = f"until it is restarted: {reason}"
                 continue
             if agent in excused and agent not in done.rejected and agent not in unanswered:
                 continue
@@ -154,12 +166,20 @@ class Exclusions:
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` leaves out."""
-        result = {}
+        result = self.refusing(boots)
         for agent, known in sorted(self._failures.items()):
             is_restarted = known.boot and boots(agent) not in {"", known.boot}
             if known.until > number and not is_restarted:
                 result[agent] = known.reason
         return result
+
+    def refusing(self, boots: Boots = lambda _: "") -> dict[str, str]:
+        """Agent -> reason, of those whose policy does not allow the job, and that were not restarted since."""
+        return {
+            agent: reason
+            for agent, (reason, boot) in sorted(self._refusals.items())
+            if not boot or boots(agent) in {"", boot}
+        }
 
     def asked_again_in(self, agent: str) -> int:
         """The first round that an agent is asked in again; 0 for one that is not left out."""
@@ -239,6 +259,10 @@ class Selection:
         """Agent -> reason, of those that round ``number`` leaves out."""
         return self.exclusions.left_out(number, self.boot) if self.context.excludes_failing else {}
 
+    def willing(self) -> list[str]:
+        """Train agents that are present and whose own policy has not refused the run's jobs."""
+        return without(self.context.roster.present("train"), self.exclusions.refusing(self.boot))
+
     @property
     def on_trial(self) -> frozenset[str]:
         """Agents that have failed and have not delivered since: a round never waits for them alone."""
@@ -268,11 +292,11 @@ class Selection:
         while True:
             if chosen := self.chosen(number):
                 return chosen
-            yield Waiting(f"round {number} needs {lack(roster.present('train'), self.context.config)}")
+            yield Waiting(f"round {number} needs {lack(self.willing(), self.context.config)}")
 
     def chosen(self, number: int) -> tuple[str, ...]:
         """The cohort of those who are present now; empty while they are too few."""
-        present = self.context.roster.present("train")
+        present = self.willing()
         for available in (without(present, self.left_out(number)), present):
             if chosen := choose(available, self.context.config.cohort, seed=self.seed, round_number=number):
                 return chosen
@@ -335,7 +359,7 @@ class Selection:
         awaited = set(self.awaited(collection))
         lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
         if lacking > 0 and collection.delivered < quorum_of(self.context.config.round.quorum, wanted):
-            others = without(self.context.roster.present("train"), set(collection.cohort))
+            others = without(self.willing(), set(collection.cohort))
             if chosen := self._draw(without(others, self.left_out(collection.round)), lacking, collection.round):
                 return chosen
         self._unreplaced = state
@@ -472,9 +496,12 @@ class Selection:
         return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
-        """The agents that round ``number`` leaves out, when they are asked again, and why, as JSON."""
+        """The agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
+
+        ``until_round`` is None where an agent's own policy does not allow the run's jobs.
+        """
         return {
-            agent: {"until_round": self.exclusions.asked_again_in(agent), "reason": why}
+            agent: {"until_round": None if is_by_policy(why) else self.exclusions.asked_again_in(agent), "reason": why}
             for agent, why in self.left_out(number).items()
         }
 
@@ -555,7 +582,7 @@ class Selection:
             boots = collection.failed_boots
             again = tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
         awaited = [agent for agent in self.awaited(collection) if agent in roster.ready]
-        others = without(roster.present("train"), set(collection.cohort))
+        others = without(self.willing(), set(collection.cohort))
         least = max(1, self.context.config.cohort.min_agents)
         for new in (without(others, self.left_out(collection.round)), others):
             able = len(awaited) + len(again) + len(new)

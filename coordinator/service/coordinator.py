@@ -409,7 +409,10 @@ class Coordinator:
             self.releases.offer_again(agent, message.digest)
 
     def _on_fault(self, agent: str, message: wire.Fault) -> None:
-        self.roster.failed(agent, message)
+        if message.error == wire.PRIVACY_REFUSED:
+            log.info("job_refused agent=%s reason=%s", agent, message.message)
+        else:
+            self.roster.failed(agent, message)
         if (loop := self.loop) is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
 
@@ -567,8 +570,9 @@ class Coordinator:
             if member.id in bounded:
                 others.insert(0, bounded[member.id])
             if run is not None and (exclusion := left_out.get(member.id)) is not None:
-                reason = f"until round {exclusion['until_round']}: {exclusion['reason']}"
-                others.insert(0, f"left out of {run['id']} {reason}")
+                until = exclusion["until_round"]
+                limit = "until it is restarted" if until is None else f"until round {until}"
+                others.insert(0, f"left out of {run['id']} {limit}: {exclusion['reason']}")
             yield vars(
                 AgentStatus(
                     id=member.id,

@@ -18,7 +18,7 @@ from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.agent.tasks import Resources, TaskRunner, fault, kept_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig, Precision, TrainingConfig
+from edge_agent.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 from edge_agent.errors import HeadwaterError
@@ -142,6 +142,7 @@ class SimulatedResources(Resources):
             data=DataConfig(source="simulation:"),
             head=HeadConfig(local=plan.local),
             training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads, checkpoint_s=0),
+            privacy=PrivacyConfig(min_class_count=1),  # whatever a paper asks for
         )
         super().__init__(config)
         self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after

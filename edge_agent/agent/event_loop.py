@@ -30,6 +30,7 @@ from ..wire.transport import Connected, Disconnected, Message, Subscribed, Trans
 from ..worker import InlineWorker, Worker
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
 from .local_state import Membership, NewSamples
+from .privacy import sample_count
 from .tasks import Disk, TaskQueue, TaskRunner
 from .transfers import Downloads, Link, Uploads
 
@@ -259,7 +260,7 @@ class Agent:
         hello = wire.Hello(
             software=__version__,
             tier=self.tasks.tier,
-            samples=self.tasks.samples,
+            samples=sample_count(self.config.privacy, self.tasks.samples),
             bundle_id=self.tasks.bundle_id,
             condition=self.condition.name,
             answers=answers,

@@ -10,12 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,9 +28,11 @@ from ..errors import (
     DataError,
     HeadwaterError,
     MissingCapability,
+    PrivacyRefused,
     StateError,
     TrainingCancelled,
     TransferTooSlow,
+    UnknownName,
     UsageError,
 )
 from ..storage import read_json, write_json
@@ -45,6 +49,7 @@ from .local_state import (
     note_receipt,
     remove_ended_runs,
 )
+from .privacy import CLASS_COUNT, check_job, check_tensors, public_report, sample_count, without_withheld
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
 
     from ..client import Built, ClientState, Outcome, Session
     from ..data import Samples
+    from ..methods.base import Method
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +142,13 @@ class TaskRunner:
         *,
         resources: Resources | None = None,
         now: Callable[[], float] = time.time,
+        entropy: Callable[[], int] = lambda: secrets.randbits(256),
     ) -> None:
-        """``now``: as `time.time`, which the times of files in the watch folder are compared with."""
-        self.config, self.tier, self._now = config, tier, now
+        """``now``: as `time.time`, which the times of files in the watch folder are compared with.
+
+        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update.
+        """
+        self.config, self.tier, self._now, self._entropy = config, tier, now, entropy
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -156,6 +166,7 @@ class TaskRunner:
 
         Raises:
             MissingCapability: this device cannot train.
+            PrivacyRefused: the job asks for more than ``[privacy]`` lets out.
             DataError: its data do not fit the task.
             TrainingFailed: training stopped.
             TrainingCancelled: it was stopped by `cancel`.
@@ -166,6 +177,7 @@ class TaskRunner:
             )
         self._remove_ended(job.run)
         session, files = self.session(job), self.resources.state_files(job.run)
+        check_job(self.config.privacy, job, session.method.least_class_count)
         from ..client import ClientState
         from ..limits import keep_freed_memory
 
@@ -176,19 +188,12 @@ class TaskRunner:
             files.write(LAST_ROUND, outcome.kept.personal, outcome.kept.memory)
             return self.report(job, session.method.head_name, outcome.metrics.get("acc.global"), outcome.right)
         if job.purpose == "batch_norm_stats":
-            if not self.config.training.share_norm:
-                raise MissingCapability(
-                    "training.share_norm is false: batch norm of this device stays here", is_public=True
-                )
             train, _ = self._samples(job.task)
-            return self.outbox.put(session.norm_tensors(kept), job_key(job), len(train), {})
+            return self._offer(job, session.norm_tensors(kept), len(train), {})
         if job.purpose == "activation_ranges":
-            if not self.config.training.share_ranges:
-                raise MissingCapability(
-                    "training.share_ranges is false: activation ranges of this device stay here", is_public=True
-                )
             train, _ = self._samples(job.task)
-            return self.outbox.put(session.activation_ranges(received), job_key(job), len(train), {})
+            return self._offer(job, session.activation_ranges(received), len(train), {})
+        check_tensors(self.config.privacy, session.shared)
         return self._train(job, session, received, kept)
 
     def _train(self, job: Job, session: Session, received: Tensors, kept: ClientState) -> UpdateManifest:
@@ -200,14 +205,44 @@ class TaskRunner:
             device = (session.precision, str(session.device), __version__)
             received_now = (ref.digest for ref in job.blobs)
             training = json.dumps([*key, *received_now, job.work, *device, session.samples_digest, kept.digest()])
+        noise = self._noise(job)
         checkpoint = TrainingCheckpointFile(folder, training, every_s, time.monotonic)
         control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
         )
+        if noise is not None:
+            outcome = noise(session.method, received, outcome)
         manifest = self.deliver(job, outcome)
         checkpoint.remove()
         return manifest
+
+    def _noise(self, job: Job) -> Callable[[Method, Tensors, Outcome], Outcome] | None:
+        """What differential privacy makes of an outcome, within the device's budget; None where nobody asks for it.
+
+        Raises:
+            PrivacyRefused: another update would exceed the budget.
+        """
+        policy = self.config.privacy
+        if not policy.wants_noise and job.privacy is None:
+            return None
+        import numpy as np
+
+        from .noise import Ledger, Mechanism
+
+        mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
+        if mechanism is None:
+            return None
+        ledger.check(mechanism.noise)
+
+        def noisy(method: Method, received: Tensors, outcome: Outcome) -> Outcome:
+            rng = np.random.default_rng(self._entropy())
+            update = mechanism.apply(method, outcome.update, received, rng)
+            spent = ledger.spend(mechanism.noise)  # on disk before the update is: a kill in between counts it twice
+            # A weight of 1 for everybody: sample counts would leave, and let one device move the mean by more.
+            return replace(outcome, update=update, samples=1, metrics={**outcome.metrics, **spent})
+
+        return noisy
 
     def cancel(self, key: JobKey | None) -> None:
         """Stop the training of this job at its next step, from another thread; its round is over. None: of no job."""
@@ -242,15 +277,18 @@ class TaskRunner:
 
         Raises:
             MissingCapability: the method has nothing for a device that trains no encoder.
+            PrivacyRefused: the job asks for more than ``[privacy]`` lets out.
             DataError: its data do not fit the task.
             TrainingFailed: its own training diverged.
         """
         from .head_tier import contribute_round
 
+        # The method's file, which has the default, needs torch; without a count the policy assumes the least.
+        check_job(self.config.privacy, job, int(job.params.get(CLASS_COUNT, 1)))
         self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = contribute_round(self.config, job, received, encoder, samples)
-        return self.outbox.put(sent, job_key(job), len(samples[0]), metrics)
+        return self._offer(job, sent, len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
@@ -266,7 +304,8 @@ class TaskRunner:
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message)
-        return report.model_copy(update={"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules})
+        memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
+        return public_report(self.config.privacy, report.model_copy(update=memory))
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
@@ -280,7 +319,7 @@ class TaskRunner:
         if not why:
             return None
         self.rolled_back = why
-        return Report(
+        report = Report(
             run=message.run,
             about=message.bundle_id,
             bundle_id=self.bundle_id,
@@ -288,6 +327,7 @@ class TaskRunner:
             samples=self.samples,
             metrics={"rolled_back": 1.0},
         )
+        return public_report(self.config.privacy, report)
 
     @property
     def lacks_head(self) -> bool:
@@ -382,7 +422,13 @@ class TaskRunner:
     def deliver(self, job: Job, outcome: Outcome) -> UpdateManifest:
         """Save the client state, then put the update into the outbox."""
         self.resources.state_files(job.run).write(job.round, outcome.kept.personal, outcome.kept.memory)
-        return self.outbox.put(outcome.update, job_key(job), outcome.samples, outcome.metrics)
+        return self._offer(job, outcome.update, outcome.samples, outcome.metrics)
+
+    def _offer(self, job: Job, tensors: Tensors, samples: int, metrics: Mapping[str, float]) -> UpdateManifest:
+        """Put an update into the outbox, with the count and the metrics that may leave."""
+        policy = self.config.privacy
+        kept = without_withheld(policy, metrics)
+        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept)
 
     def report(self, job: Job, head: str, overall: float | None, right: np.ndarray | None) -> Report:
         """The report of acc.global, of the personal model's ``right`` (n,) answers, and of what the device does alone.
@@ -396,7 +442,7 @@ class TaskRunner:
         local = alone(train, test, job.task.num_classes) if is_wanted else None
         scores = Scores.of(right, overall, local)
         log_if_better_alone(scores)
-        return Report(
+        report = Report(
             run=job.run,
             samples=len(train),
             support=len(test),
@@ -406,6 +452,7 @@ class TaskRunner:
             torch_loaded="torch" in sys.modules,
             **scores.reported(),
         )
+        return public_report(self.config.privacy, report)
 
 
 def kept_before(job: Job) -> int:
@@ -443,9 +490,11 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     Raises:
         HeadwaterError: they are not; as `edge_agent.data.load` says it.
     """
-    from .. import heads
+    from .. import heads, methods
     from ..data.partition import check_own
 
+    if unknown := [name for name in config.privacy.methods if name not in methods.names()]:
+        raise UnknownName("method", unknown[0], methods.names())
     heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 
@@ -747,6 +796,8 @@ class TaskQueue:
         elif isinstance(error, TrainingCancelled):
             log.info("training_cancelled run=%s round=%d", wire.run_name(job.run), job.round)
             return  # where the job was asked for again, it begins again
+        elif isinstance(error, PrivacyRefused):
+            self._refuse(error, job)
         else:
             self._report(error, job_key(job))
         if wanted and (error is not None or job.purpose == "personalize"):
@@ -762,6 +813,13 @@ class TaskQueue:
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")
+
+    def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
+        """Say that this device does not do the job, which is no fault of its own."""
+        log.warning("job_refused run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
+        remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
+        about = job_key(job)._asdict()
+        self._link.send(wire.Fault(error=wire.PRIVACY_REFUSED, message=str(error)[:2000], remedy=remedy, **about))
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work") -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""

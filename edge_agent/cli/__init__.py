@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "classes": ("collect", "classes", "list, rename, merge or remove this device's classes"),
     "import": ("offline", "import_bundle", "install a bundle file into an agent's state folder"),
     "rollback": ("offline", "rollback", "return to the previous bundle, or to the previous head"),
+    "privacy": ("privacy", "privacy", "list what leaves this device, and what stays"),
     "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),
 }
 """Command -> (module in this folder, function, summary)."""

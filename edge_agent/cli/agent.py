@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def status(arguments: argparse.Namespace) -> int:
         "collected": None,
         "waiting": None,
         "disk": None,
+        "privacy": None,
     }
     result["tier"] = result["tier"] or config.tier
     result["commands"] = {
@@ -132,10 +134,24 @@ def status(arguments: argparse.Namespace) -> int:
         from ..agent.local_state import disk_usage
 
         result["disk"] = disk_usage(config)
+        result["privacy"] = _spent(config)
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
     return 0 if result["condition"] in {None, "ok"} else 1
+
+
+def _spent(config: AgentConfig) -> dict[str, Any] | None:
+    """What the updates of this device have cost of its privacy budget; None where none of them had noise."""
+    from ..agent.noise import LEDGER_FILE, Ledger
+
+    if not (config.state / LEDGER_FILE).exists():
+        return None
+    try:
+        figures = Ledger(config.state, config.privacy).figures()
+        return {name: None if value == inf else value for name, value in figures.items()}
+    except StateError as error:
+        return {"error": str(error)}
 
 
 def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[str, Any]:

@@ -126,6 +126,11 @@ class Session:
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
         self._train, self._test = self._on_device(train), self._on_device(test)
 
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Names of the model's tensors that travel."""
+        return self._shared
+
     def train(
         self,
         received: Tensors,

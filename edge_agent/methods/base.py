@@ -86,6 +86,14 @@ class Method:
         """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
         return False
 
+    @property
+    def least_class_count(self) -> int | None:
+        """How many samples a class has at least whose statistics an update carries; None: it carries none of classes.
+
+        By default the parameter ``min_class_count``, which a method has that sends such statistics.
+        """
+        return getattr(self.params, "min_class_count", None)
+
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
 
@@ -93,6 +101,17 @@ class Method:
         is marked inside, by a count of 0.
         """
         return {}
+
+    def to_noise(self, extras: Tensors) -> Tensors | None:
+        """The `sends` arrays of an update as float64 arrays that Gaussian noise may be added to; None: there are none.
+
+        By default a method without such arrays has an answer, any other needs its own.
+        """
+        return None if extras else {}
+
+    def from_noise(self, noisy: Tensors) -> Tensors:
+        """`sends` arrays that are valid again, made from those of `to_noise` with noise, and from nothing else."""
+        return noisy
 
     def objection(self, tensors: Tensors) -> str:
         """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""

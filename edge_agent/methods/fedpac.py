@@ -99,6 +99,22 @@ class FedPAC(Method):
         arrays = {**head, "centroids": weight, "counts": counts, **qp}
         return {f"extra.{name}": array for name, array in arrays.items()}
 
+    def to_noise(self, extras: Tensors) -> Tensors:
+        """All arrays, the counts as shares of the classes."""
+        counts = extras["extra.counts"]
+        shares = counts / max(1, int(counts.sum()))
+        return {**{name: array.astype(np.float64) for name, array in extras.items()}, "extra.counts": shares}
+
+    def from_noise(self, noisy: Tensors) -> Tensors:
+        """Counts in thousandths, no means of classes whose count is 0, no variance below 0."""
+        counts = np.maximum(0, np.rint(1000 * noisy["extra.counts"])).astype(np.int64)
+        made = {**noisy, "extra.counts": counts}
+        for name in noisy.keys() & {"extra.centroids", "extra.weighted_means"}:
+            made[name] = np.where(counts[:, None] > 0, noisy[name], 0.0)
+        if "extra.variance" in noisy:
+            made["extra.variance"] = np.maximum(0, noisy["extra.variance"])
+        return made
+
     def objection(self, tensors: Tensors) -> str:
         """Negative variances and counts, absurd sizes, and means of classes whose count is 0."""
         variance = float(tensors.get("extra.variance", np.zeros(1))[0])

@@ -90,6 +90,11 @@ class SphereFed(Method):
         model.head = Spherical(orthonormal(classes, size, self.params.classifier_seed), self.params.scale)
         return model
 
+    @property
+    def least_class_count(self) -> int | None:
+        """Of the classes in B; None without ``calibrate``."""
+        return super().least_class_count if self.params.calibrate else None
+
     def sends(self, model: Parts, task: Task) -> Tensors:
         """A as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
         if not self.params.calibrate:

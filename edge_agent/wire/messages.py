@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ..config import NAME_PATTERN, mistakes_of
-from ..errors import MessageError, ProtocolMismatch, UsageError, cause
+from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
 from ..task import Frozen, Task, parse_json
 
 
@@ -48,6 +48,9 @@ FactText = Annotated[Text, Field(max_length=256)]
 
 DISK_ERROR = "DiskError"
 """The error of a `Fault` that says that an agent's disk cannot be written."""
+
+PRIVACY_REFUSED = PrivacyRefused.__name__
+"""The error of a `Fault` that says that the device's own policy does not allow the job."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
 """State of an agent: able to work, failed at its last task, or unable to write to its disk."""
@@ -404,7 +407,7 @@ class Renew(Control):
     type: Literal["renew"] = "renew"
     csr: Base64 = Field(description="certificate signing request (DER)")
     serial: Serial = Field(description="of the certificate that the agent has")
-    signature: Base64
+    signature: Base64 = Field(description="of the request, by the key of that certificate")
 
 
 # --- coordinator -> agent --------------------------------------------------------------------------------------------
@@ -446,6 +449,16 @@ class Refused(Command):
     message: Text = Field(max_length=2000)
 
 
+class Noise(Frozen):
+    """Differential privacy that a run asks for: the device clips its update and adds noise, see `Job.privacy`."""
+
+    clip: float = Field(gt=0, le=1e9, description="largest L2 norm of the change of all shared tensors together")
+    clip_statistics: float = Field(
+        gt=0, le=1e9, description="largest L2 norm of all other arrays of the update together"
+    )
+    noise: float = Field(0.0, ge=0, le=1e9, description="standard deviation of the device's own noise over clip")
+
+
 class Job(Command):
     """One task for one agent; run, round and purpose identify it.
 
@@ -471,6 +484,7 @@ class Job(Command):
     deadline_s: float = Field(gt=0, description="seconds from receipt until the round closes")
     work: float = Field(1.0, gt=0, le=1, description="share of local training to do; less on a device that was late")
     evaluate: bool = True
+    privacy: Noise | None = Field(None, description="clipping and noise of the update; None: as the device's file says")
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:

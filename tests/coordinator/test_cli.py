@@ -11,11 +11,12 @@ import pytest
 
 from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
-from coordinator.cli.methods import HEADINGS, describe, parameters, section
+from coordinator.cli.methods import describe, parameters
 from coordinator.cli.output import console, show, table
 from coordinator.state.journal import RunRecord
 from coordinator.state.store import StateFolder
 from edge_agent import methods
+from edge_agent.disclosure import HEADINGS, section
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(set(headwater.COMMANDS) - {"bench"})

@@ -37,8 +37,8 @@ def finished(folder, *, tasks=TinyDuties, keep_back=(), kill=False, method="feda
     with fed:
         for name in keep_back:
             runner = fed.tasks[name]
-            training = runner.config.training.model_copy(update={"share_ranges": False})
-            runner.config = runner.config.model_copy(update={"training": training})
+            privacy = runner.config.privacy.model_copy(update={"activation_ranges": False})
+            runner.config = runner.config.model_copy(update={"privacy": privacy})
         fed.request(method, rounds=2, params={"local_epochs": 1, "batch_size": 8, "lr": 0.05})
         if kill:
             while not ((loop := fed.coordinator.loop) and loop.asked and loop.asked.purpose == "activation_ranges"):

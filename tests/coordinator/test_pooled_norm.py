@@ -45,8 +45,8 @@ def finished(folder, method, *, keep_back=(), pool_norm=True, kill_at=None):
     with fed:
         for name in keep_back:
             tasks = fed.tasks[name]
-            training = tasks.config.training.model_copy(update={"share_norm": False})
-            tasks.config = tasks.config.model_copy(update={"training": training})
+            privacy = tasks.config.privacy.model_copy(update={"batch_norm_stats": False})
+            tasks.config = tasks.config.model_copy(update={"privacy": privacy})
         fed.request(method, rounds=2, params=SMALL)
         if kill_at is not None:
             while not kill_at(fed):

@@ -23,7 +23,9 @@ from pydantic_core import PydanticUndefined
 from coordinator.cli.methods import LISTED, marked_heads
 from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
+from edge_agent import methods as method_registry
 from edge_agent.config import AgentConfig
+from edge_agent.disclosure import BESIDE, Item, messages, tensors, travels
 from edge_agent.heads import numeric
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,7 @@ def pages() -> dict[Path, str]:
         Path("edge_agent/heads/README.md"): heads_page(),
         Path("edge_agent/data/README.md"): data_page(),
         Path("configs/README.md"): config_page(),
+        Path("edge_agent/WHAT_LEAVES.md"): disclosure_page(),
     }
 
 
@@ -136,6 +139,33 @@ def config_page() -> str:
             *sections(CoordinatorConfig),
         ]
     )
+
+
+def disclosure_page() -> str:
+    """What leaves a device: fields of its messages, and tensors by method."""
+    parts = [
+        "# What leaves a device",
+        MADE,
+        (
+            "Everything that an agent sends, made from the models of its messages and from the methods. A test "
+            "listens to whole runs and finds nothing else. Samples, names of files and folders, own classes, personal "
+            "layers and personal heads are not in it. `edge-agent privacy --config agent.toml --method NAME` prints "
+            "the list as the device's own `[privacy]` ([all keys](../configs/README.md)) leaves it."
+        ),
+        "## In messages",
+        table(("message or channel", "name", "what it is", "setting"), map(item_row, (*BESIDE, *messages()))),
+        "## In updates, by method",
+    ]
+    for name in method_registry.names():
+        parts += [f"### {name}", travels(name).replace("``", "`")]
+        rows = [item_row(item) for item in tensors(method_registry.create(name))]
+        parts.append(table(("job", "tensors", "what it is", "setting"), rows) if rows else "No tensor leaves.")
+    return joined(parts)
+
+
+def item_row(item: Item) -> tuple[str, ...]:
+    setting = f"`{item.setting}`" if item.setting else ""
+    return (item.where, f"`{item.name}`", item.meaning, setting)
 
 
 def sections(model: type[BaseModel], path: str = "") -> Iterator[str]:

@@ -1,0 +1,90 @@
+"""The privacy budget of the released models: spent with each closed round, over all runs of the state folder.
+
+Source: McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018, with the
+noise added in parts by the devices, as in distributed differential privacy (Kairouz, Liu, Steinke, ICML 2021).
+Differs: sampling of cohorts does not count, since agents choose when they are online; every round counts for everybody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from edge_agent.accountant import cost, epsilon_of
+from edge_agent.wire.messages import Noise
+
+from ..config import CoordinatorConfig
+from ..state.journal import Journal
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """What rounds cost under this configuration, and what those in the journal have cost."""
+
+    config: CoordinatorConfig
+    journal: Journal
+    sums: bool
+    """Whether the server makes its step from the mean of the updates alone (`Method.server_step_is_mean`).
+
+    Then the noise of all devices adds up. Otherwise single updates show in what the server sends, and each device adds
+    all of the noise.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """Whether devices are asked to add noise."""
+        return self.config.privacy.noise > 0
+
+    @property
+    def least(self) -> int:
+        """Among how many updates the noise is divided: a round has as many in any case."""
+        return max(1, self.config.cohort.min_agents) if self.sums else 1
+
+    def asked(self) -> Noise | None:
+        """What each device is asked to do with its update."""
+        privacy = self.config.privacy
+        if privacy.clip is None:
+            return None
+        part = privacy.noise / math.sqrt(self.least)
+        return Noise(clip=privacy.clip, clip_statistics=privacy.clip_statistics or privacy.clip, noise=part)
+
+    def of_round(self, updates: int) -> dict[str, float]:
+        """For the journal: the noise multiplier of a round of so many updates; empty without noise."""
+        if not self.is_on:
+            return {}
+        more = updates / self.least if self.sums else 1.0
+        return {"noise_multiplier": self.config.privacy.noise * math.sqrt(more)}
+
+    def spent(self) -> float:
+        """The cost of all closed rounds."""
+        closed = self.journal.entries(kinds=("round_closed",))
+        return sum(cost(entry.body["noise_multiplier"]) for entry in closed if "noise_multiplier" in entry.body)
+
+    def figures(self) -> dict[str, Any] | None:
+        """``epsilon`` spent, ``epsilon_left`` (None: no limit), ``delta``, clip, noise, as JSON; None without noise."""
+        if not self.is_on:
+            return None
+        privacy, epsilon = self.config.privacy, epsilon_of(self.spent(), self.config.privacy.delta)
+        return {
+            "epsilon": round(epsilon, 4),
+            "epsilon_left": None if privacy.epsilon is None else round(max(0.0, privacy.epsilon - epsilon), 4),
+            "delta": privacy.delta,
+            "clip": privacy.clip,
+            "noise": privacy.noise,
+        }
+
+    def objection(self, rounds: int = 1) -> str:
+        """Why so many more rounds would exceed the budget; empty where they do not."""
+        privacy = self.config.privacy
+        if privacy.epsilon is None:
+            return ""
+        spent = self.spent()
+        after = epsilon_of(spent + rounds * cost(privacy.noise), privacy.delta)
+        if after <= privacy.epsilon:
+            return ""
+        more = "another round" if rounds == 1 else f"{rounds} more rounds"
+        return (
+            f"the privacy budget is spent: epsilon is {epsilon_of(spent, privacy.delta):.3f} and may be {after:.3f} "
+            f"after {more}, privacy.epsilon is {privacy.epsilon:g} (delta {privacy.delta:g})"
+        )

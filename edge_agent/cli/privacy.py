@@ -1,0 +1,97 @@
+"""``edge-agent privacy``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import methods
+from ..agent.privacy import allows_metric
+from ..config import AgentConfig, load
+from ..disclosure import BESIDE, Item, messages, tensors, travels
+from ..errors import UnknownName
+from . import output
+
+
+def add_privacy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``edge-agent privacy``."""
+    parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
+    parser.add_argument("--method", help="also list what this method sends; 'headwater methods' lists all")
+
+
+def privacy(arguments: argparse.Namespace) -> int:
+    """Everything that may leave this device under its configuration: fields of messages, and tensors by method.
+
+    The list is made from the models of the messages and from the method, not written by hand. What [privacy] in the
+    configuration withholds or rounds is marked. Tensors of a method are listed where torch is installed; elsewhere
+    the method's own words say what travels.
+
+    Example:
+      edge-agent privacy --config agent.toml --method fedpac
+    """
+    config = load(AgentConfig, arguments.config)
+    if arguments.method is not None and arguments.method not in methods.names():
+        raise UnknownName("method", arguments.method, methods.names())
+    fields = [*BESIDE, *messages()]
+    content: dict[str, Any] = {
+        "policy": config.privacy.model_dump(mode="json"),
+        "fields": [{**asdict(item), "state": state(config, item)} for item in fields],
+        "method": None,
+    }
+    if arguments.method is not None:
+        content["method"] = of_method(config, arguments.method)
+    return output.result(arguments, content, lambda: lines(content))
+
+
+def state(config: AgentConfig, item: Item) -> str:
+    """Whether it leaves under this configuration: ``leaves``, ``rounded``, ``withheld`` or ``as named``."""
+    policy = config.privacy
+    if item.setting == "privacy.samples" and policy.samples == "rounded":
+        return "rounded"
+    if item.setting == "privacy.metrics":
+        if item.name.endswith(".*"):
+            return "leaves" if "*" in policy.metrics else "as named" if policy.metrics else "withheld"
+        return "leaves" if allows_metric(policy, item.name.replace("acc_", "acc.")) else "withheld"
+    if item.setting in {"privacy.batch_norm_stats", "privacy.activation_ranges"}:
+        return "leaves" if getattr(policy, item.setting.partition(".")[2]) else "withheld"
+    return "leaves"
+
+
+def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
+    """What a method sends: in its own words, and, where torch is installed, by tensor."""
+    allowed = not config.privacy.methods or name in config.privacy.methods
+    try:
+        listed = [{**asdict(item), "state": state(config, item)} for item in tensors(methods.create(name))]
+    except ModuleNotFoundError:
+        listed = None
+    return {"name": name, "allowed": allowed, "travels": travels(name), "tensors": listed}
+
+
+def lines(content: dict[str, Any]) -> Iterator[str]:
+    """The list as text."""
+    yield "[privacy] of this device"
+    yield from (f"  {line}" for line in output.pairs(content["policy"].items()))
+    yield ""
+    yield from _listed("what leaves in messages", content["fields"])
+    if (method := content["method"]) is not None:
+        verdict = "allowed" if method["allowed"] else "refused by privacy.methods"
+        yield ""
+        yield f"method {method['name']} ({verdict}) travels: {method['travels'] or 'its file does not say'}"
+        if method["tensors"] is None:
+            yield "torch is not installed here; on a device with it this lists every tensor"
+        else:
+            yield from _listed("tensors of its updates", method["tensors"])
+
+
+def _listed(title: str, items: list[dict[str, Any]]) -> Iterator[str]:
+    yield title
+    before = ""
+    for item in items:
+        if item["where"] != before:
+            before = item["where"]
+            yield f"  {before}"
+        mark = "" if item["state"] == "leaves" else f" [{item['state']}: {item['setting']}]"
+        yield f"    {item['name']}{mark}: {item['meaning']}"

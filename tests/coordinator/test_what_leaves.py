@@ -1,0 +1,176 @@
+"""Somebody who hears everything compares whole runs with the list of what leaves a device, and looks for canaries."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from federation_duties import TASK, quick_params
+from federation_harness import Federation
+from PIL import Image
+
+from edge_agent import methods
+from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.tasks import TaskRunner
+from edge_agent.cli import main
+from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.disclosure import EVERY, is_listed, messages, tensors, unlisted
+from edge_agent.wire import messages as wire
+from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.tensors import decode
+from edge_agent.worker import InlineWorker
+
+PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
+NORMED = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"feature_dim": 4, "width": 2}})
+TRAIN, HEAD, OWN = ("a0", "a1"), "h0", "h1"
+
+
+def images(folder, classes, seed):
+    """Eight pictures for each class; folder and files have names that nobody else may learn."""
+    rng = np.random.default_rng(seed)
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for row in range(8):
+            pixels = rng.integers(0, 80, (4, 4)) + 80 * (number % 3)
+            Image.fromarray(pixels.astype(np.uint8), "L").save(folder / name / f"canary-file-{row}.png")
+    return f"images:{folder}"
+
+
+class OverImages(Federation):
+    """Two devices that train, one that fits heads, and one of them with a class of its own."""
+
+    def __init__(self, folder, **options):
+        export = {"after_run": True, "int8": True, "exporter": "legacy", "client_ranges": True}
+        super().__init__(folder, agents=TRAIN, task=NORMED, capture=True, export=export, **options)
+
+    def __enter__(self):
+        super().__enter__()
+        self.add(HEAD, "head")
+        self.add(OWN, "head")
+        roster = self.coordinator.roster
+        self.until(lambda: len(roster.present("train")) + len(roster.present("head")) == 4)
+        return self
+
+    def add(self, name, tier="train"):
+        classes = ("a", "b", "c", "canary-own-class") if name == OWN else ("a", "b", "c")
+        config = AgentConfig(
+            id=name,
+            state=self.folder / name,
+            data=DataConfig(source=images(self.folder / f"canary-folder-{name}", classes, len(self.tasks))),
+            head=HeadConfig(name="prototype", precision="fp32", own_classes=name == OWN, local=False),
+        )
+        self.tasks[name] = tasks = TaskRunner(config, tier)
+        transport = self.broker.transport(will_of(config, f"b-{name}"))
+        agent = Agent(config, transport, tasks, clock=self.clock, worker=InlineWorker(), boot=f"b-{name}")
+        self.agents[name] = agent
+        agent.start()
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory):
+    """A function that gives the finished run of a method; each is done once."""
+    runs = {}
+
+    def of(method):
+        if method not in runs:
+            with OverImages(tmp_path_factory.mktemp(method)) as fed:
+                fed.request(method, rounds=2, params=quick_params(method))
+                fed.finish()
+                assert fed.record.status == "finished", fed.record.outcome
+                reports = {agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]}
+                assert reports == {*TRAIN, HEAD, OWN}
+            runs[method] = fed
+        return runs[method]
+
+    return of
+
+
+def from_agents(fed):
+    """(kind of topic, payload) of everything that agents have published."""
+    for topic, payload in fed.broker.captured:
+        try:
+            yield fed.topics.sender(topic)[1], payload
+        except wire.MessageError:
+            assert topic == fed.topics.announce or topic.startswith((f"{fed.topics.root}/a/", f"{fed.topics.root}/b/",
+                                                                     fed.topics.coordinators))  # fmt: skip
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_every_field_of_every_message_of_a_run_is_on_the_list(heard, method):
+    kinds = set()
+    for kind, payload in from_agents(heard(method)):
+        if kind in {"up", "h"}:
+            assert unlisted(payload) == []
+            kinds.add(json.loads(payload)["type"])
+        elif kind == "s":
+            state, boot, connection = payload.split()
+            assert (state in {b"online", b"offline"}, boot[:2], connection.isdigit()) == (True, b"b-", True)
+    assert kinds >= {"hello", "update", "report", "have", "want"}
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_every_tensor_of_every_update_of_a_run_is_on_the_list(heard, method):
+    fed, listed = heard(method), list(tensors(methods.create(method, quick_params(method))))
+    purposes = set()
+    for name in TRAIN:
+        blobs = {}
+        for payload in fed.published(fed.topics.up_chunks(name)):
+            frame = decode_frame(payload)
+            assert frame.count == 1, "a tiny update is one chunk"
+            blobs[frame.transfer] = bytes(frame.data)
+        updates = [decode(data) for data in blobs.values()]
+        manifests = fed.messages(fed.topics.up(name), wire.UpdateManifest)
+        assert len(updates) == len({manifest.blob.digest for manifest in manifests})
+        by_size = {manifest.blob.size_bytes: manifest.purpose for manifest in manifests}
+        for data, update in zip(blobs.values(), updates, strict=True):
+            purpose = by_size[len(data)]
+            purposes.add(purpose)
+            assert [one for one in update if not is_listed(listed, purpose, one)] == []
+    after = {"batch_norm_stats"} if any(item.where == "batch_norm_stats" for item in listed) else set()
+    assert purposes == {"train", "activation_ranges"} | after
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_names_of_files_folders_and_own_classes_never_leave(heard, method):
+    fed = heard(method)
+    assert [topic for topic, payload in fed.broker.captured if b"canary" in payload or "canary" in topic] == []
+
+
+def test_the_canaries_would_be_found(heard):
+    """The same search for what does leave: the public classes are in the task, the method's name is in each job."""
+    fed = heard("fedpac")
+    assert [topic for topic, payload in fed.broker.captured if b'"class_names":["a","b","c"]' in payload]
+
+
+def test_a_field_that_is_not_on_the_list_would_be_noticed():
+    payload = wire.encode(wire.Hello(software="1", tier="head", samples=3, facts={"hostname": "x", "cores": 1}))
+    assert unlisted(payload) == ["facts.hostname"]
+    assert unlisted(b'{"type":"report","where":{"lat":1}}') == ["where.lat"]
+
+
+def test_the_list_has_each_field_once_and_each_with_a_meaning():
+    items = list(messages())
+    assert len({(item.where, item.name) for item in items}) == len(items)
+    assert [item for item in items if not item.meaning] == []
+    assert {item.name for item in items if item.where == EVERY} == {"v", "boot", "seq", "federation", "type", "crc"}
+
+
+def test_the_command_lists_what_the_policy_leaves(tmp_path, capsys):
+    path = tmp_path / "agent.toml"
+    path.write_text(
+        '[data]\nsource = "none:"\n[privacy]\nmetrics = ["loss"]\nsamples = "rounded"\nmethods = ["fedavg"]\n'
+    )
+    assert main(["privacy", "--config", str(path), "--method", "fedpac", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    states = {(item["where"], item["name"]): item["state"] for item in printed["fields"]}
+    assert states["hello", "samples"] == "rounded"
+    assert states["update", "metrics.*"] == "as named"
+    assert states["report", "acc_personal"] == "withheld"
+    assert not printed["method"]["allowed"]
+    assert "extra.centroids" in {item["name"] for item in printed["method"]["tensors"]}
+    assert main(["privacy", "--config", str(path), "--method", "fedpac"]) == 0
+    text = capsys.readouterr().out
+    assert "refused by privacy.methods" in text
+    assert "samples [rounded: privacy.samples]: training samples at hand" in text
+    assert main(["privacy", "--config", str(path), "--method", "fedpaq"]) == 2
