@@ -43,6 +43,7 @@ from .errors import (
 )
 from .storage import Access, write_atomic
 from .task import Frozen, parse_json
+from .wire.authentic import check_key
 from .wire.messages import Base64, Renew, Serial, printable
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class IdentityFolder:
     def __init__(self, state: Path) -> None:
         self.path = state / "identity"
         self.file, self.ca, self._pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
+        self.commands = self.path / "commands.key"
 
     def read(self) -> Identity | None:
         """What the certificate says; None where there is none.
@@ -386,7 +388,11 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
 
 def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     host, port = token.address
-    certificate = decoded(answer, "certificate")
+    certificate, commands = decoded(answer, "certificate"), answer.get("commands")
+    if isinstance(commands, str):  # before the certificate, which ends the enrolment
+        check_key(commands, token.federation, token.name)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder.commands, commands.encode(), access=Access.private())
     identity = folder.install(certificate, ca=ca, name=token.name, federation=token.federation, host=host, port=port)
     log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, shown(identity.not_after))
     return identity

@@ -11,7 +11,7 @@ import typer
 
 from edge_agent.errors import UsageError
 from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
-from edge_agent.storage import write_atomic
+from edge_agent.storage import Access, write_atomic
 from edge_agent.task import parse_json
 
 from .enroll import enrolment
@@ -31,7 +31,8 @@ def sign(
 ) -> None:
     """Answer a request for a certificate in a file, for a device that does not reach the enrolment port.
 
-    The request counts by its token, as one over the network does. The answer is no secret.
+    The request counts by its token, as one over the network does. The answer holds the key by which the device knows
+    its coordinator's commands: remove it when the device has it.
 
     Example: headwater sign request.json --out answer.json
     """
@@ -46,8 +47,12 @@ def sign(
             f"{request}: no request; 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
         ) from error
     made = issuer.certify(asked)
-    answer = {"certificate": made.der, "authority": base64.b64encode(issuer.authority.der).decode()}
-    write_atomic(out, json.dumps(answer).encode() + b"\n")
+    answer = {
+        "certificate": made.der,
+        "authority": base64.b64encode(issuer.authority.der).decode(),
+        "commands": issuer.command_key(asked.name),
+    }
+    write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (
         f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "
         f"edge-agent enroll TOKEN --answer {out.name}"

@@ -25,6 +25,7 @@ from edge_agent.task import Frozen, parse_json
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
+from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from .authority import Authority, write_private
 from .ledger import AgentRecord, CertificateRecord, Ledger, TokenRecord
@@ -112,6 +113,10 @@ class Enrolment:
             if record is None:
                 raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
             return (self._renew if request.serial else self._enroll)(record, request, key)
+
+    def command_key(self, name: str) -> str:
+        """What an agent knows the coordinator's commands by: the content of its file."""
+        return CommandKeys.of(self.folder.parent, self.federation).of_agent(name).text()
 
     def revoke(self, name: str) -> AgentRecord:
         """Revoke all certificates of an agent, and its token.

@@ -130,6 +130,8 @@ def _write_config(arguments: argparse.Namespace, token: Token, state: Path, befo
         return [next_step]
     folder = state / "identity"
     source = f"source = {json.dumps(arguments.data)}" if arguments.data else '# source = "images:/srv/photos"'
+    key = folder / "commands.key"
+    commands = f"command_key_file = {json.dumps(str(key))}\n" if key.exists() else ""
     text = f"""\
 # Written by 'edge-agent enroll'. All keys: configs/README.md of the project.
 id = "{token.name}"
@@ -139,7 +141,7 @@ state = {json.dumps(str(state))}
 [broker]
 url = "{token.url}"
 tls = {{ ca = {json.dumps(str(folder / "ca.pem"))}, cert = {json.dumps(str(folder / "agent.pem"))} }}
-
+{commands}
 [data]
 {source}
 folder = {json.dumps(str(Path.cwd()))}

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig, credential
-from ..errors import ConfigError, DuplicateId, StateError, cause
+from ..errors import ConfigError, DuplicateId, MessageError, StateError, cause
 from ..storage import read_json
-from ..task import Frozen
+from ..task import Frozen, parse_json
 from .messages import Announce, Command, Name, Refused, Welcome, Who, proof_of
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,20 @@ class AgentKey:
         """The content of its file."""
         keys = {"key": self.key.hex(), "public_key": self.public_key.hex()}
         return _KeyFile(federation=self.federation, agent=self.agent, **keys).model_dump_json(indent=1) + "\n"
+
+
+def check_key(text: str, federation: str, agent: str) -> None:
+    """Return quietly where ``text`` is the content of that agent's file.
+
+    Raises:
+        MessageError: it is not.
+    """
+    try:
+        known = _KeyFile.model_validate(parse_json(text.encode()))
+    except (ValueError, RecursionError):  # it quotes the key
+        raise MessageError("the key of the coordinator's commands is malformed", is_public=True) from None
+    if (known.federation, known.agent) != (federation, agent):
+        raise MessageError("the key of the coordinator's commands is that of another agent", is_public=True)
 
 
 def read_key(config: AgentConfig) -> AgentKey | None:

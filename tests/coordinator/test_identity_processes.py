@@ -12,7 +12,10 @@ import pytest
 from identity_harness import DATA, Fleet
 from mqtt_harness import NEEDS_MOSQUITTO
 
+from coordinator.state.command_keys import CommandKeys
+from edge_agent.config import AgentConfig, load
 from edge_agent.identity import IdentityFolder
+from edge_agent.wire.authentic import read_key
 
 pytestmark = [NEEDS_MOSQUITTO, pytest.mark.broker]
 
@@ -46,7 +49,10 @@ def test_from_nothing_to_two_devices_over_tls_by_init_serve_and_one_command_for_
     assert len(secret_files) >= 12
     for path in secret_files:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert took_s < 40
+    for name in ("porch", "hall"):
+        config = load(AgentConfig, fleet.folder / f"{name}.toml")
+        keys = CommandKeys.of(fleet.folder / "state", config.federation)
+        assert read_key(config) == keys.of_agent(name), "each knows the coordinator's commands by a key of its own"
 
 
 def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets_its_name_in_again(fleet):
