@@ -735,6 +735,7 @@ class Distributor:
                 offer.joining[agent] = self._clock()
                 offer.unanswered.add(agent)
             elif is_apart and others:
+                offer.apart.discard(agent)  # it asks as a listener: the message to it was lost, so it is sent again
                 self._separate(offer, agent)
             else:
                 offer.carousel.join(agent, self._begin(offer, agent, want), self._clock())

@@ -63,6 +63,15 @@ def test_small_models_on_a_very_bad_network_get_there_too(tmp_path, undisturbed,
         assert fed.encoder_sha256 == undisturbed["narrow"]
 
 
+def test_an_agent_that_has_not_heard_that_it_is_to_ask_for_itself_is_told_again(tmp_path, undisturbed):
+    """The one message that took it out of a broadcast is lost, and so is the last report of another listener."""
+    bad = faults(27, lose=0.1, duplicate=0.1, reorder=0.1, flip=0.05)
+    with Federation(tmp_path, faults=bad, round=PATIENT) as fed:
+        fed.request(rounds=ROUNDS)
+        assert fed.finish(3600) < 300
+        assert fed.encoder_sha256 == undisturbed["narrow"]
+
+
 def test_flipped_control_messages_are_noticed(tmp_path):
     """A flipped digit in a job would be another learning rate, in a manifest another weight."""
     with Federation(
