@@ -347,6 +347,12 @@ class AgentConfig(Frozen):
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
 
+    @field_validator("broker", mode="before")
+    @classmethod
+    def _of_any_side(cls, broker: Any) -> Any:
+        """A broker as the coordinator knows it is one without a key."""
+        return broker.model_dump() if type(broker) is BrokerConfig else broker
+
     @model_validator(mode="after")
     def _own_classes_stay_here(self) -> AgentConfig:
         if self.head.own_classes and (self.tier == "train" or self.data.partition is not None):

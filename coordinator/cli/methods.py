@@ -12,7 +12,6 @@ import typer
 from rich.table import Table
 
 from edge_agent import methods as registry
-from edge_agent.disclosure import HEADINGS, section
 from edge_agent.errors import UsageError
 
 from .options import Json
@@ -59,6 +58,8 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         UnknownName: no such method.
     """
+    from edge_agent.disclosure import HEADINGS, section  # pydantic and all messages, which the list does without
+
     method = registry.create(name)
     doc = sys.modules[type(method).__module__].__doc__ or ""
     return {
@@ -92,6 +93,8 @@ def marked_heads(one: Mapping[str, Any]) -> str:
 
 
 def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
+    from edge_agent.disclosure import HEADINGS
+
     yield f"{one['name']}: {one['summary']}"
     for key in HEADINGS:
         yield f"{key}: {one[key]}"

@@ -245,7 +245,7 @@ def _clip(
             bound = None if most is None else middle * (1.0 if agent in factors else most * looser)
             if bound is not None and norm > bound:
                 factors.setdefault(agent, {})[group] = middle / norm
-            if norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
+            if most is not None and norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
                 suspects[agent] = f"its change of the model is {_times(norm, middle)} the median of the round"
     return factors, suspects
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import data, methods, models
-from edge_agent.config import DataConfig, check_tls, is_loopback
+from edge_agent.config import DataConfig, check_tls
 from edge_agent.data.partition import check_own
 from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
@@ -211,16 +211,10 @@ def missing_device(requested: str) -> str:
 
 
 def check_private(config: CoordinatorConfig) -> None:
-    """Return where no broker without TLS is reached over a network.
+    """Return where no broker without TLS is reached over a network; `EmbeddedConfig` sees to the embedded one.
 
     Raises:
         UsageError: it is; the message says how to have certificates.
     """
     if config.broker is not None:
         check_tls(config.broker)
-    elif config.identity is None and not is_loopback(config.embedded.bind):
-        raise UsageError(
-            f"the embedded broker has no TLS, and embedded.bind = '{config.embedded.bind}' lets other machines reach "
-            "it; 'headwater init --config FILE' makes certificates, with which Mosquitto is started; or bind to "
-            "127.0.0.1, or say --insecure"
-        )

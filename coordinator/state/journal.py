@@ -366,6 +366,7 @@ class Journal:
         """Close the file; deferred entries are lost, as in a crash: `flush` them before."""
         self._pending.discard()
         self._has_deferred, self._lost = False, None
+        self._start, self._is_held, self._successor = None, lambda: True, None
         self._replayed.clear()
         if self._connection is not None:
             self._connection.close()

@@ -17,7 +17,8 @@ from edge_agent.errors import StateError
 @contextlib.contextmanager
 def fleet(folder):
     """One agent that trains for 1 s, one for 20 s; both are needed."""
-    with Federation(folder, agents=(), cohort={"min_agents": 2}) as fed:
+    # Without a good state to go back to, whose checkpoint would stay.
+    with Federation(folder, agents=(), cohort={"min_agents": 2}, aggregation={"max_loss": None}) as fed:
         fed.add("a0", seconds=1)
         fed.add("a1", seconds=20)
         yield fed

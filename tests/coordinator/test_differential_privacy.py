@@ -31,7 +31,9 @@ def federation(folder, policies=None, *, min_agents=3, **privacy):
         policy = PrivacyConfig.model_validate((policies or {}).get(config.id, {}))
         return TinyDuties(config.model_copy(update={"privacy": policy}), tier)
 
-    fed = Federation(folder, tasks=make, capture=True, cohort={"min_agents": min_agents})
+    # A device whose own noise is much stronger than that of the others looks like an attacker.
+    unbounded = {"max_norm": None, "max_loss": None}
+    fed = Federation(folder, tasks=make, capture=True, cohort={"min_agents": min_agents}, aggregation=unbounded)
     fed.config = fed.config.model_copy(update={"privacy": DifferentialPrivacyConfig.model_validate(privacy)})
     with fed:
         fed.until(lambda: len(fed.coordinator.roster.present("train")) == 3)

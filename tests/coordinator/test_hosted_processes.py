@@ -80,6 +80,7 @@ def coordinator_toml(task, url):
     return (
         f'state = "state"\nhosted_processes = 1\n[broker]\nurl = "{url}"\n[cohort]\nmin_agents = 4\n'
         "[round]\nquorum = 1.0\n[export]\nafter_run = false\n"
+        "[aggregation]\nmax_loss = 1000\n"  # the loss does explode with this step size, also in the simulation
         f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"\nencoder_params.feature_dim = 8\n'
         f'input = {{ kind = "image", channels = {spec.channels}, height = {spec.height}, width = {spec.width}, '
         f"mean = {list(spec.mean)}, std = {list(spec.std)} }}\n{hosted}"

@@ -261,13 +261,3 @@ def test_a_repeated_manifest_of_an_old_round_gets_its_receipt_from_memory(fed, m
     assert first.accepted == second.accepted == is_accepted
     assert first.reason == second.reason
     assert second.seq == first.seq + 1
-
-
-def test_replay_reads_each_entry_once(fed, monkeypatch):
-    """A run of many rounds is not read again for each question about it."""
-    journal, read = fed.state.journal, []
-    fed.record  # noqa: B018 - everything is read now
-    plain = journal.entries
-    monkeypatch.setattr(journal, "entries", lambda *a, **k: read.append(plain(*a, **k)) or read[-1])
-    assert fed.record.status == "finished"
-    assert [len(entries) for entries in read] == [0]

@@ -56,13 +56,13 @@ def test_what_is_no_hash_is_never_a_path(blobs, name):
     assert len(str(caught.value)) < 300
 
 
-def test_prune_keeps_what_it_is_told_and_counts_what_it_frees(blobs):
-    kept = blobs.put(b"abc")
-    blobs.put(b"x" * 1000)
-    blobs.put(b"y" * 10)
-    assert blobs.prune({kept}) == 1010
-    assert [path.name for path in blobs.folder.iterdir()] == [kept]
-    assert BlobStore(blobs.folder / "nowhere").prune(set()) == 0
+def test_only_the_named_blobs_are_removed(blobs):
+    kept, others = blobs.put(b"abc"), {blobs.put(b"x" * 1000), blobs.put(b"y" * 10)}
+    (blobs.folder / "partial").mkdir()
+    assert blobs.names() == {kept, *others}
+    blobs.remove({*others, "0" * 64})
+    assert blobs.names() == {kept}
+    assert BlobStore(blobs.folder / "nowhere").names() == set()
 
 
 @given(st.binary(max_size=200))

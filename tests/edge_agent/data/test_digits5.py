@@ -122,7 +122,7 @@ def test_numpy_archives_are_read_without_scipy(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     labels, told = done.stdout.splitlines()
     assert labels == str(LABELS["train"])
-    assert "reading 'usps_28x28.mat' needs 'scipy'" in told
+    assert "reading Digits-Five needs 'scipy'" in told
     assert "headwater[heads]" in told
 
 

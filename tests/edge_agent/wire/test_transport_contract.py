@@ -25,6 +25,8 @@ REAL = [
     pytest.param("mosquitto", marks=[pytest.mark.broker, NEEDS_MOSQUITTO]),
 ]
 ALL = ["memory", *REAL]
+RETAINING = pytest.mark.parametrize("network", ["memory", REAL[1]], indirect=True)
+"""The embedded broker retains nothing: a retained command would reach each agent that connects."""
 
 
 class InMemory:
@@ -208,6 +210,7 @@ def test_a_filter_asked_for_again_is_confirmed_again(connect, root):
     confirmed_all(ears, [f"{root}/one"])
 
 
+@RETAINING
 def test_a_retained_message_is_there_for_those_who_come_later(connect, root):
     early, mouth = connect("early", f"{root}/ann"), connect("mouth")
     mouth.publish(f"{root}/ann", b"here", retain=True)
@@ -275,6 +278,7 @@ def test_a_client_that_says_goodbye_has_no_will_and_its_last_words_arrive(connec
     assert heard_until(ears, b"end") == []
 
 
+@RETAINING
 def test_a_retained_will_is_there_for_those_who_come_later(connect, network, root):
     ears = connect("ears", f"{root}/s")
     device = connect("device", will=lambda _: Will(f"{root}/s", b"offline", retain=True))
