@@ -158,6 +158,7 @@ def test_a_stall_longer_than_the_keepalive_and_a_half_open_connection_cost_littl
         assert fed.encoder_sha256 == undisturbed
 
 
+@pytest.mark.slow
 def test_flipped_bits_end_connections_and_change_nothing(tmp_path, undisturbed):
     """One flipped bit in 200 kB, wherever it hits: a chunk, a control message, or MQTT itself."""
     with Linked(tmp_path, "a0", "a1") as fed:

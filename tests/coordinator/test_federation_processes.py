@@ -51,6 +51,7 @@ def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
         assert site.broker.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_while_it_trained(tmp_path):
     """Backup in round 2 of 5, `kill -9` in round 4, the folder is gone; the agents live on. Then audit and prune."""
 
@@ -90,6 +91,7 @@ def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_
             ]
 
 
+@pytest.mark.slow
 def test_a_coordinator_on_a_full_disk_neither_ends_nor_loses_a_run_and_starts_when_there_is_room(tmp_path, small_disk):
     """A real file system of 2 MiB, full from round 2 on; killed and started again while it is full."""
     with Site(tmp_path, DIGITS) as site:
@@ -209,6 +211,7 @@ def test_without_a_broker_an_agent_gives_up_with_75_where_it_is_not_to_wait(tmp_
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
     """The agents live on. Before, the run of the new folder ended with the encoder of the old one, bit for bit."""
     with Site(tmp_path, DIGITS) as site:

@@ -25,6 +25,7 @@ def undisturbed(tmp_path_factory):
     return undisturbed_hash(lambda folder: Federation(folder, task=WIDE_TASK), tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.slow
 def test_ten_of_a_hundred_devices_at_one_byte_a_second_hold_up_no_round_after_the_third(tmp_path):
     """They upload a byte a second from the first round on. Rounds take 5 % longer at most once that is known.
 

@@ -232,6 +232,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 def test_row_25_real_processes_with_one_that_sends_1e30_and_lies_about_samples_still_learn(tmp_path):
     """As an enrolled device with a patched agent would: without bounds the honest ones diverge in round 2."""
