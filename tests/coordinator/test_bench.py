@@ -128,6 +128,7 @@ def test_waiting_ends_with_an_error_that_says_for_what(tmp_path):
         measuring.wait_for(lambda: False, [], what="the moon", limit_s=0.0, every_s=0.001)
 
 
+@pytest.mark.slow
 def test_rounds_of_processes_are_measured(tmp_path):
     found = rounds.measure(measuring.RoundPlan(agents=1, payload="5000", rounds=2), "amqtt", tmp_path)
     assert len(found.seconds) == 1

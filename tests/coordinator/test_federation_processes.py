@@ -124,6 +124,7 @@ def test_a_coordinator_on_a_full_disk_neither_ends_nor_loses_a_run_and_starts_wh
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
     """Rounds as they are shipped; SIGKILL in round 3 of 6. What counts is the time from the last update that came."""
     with Site(tmp_path, DIGITS, rules="") as site:

@@ -14,7 +14,7 @@ from scipy import integrate, stats
 
 from edge_agent.accountant import cost, delta_of, epsilon_of
 
-CASES = [(0.5, 1), (1.0, 1), (1.0, 30), (2.0, 10), (4.0, 100), (10.0, 5), (0.3, 20)]
+CASES = [(0.5, 1), (1.0, 1), (1.0, 30), (2.0, 10), (4.0, 100), (10.0, 5), pytest.param(0.3, 20, marks=pytest.mark.slow)]
 
 
 def test_delta_at_epsilon_zero_is_the_total_variation_of_two_unit_gaussians_by_hand():

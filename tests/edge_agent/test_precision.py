@@ -74,6 +74,7 @@ def test_two_equal_encoders_are_never_told_apart_by_the_machines_drift(bundle):
     assert found.int8_ms == pytest.approx(found.fp32_ms, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_timings_under_load_choose_int8_for_equal_encoders_in_less_than_one_case_of_fifty(bundle):
     """Each run takes 10 ms, and one of three is interrupted for up to 30 ms more."""
     encoders = {name: Encoder.open(bundle, name) for name in ("fp32", "int8")}
