@@ -45,6 +45,7 @@ from .storage import Access, write_atomic
 from .task import Frozen, parse_json
 from .wire.authentic import check_key
 from .wire.messages import Base64, Renew, Serial, printable
+from .worker import answer_of_child
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -623,11 +624,6 @@ class Renewal:
         return self._wall() >= now.not_before + share * (now.not_after - now.not_before)
 
 
-_BEGIN = (
-    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
-    "from edge_agent.identity import answer_parent; answer_parent()"
-)
-_ROOT = str(Path(__file__).resolve().parents[1])
 CHILD_LIMIT_S = 60.0
 
 
@@ -639,17 +635,9 @@ def renew_beside(state: Path, what: Literal["message", "by_port", "received"], c
     Raises:
         HeadwaterError: as the method does.
     """
-    question = json.dumps({"state": str(state), "what": what, "certificate": certificate})
+    question = {"state": str(state), "what": what, "certificate": certificate}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _BEGIN, _ROOT],
-            input=question,
-            capture_output=True,
-            text=True,
-            timeout=CHILD_LIMIT_S,
-            check=True,
-        )
-        result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        result = answer_of_child(__name__, answer_parent.__name__, question, CHILD_LIMIT_S)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise StateError(f"the renewal of the certificate has failed: {cause(error)}; it is tried again") from error
     if "error" in result:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
@@ -38,6 +42,34 @@ def in_child(check: Callable[[], object]) -> None:
         if os.waitpid(child, 0)[1] == 0:
             return
     check()
+
+
+_BEGIN = (
+    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
+    "from {module} import {name}; {name}()"
+)
+_ROOT = str(Path(__file__).resolve().parents[1])
+
+
+def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> dict[str, Any]:
+    """The JSON object that a function prints last, run without arguments by a new interpreter.
+
+    It reads ``question`` as JSON from stdin. What it loads goes with the process.
+
+    Raises:
+        OSError, subprocess.SubprocessError, ValueError, IndexError: the process failed, took longer than ``limit_s``
+            seconds, or printed something else.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _BEGIN.format(module=module, name=name), _ROOT],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 class Worker(Protocol):

@@ -39,7 +39,7 @@ from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
-from ..worker import Done, Worker
+from ..worker import Done, Worker, answer_of_child
 from .health import Condition, Kind, disk_error, try_disk, whole_message
 from .local_state import (
     ClientStateFiles,
@@ -474,11 +474,6 @@ def resident_mb() -> float:
 
 
 LIMIT_S = 600.0
-_BEGIN = (
-    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
-    "from edge_agent.agent.tasks import answer; answer()"
-)
-_ROOT = str(Path(__file__).resolve().parents[2])
 _KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}
 
 
@@ -508,17 +503,9 @@ def check_beside(config: AgentConfig, task: Task) -> None:
         UsageError: head or source cannot be as they are configured.
         StateError: the child has failed.
     """
-    question = json.dumps({"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")})
+    question = {"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _BEGIN, _ROOT],
-            input=question,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=True,
-        )
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result = answer_of_child(__name__, answer.__name__, question, LIMIT_S)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise StateError(f"the check of local data has failed: {errors.cause(error)}") from error
     if result:
