@@ -192,7 +192,7 @@ def _is_linked(path: Path, other: Path) -> bool:
         os.link(path, other)
     except FileNotFoundError:
         raise
-    except (OSError, NotImplementedError):
+    except OSError:
         return False
     return True
 
