@@ -121,7 +121,7 @@ class AgentBrokerConfig(BrokerConfig):
     command_key_file: Path | None = Field(
         None,
         description="file of 'headwater password' by which this agent knows its coordinator's commands; without it, it "
-        "obeys whoever may publish on its topics",
+        "obeys every sender that may publish on its topics",
     )
 
 

@@ -50,7 +50,7 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         self._path = Path(self.config.password_file)
         self._rules = Rules(self.config.federation)
         self._users, self._read_at = read_passwords(self._path), self._path.stat().st_mtime_ns
-        # A password takes milliseconds to check, on purpose: in a thread of its own it delays no message, and one that
+        # A password takes milliseconds to check, on purpose: in another thread it delays no message, and one that
         # was right is known again at once, so that agents come back while somebody tries passwords.
         self._checking, self._pending = ThreadPoolExecutor(1, "passwords"), 0
         self._secret, self._right = secrets.token_bytes(32), dict[str, tuple[str, bytes]]()
