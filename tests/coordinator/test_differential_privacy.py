@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import zlib
 
 import numpy as np
 import pytest
@@ -29,7 +31,8 @@ PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
 def federation(folder, policies=None, *, min_agents=3, **privacy):
     def make(config, tier):
         policy = PrivacyConfig.model_validate((policies or {}).get(config.id, {}))
-        return TinyDuties(config.model_copy(update={"privacy": policy}), tier)
+        entropy = itertools.count(zlib.crc32(config.id.encode()) << 32).__next__
+        return TinyDuties(config.model_copy(update={"privacy": policy}), tier, entropy=entropy)
 
     # A device whose own noise is much stronger than that of the others looks like an attacker.
     unbounded = {"max_norm": None, "max_loss": None}
