@@ -77,6 +77,9 @@ class IdentityConfig(Frozen):
     grace_days: float = Field(
         90.0, ge=0, le=3650, description="an expired certificate can be renewed for so long, then a new token is needed"
     )
+    agents_per_owner: PositiveCount | None = Field(
+        None, description="'headwater enroll --owner' makes no token for more agents of one owner; none: no limit"
+    )
 
     @property
     def url(self) -> str:

@@ -31,10 +31,11 @@ def list_agents(config: Config = None, state: State = None, as_json: Json = Fals
     """
     now = time.time()
     agents = [_described(record, now) for record in enrolment(config, state).ledger.records()]
-    columns = ("agent", "state", "valid until", "key", "token until")
-    rows = [tuple(agent[key] or "" for key in ("name", "state", "until", "key", "token")) for agent in agents]
+    columns = ("agent", "state", "valid until", "key", "token until", "owner", "samples at most")
+    keys = ("name", "state", "until", "key", "token", "owner", "max_samples")
+    rows = [tuple(str(agent[key] or "") for key in keys) for agent in agents]
     parts = (
-        [table(f"{len(agents)} agents", columns, rows, left=5)] if agents else ["no agents; 'headwater enroll NAME'"]
+        [table(f"{len(agents)} agents", columns, rows, left=6)] if agents else ["no agents; 'headwater enroll NAME'"]
     )
     present({"agents": agents}, parts, as_json=as_json)
 
@@ -91,4 +92,6 @@ def _described(record: AgentRecord, now: float) -> dict[str, Any]:
         "until": shown(current.not_after) if current is not None else None,
         "key": current.key if current is not None else None,
         "token": shown(token.expires) if token is not None and is_open else None,
+        "owner": record.owner or None,
+        "max_samples": record.max_samples,
     }

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import UsageError
 from edge_agent.identity import Token, shown
 
@@ -23,8 +24,23 @@ Expires = Annotated[str, typer.Option("--expires", help="How long the token coun
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
+Owner = Annotated[
+    str | None, typer.Option("--owner", help="Whose device it is; identity.agents_per_owner limits a person's devices.")
+]
+MaxSamples = Annotated[
+    int | None,
+    typer.Option("--max-samples", min=1, help="Count no more samples of it, whatever it declares; default: no limit."),
+]
+
+
 def enroll(
-    name: Name, expires: Expires = "14d", config: Config = None, state: State = None, as_json: Json = False
+    name: Name,
+    expires: Expires = "14d",
+    owner: Owner = None,
+    max_samples: MaxSamples = None,
+    config: Config = None,
+    state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Make a token for a device: one line, on stdout, that 'edge-agent enroll' takes there. It counts once.
 
@@ -34,7 +50,10 @@ def enroll(
     Example: headwater enroll porch --expires 14d
     """
     life = duration(expires)
-    print_token(enrolment(config, state).token(name, life), as_json=as_json)
+    if owner and not re.fullmatch(NAME_PATTERN, owner):
+        raise UsageError(f"owner '{owner[:80]}' does not match {NAME_PATTERN}")
+    token = enrolment(config, state).token(name, life, owner=owner, max_samples=max_samples)
+    print_token(token, as_json=as_json)
 
 
 def enrolment(config: Path | None, state: Path | None) -> Enrolment:
@@ -50,7 +69,8 @@ def enrolment(config: Path | None, state: Path | None) -> Enrolment:
             "the configuration has no section [identity]: 'headwater init --config FILE' adds certificates; for a "
             "broker with users, 'headwater password NAME --users FILE' makes a password"
         )
-    return Enrolment(settings.state, settings.federation, settings.identity)
+    hosted = frozenset(client.id for client in settings.hosted)
+    return Enrolment(settings.state, settings.federation, settings.identity, taken=hosted)
 
 
 def duration(text: str) -> timedelta:

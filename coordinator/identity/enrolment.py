@@ -48,16 +48,22 @@ class Enrolment:
     """Certifies the agents of one federation."""
 
     def __init__(
-        self, state: Path, federation: str, config: IdentityConfig, *, now: Callable[[], datetime] = utc_now
+        self,
+        state: Path,
+        federation: str,
+        config: IdentityConfig,
+        *,
+        now: Callable[[], datetime] = utc_now,
+        taken: frozenset[str] = frozenset(),
     ) -> None:
-        """Open the authority in the state folder.
+        """Open the authority in the state folder. ``taken``: ids of clients that the coordinator itself hosts.
 
         Raises:
             StateError: there is none.
         """
         self.folder, self.federation, self.config, self.now = identity_folder(state), federation, config, now
         self.authority = Authority.open(self.folder)
-        self.ledger = Ledger(self.folder / "agents")
+        self.ledger, self._taken = Ledger(self.folder / "agents"), taken
         self.crl = self.folder / "crl.pem"
 
     @property
@@ -65,14 +71,26 @@ class Enrolment:
         """How long an agent's certificate holds."""
         return timedelta(days=self.config.certificate_days)
 
-    def token(self, name: str, life: timedelta, *, replaces: str = "") -> Token:
+    def token(
+        self,
+        name: str,
+        life: timedelta,
+        *,
+        replaces: str = "",
+        owner: str | None = None,
+        max_samples: int | None = None,
+    ) -> Token:
         """A new token for an agent; one that was made for it before does not count any more.
 
+        ``owner`` and ``max_samples`` (see `AgentRecord`) are kept from before where they are None.
+
         Raises:
-            UsageError: no agent can have that name.
+            UsageError: no agent can have that name, or its owner has as many agents as one may have.
         """
         if name in RESERVED:
             raise UsageError(f"'{name}' is the name of a program of the federation; choose another for the device")
+        if name in self._taken:
+            raise UsageError(f"'{name}' is a client that this coordinator hosts ([[hosted]]); choose another name")
         now, secret = self.now(), new_secret()
         public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         expires = now + life
@@ -84,7 +102,13 @@ class Enrolment:
         )
         with self.ledger.changing() as ledger:
             before = ledger.get(name) or AgentRecord(name=name)
-            ledger.put(before.model_copy(update={"token": made}))
+            if replaces and (other := ledger.get(replaces)) is not None:
+                before = before.model_copy(update={"owner": other.owner, "max_samples": other.max_samples})
+            given = {"owner": owner, "max_samples": max_samples}
+            changed = {"token": made, **{key: value for key, value in given.items() if value is not None}}
+            after = before.model_copy(update=changed)
+            self._check_quota(after, replaces)
+            ledger.put(after)
         return Token(
             url=self.config.url,
             port=self.config.enroll_port,
@@ -169,6 +193,21 @@ class Enrolment:
             raise StateError(f"{path}: damaged; 'headwater serve' writes it again at its next start") from error
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_quota(self, agent: AgentRecord, replaces: str) -> None:
+        most, now = self.config.agents_per_owner, self.now().timestamp()
+        if most is None or not agent.owner:
+            return
+        others = [
+            one.name
+            for one in self.ledger.records()
+            if one.owner == agent.owner and one.name not in {agent.name, replaces} and one.counts(now)
+        ]
+        if len(others) >= most:
+            raise UsageError(
+                f"owner '{agent.owner}' has {len(others)} agents ({', '.join(others[:10])}), and "
+                f"identity.agents_per_owner is {most}; 'headwater agents revoke NAME' ends one of them"
+            )
 
     def _key_of(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
         try:

@@ -49,6 +49,8 @@ class AgentRecord(Frozen):
     """One agent."""
 
     name: str = Field(pattern=NAME_PATTERN)
+    owner: str = Field("", description="whose device it is; a person's devices are counted together")
+    max_samples: int | None = Field(None, description="a larger count that it declares counts as this")
     token: TokenRecord | None = None
     certificates: tuple[CertificateRecord, ...] = ()
 
@@ -61,6 +63,12 @@ class AgentRecord(Frozen):
     def is_revoked(self) -> bool:
         """Whether it had certificates, and none counts any more."""
         return bool(self.certificates) and self.current() is None
+
+    def counts(self, now: float) -> bool:
+        """Whether it is let in, or may still use its token."""
+        return self.current() is not None or (
+            self.token is not None and self.token.used_at is None and self.token.expires >= now
+        )
 
     def revoked(self, at: float) -> AgentRecord:
         """The same with all certificates revoked, and without a token that could still be used."""

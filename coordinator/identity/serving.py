@@ -211,6 +211,11 @@ class IdentityService:
             self._revoked -= {agent}  # it has got another certificate since
         return True
 
+    def most_samples(self, agent: str) -> int | None:
+        """How many samples its enrolment lets this agent declare; None: no limit."""
+        record = self.enrolment.ledger.get(agent)
+        return None if record is None else record.max_samples
+
     def renewed(self, agent: str, message: Renew) -> Renewed:
         """The answer to an agent that asks for a new certificate."""
         try:

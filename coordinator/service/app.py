@@ -27,13 +27,14 @@ from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import ComputeProcess
+from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
 from .preflight import overlaps
-from .standby import Standby
+from .standby import Standby, wait_for_folder
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,23 @@ def take_over(
     """`coordinator`, entered into ``stack`` once the one that serves is silent; None where ``stop`` is set before.
 
     Raises:
-        UsageError: the broker is embedded in the coordinator, or that works on another state folder.
+        UsageError: the coordinator that serves works on another state folder, or nobody could hear it.
         StateError: there is no journal in the state folder, or it is damaged.
     """
-    if config.broker is None:
-        raise UsageError(
-            "a standby needs a broker that outlives the coordinator, which starts this one; give [broker] url"
-        )
     while True:
-        transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
-        with contextlib.closing(transport):
-            if not Standby(config.federation, config.state, transport, takeover_s=takeover_s).wait(stop):
+        if config.broker is None:
+            if (config.state / MARKER).exists():
+                raise UsageError(
+                    f"{config.state} is a copy, and the coordinator starts its own broker, which ends with it: nobody "
+                    "can hear here whether it serves. Give [broker] url, or start 'headwater serve' here by hand"
+                )
+            if not wait_for_folder(config.state, stop):
                 return None
+        else:
+            transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
+            with contextlib.closing(transport):
+                if not Standby(config.federation, config.state, transport, takeover_s=takeover_s).wait(stop):
+                    return None
         try:
             return stack.enter_context(coordinator(config, stop))
         except (DuplicateCoordinator, BrokerAway) as error:

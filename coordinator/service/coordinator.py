@@ -360,7 +360,17 @@ class Coordinator:
         elif kind == "s":
             self._on_presence(agent, payload)
         else:
-            self._on_control(agent, wire.parse_from_agent(payload))
+            self._on_control(agent, self._within_enrolment(agent, wire.parse_from_agent(payload)))
+
+    def _within_enrolment(self, agent: str, message: wire.Control) -> wire.Control:
+        """The message with no more samples than the agent was enrolled with."""
+        if self.identity is None or not isinstance(message, wire.Hello | wire.UpdateManifest | wire.Report):
+            return message
+        most = self.identity.most_samples(agent)
+        if most is None or message.samples <= most:
+            return message
+        log.warning("samples_limited agent=%s declared=%d counted=%d: see its enrolment", agent, message.samples, most)
+        return message.model_copy(update={"samples": most})
 
     def _on_presence(self, agent: str, payload: bytes) -> None:
         """The last will of an agent's connection; it counts only for the newest one, which its hello has named."""

@@ -7,6 +7,8 @@ Where both have one state folder, on one machine, a free lock is a second sign, 
 lock that a silent process still holds, because it was suspended, is removed: the journal takes no entry of that process
 any more (`coordinator.state.journal.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
 needs SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
+
+A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
 """
 
 from __future__ import annotations
@@ -42,6 +44,47 @@ QUERY_S = 2.0
 LOOK_S = 0.5
 WRONG_ANSWERS = 3
 """Answers in a row that do not fit the state folder: their coordinator works on another one."""
+
+
+def wait_for_folder(
+    state: Path,
+    stop: threading.Event,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] | None = None,
+) -> bool:
+    """True once nobody has held the state folder for `QUIET_S`; False when ``stop`` is set before.
+
+    For a coordinator that starts its own broker: the two end together, so that nobody can be asked. One that is
+    suspended holds the folder, and goes on when it wakes.
+
+    Raises:
+        StateError: the folder has no journal, or its file system does not answer.
+    """
+    with StateFolder(state).look():
+        pass
+    free_since, said, wait = None, "", pause or stop.wait
+    while not stop.is_set():
+        holder, now = _lock_holder(state), clock()
+        if holder is not None:
+            free_since = None
+            if holder.name != said:
+                log.info("standing_by holder=%s folder=%s", holder.name, state)
+                said = holder.name
+        elif free_since is None:
+            free_since = now
+        elif now - free_since >= QUIET_S:
+            log.warning("takes_over folder=%s free_s=%.0f", state, now - free_since)
+            return True
+        wait(LOOK_S)
+    return False
+
+
+def _lock_holder(state: Path) -> LockHolder | None:
+    try:
+        return lock_holder(state)
+    except OSError as error:
+        raise StateError(f"{state}: who holds it cannot be read: {cause(error)}") from error
 
 
 class Standby:
@@ -164,27 +207,18 @@ class Standby:
             return ""
         if message.host != self._host:
             return f"{self._state} is no copy; two machines cannot work on one folder: {advice}"
-        return "" if self._holder() is not None else f"nobody holds {self._state}, which is no copy; {advice}"
+        return (
+            "" if _lock_holder(self._state) is not None else f"nobody holds {self._state}, which is no copy; {advice}"
+        )
 
     def _is_copy(self) -> bool:
         return (self._state / MARKER).exists()
-
-    def _holder(self) -> LockHolder | None:
-        """Who holds the state folder.
-
-        Raises:
-            StateError: the file system does not answer.
-        """
-        try:
-            return lock_holder(self._state)
-        except OSError as error:
-            raise StateError(f"{self._state}: who holds it cannot be read: {cause(error)}") from error
 
     def _may_take_over(self, now: float) -> bool:
         if self._returned_at is None or now - self._returned_at > 3 * QUERY_S:
             return False
         try:
-            holder = self._holder()
+            holder = _lock_holder(self._state)
             if holder != self._lock[0]:
                 self._lock = (holder, now)
             silent_s, is_copy = now - self._heard_at, self._is_copy()

@@ -310,6 +310,33 @@ def test_a_renamed_agent_takes_its_new_name_and_the_old_one_is_revoked(side, dev
     assert side.enrolment.ledger.get("porch").is_revoked
 
 
+def test_row_43_one_owner_has_no_more_agents_than_the_quota(side, device):
+    issuer = Enrolment(
+        side.state,
+        "home",
+        side.config.model_copy(update={"agents_per_owner": 2}),
+        now=side.now,
+        taken=frozenset({"hall"}),
+    )
+    tokens = [issuer.token(name, 14 * DAY, owner="anna", max_samples=500) for name in ("porch", "shed")]
+    with pytest.raises(UsageError, match=r"owner 'anna' has 2 agents \(porch, shed\).*'headwater agents revoke NAME'"):
+        issuer.token("attic", 14 * DAY, owner="anna")
+    issuer.token("attic", 14 * DAY, owner="ben")
+    issuer.token("porch", 14 * DAY)  # the same agent again is no other one, and keeps its owner and its limit
+    assert (issuer.ledger.get("porch").owner, issuer.ledger.get("porch").max_samples) == ("anna", 500)
+    issuer.token("garden", 14 * DAY, replaces="porch")
+    assert (issuer.ledger.get("garden").owner, issuer.ledger.get("garden").max_samples) == ("anna", 500)
+    enroll(tokens[1], device())
+    side.ahead = 20 * DAY  # the tokens that nobody used have expired: shed alone is left
+    issuer.token("attic", 14 * DAY, owner="anna")
+    with pytest.raises(UsageError, match=r"owner 'anna' has 2 agents \(attic, shed\)"):
+        issuer.token("cellar", 14 * DAY, owner="anna")
+    issuer.revoke("shed")
+    issuer.token("cellar", 14 * DAY, owner="anna")
+    with pytest.raises(UsageError, match=r"'hall' is a client that this coordinator hosts"):
+        issuer.token("hall", 14 * DAY)
+
+
 HOSTILE = [
     b"\n",
     b"GET / HTTP/1.1\r\n\r\n",

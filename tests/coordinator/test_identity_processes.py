@@ -83,6 +83,22 @@ def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets
     fleet.until(lambda: fleet.online() == {"porch", "hall"}, "it is back under its name")
 
 
+@pytest.mark.slow
+def test_standby_takes_folder_and_broker_over_from_a_coordinator_that_was_killed(fleet):
+    fleet.init().serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    fleet.run("porch")
+    fleet.until(lambda: fleet.online() == {"porch"}, "it is online")
+    fleet.start("standby", "coordinator", "serve", "--standby", "--config", fleet.config)
+    fleet.until(lambda: "standing_by holder=" in fleet.said("standby"), "the standby waits")
+    fleet.kill("serve")
+    fleet.until(lambda: "takes_over folder=" in fleet.said("standby"), "it takes over")
+    fleet.until(lambda: fleet.said("standby").count("agent_joined agent=porch") == 1, "the agent is back")
+    fleet.start("late", "coordinator", "serve", "--config", fleet.config)
+    assert fleet.processes.pop("late").wait(60) != 0, "the first one does not start beside it"
+    assert "is in use by headwater serve" in fleet.said("late")
+
+
 def test_certificate_is_renewed_under_a_running_agent_over_its_own_connection(fleet):
     fleet.init(certificate_days=8 / 86_400, grace_days=1).serve()
     assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0

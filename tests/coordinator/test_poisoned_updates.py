@@ -132,6 +132,24 @@ def test_row_25_a_huge_update_or_a_lie_about_samples_is_bounded_reported_and_lef
         assert audit(fed.state, fed.run).breaks == []
 
 
+class Enrolled:
+    """What the coordinator asks of an enrolment: each agent is let in, and may declare 10 samples."""
+
+    admits = staticmethod(lambda agent: True)
+    tick = staticmethod(lambda clock_s, now: [])
+    most_samples = staticmethod(lambda agent: 10)
+
+
+def test_row_43_declared_samples_are_bounded_by_what_the_enrolment_allows(tmp_path, caplog):
+    """Mallory pulls back with 1e9 samples and counts as much as each of the five others: (5 - 1) / 6."""
+    with besieged(tmp_path, duties(scaled(-1), 1_000_000_000)) as fed:
+        fed.coordinator.identity = Enrolled()
+        metrics = run(fed)
+        assert np.allclose(progress(fed), 6 * 4 / 6)
+        assert [line.get("bounded", {}) for line in metrics] == [{}] * 6
+    assert "samples_limited agent=mallory declared=1000000000 counted=10" in caplog.text
+
+
 def test_a_suspect_is_replaced_and_a_restart_of_it_or_of_the_coordinator_changes_nothing(tmp_path):
     with besieged(tmp_path, duties(scaled(100)), size=5) as fed:
         fed.request(rounds=8)

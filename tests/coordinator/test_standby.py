@@ -12,7 +12,7 @@ from federation_harness import Federation, undisturbed_hash, vanish
 
 from coordinator.fleet.registry import begin
 from coordinator.service.coordinator import Coordinator
-from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby
+from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.state import backup as backups
 from coordinator.state import store
 from coordinator.state.backup import back_up
@@ -242,6 +242,35 @@ def test_a_standby_stops_when_it_is_asked_to(tmp_path):
         stop = threading.Event()
         stop.set()
         assert Standby("home", fed.config.state, fed.broker.transport(), clock=fed.clock).wait(stop) is False
+
+
+def test_with_a_broker_that_ends_with_the_coordinator_a_free_lock_is_the_sign(tmp_path):
+    """Held, free for 8 s (a restart), held again, then free: taken over 10 s after that."""
+    with StateFolder(tmp_path).open("serve"):
+        pass
+    now, held = 0.0, {"lock": folder_lock(tmp_path, "headwater serve")}
+    held["lock"].__enter__()
+
+    def wait(seconds):
+        nonlocal now
+        now += seconds
+        if now in {20.0, 40.0}:
+            held.pop("lock").__exit__(None, None, None)
+        if now == 28.0:
+            held["lock"] = folder_lock(tmp_path, "headwater serve")
+            held["lock"].__enter__()
+
+    assert wait_for_folder(tmp_path, threading.Event(), clock=lambda: now, pause=wait)
+    assert 50.0 <= now <= 51.0
+
+
+def test_a_standby_of_a_folder_without_a_journal_is_refused_and_one_that_is_asked_to_stop_stops(tmp_path):
+    stop = threading.Event()
+    with pytest.raises(StateError):
+        wait_for_folder(tmp_path / "none", stop)
+    with StateFolder(tmp_path).open("serve"):
+        stop.set()
+        assert not wait_for_folder(tmp_path, stop)
 
 
 def test_a_folder_on_another_machine_is_refused_where_it_is_no_copy(tmp_path, monkeypatch):

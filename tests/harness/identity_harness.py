@@ -97,6 +97,11 @@ class Fleet:
         process.terminate()
         process.wait(20)
 
+    def kill(self, name):
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
     def log(self, name):
         return self.folder / f"{name}.log"
 
