@@ -19,6 +19,7 @@ from ..config import CoordinatorConfig, IdentityConfig, load_config
 from ..identity.authority import Authority
 from ..identity.enrolment import Enrolment, identity_folder
 from ..identity.serving import BrokerFiles
+from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from .options import Json
 from .output import present
@@ -137,5 +138,6 @@ def _make(settings: CoordinatorConfig) -> Authority:
         raise UsageError("the configuration has no section [identity]")
     folder, now = identity_folder(settings.state), utc_now()
     authority = Authority.create(folder, settings.federation, now)
+    CommandKeys.of(settings.state, settings.federation)
     BrokerFiles(Enrolment(settings.state, settings.federation, settings.identity)).write(now)
     return authority

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from edge_agent.config import credential
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.identity import fingerprint
 from edge_agent.storage import Access, write_atomic
@@ -62,13 +63,13 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """The authority in ``folder``.
+        """The authority in ``folder``; its key may be a credential that systemd gives.
 
         Raises:
             StateError: there is none, or it is damaged.
         """
         try:
-            key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
+            key = load_pem_private_key(credential(folder / "ca.key").read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
         except FileNotFoundError as error:
             raise StateError(

@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edge_agent.config import credential
 from edge_agent.errors import StateError, cause
 from edge_agent.storage import Access, access_of, waited_lock, write_atomic
 from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
@@ -34,19 +35,15 @@ class CommandKeys:
 
     @classmethod
     def of(cls, state: Path, federation: str) -> CommandKeys:
-        """The keys of a state folder, whose secret is made where there is none.
+        """The keys of a state folder, whose secret is made where there is none; systemd may give it as a credential.
 
         Raises:
             StateError: the secret cannot be read, or is no secret of ours.
             OSError: it cannot be written.
         """
-        path = state / MASTER
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.chmod(0o700)
-        with waited_lock(path.parent):  # 'headwater password' and a starting coordinator make one secret, not two
-            if not path.exists():
-                owner = access_of(state)  # that of the coordinator, where root enrolls before its first start
-                write_atomic(path, secrets.token_bytes(KEY_BYTES), access=Access(owner.uid, owner.gid, 0o600))
+        path = credential(state / MASTER)
+        if path.parent == (state / MASTER).parent:
+            cls._make(state)
         try:
             master = path.read_bytes()
         except OSError as error:
@@ -57,6 +54,16 @@ class CommandKeys:
                 "enroll all agents again"
             )
         return cls(master, federation)
+
+    @staticmethod
+    def _make(state: Path) -> None:
+        path = state / MASTER
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        with waited_lock(path.parent):  # 'headwater password' and a starting coordinator make one secret, not two
+            if not path.exists():
+                owner = access_of(state)  # that of the coordinator, where root enrolls before its first start
+                write_atomic(path, secrets.token_bytes(KEY_BYTES), access=Access(owner.uid, owner.gid, 0o600))
 
     def of_agent(self, agent: str) -> AgentKey:
         """What that agent is given."""

@@ -24,7 +24,7 @@ from coordinator.identity.port import EnrolmentPort
 from coordinator.identity.serving import BrokerFiles
 from coordinator.state.backup import back_up
 from coordinator.state.store import StateFolder
-from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, UsageError
+from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
     IdentityFolder,
@@ -335,6 +335,22 @@ def test_row_43_one_owner_has_no_more_agents_than_the_quota(side, device):
     issuer.token("cellar", 14 * DAY, owner="anna")
     with pytest.raises(UsageError, match=r"'hall' is a client that this coordinator hosts"):
         issuer.token("hall", 14 * DAY)
+
+
+def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state_folder(side, tmp_path, monkeypatch):
+    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.command_key("porch")
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    for name in ("ca.key", "master.key"):
+        (identity_folder(side.state) / name).rename(credentials / name)
+    with pytest.raises(StateError, match=r"no certificate authority"):
+        Enrolment(side.state, "home", side.config)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
+    again = Enrolment(side.state, "home", side.config)
+    assert (again.authority.fingerprint, again.command_key("porch")) == (fingerprint, key)
+    again.token("porch", DAY)
+    again.revoke("porch")  # which signs the list
+    assert not (identity_folder(side.state) / "master.key").exists()
 
 
 HOSTILE = [
