@@ -560,6 +560,11 @@ class CommandSender:
         self.federation, self.epoch = "", 0
         self._seq = 0
         self._epochs: dict[str, int] = {}
+        self._protocols: dict[str, int] = {}
+
+    def speaks(self, agent: str, protocol: int) -> None:
+        """Messages to this agent are of that version of the protocol from now on; to others, of the oldest."""
+        self._protocols[agent] = protocol
 
     def send(self, agent: str, message: wire.Command) -> None:
         """One control message to one agent; a run in it is named as the journal names it."""
@@ -616,13 +621,15 @@ class CommandSender:
 
     def _send(self, agent: str, message: wire.Command, **changes: str) -> None:
         epoch = max(self.epoch, self._epochs.get(agent, 0))
-        payload = self._stamped(message, epoch, **changes)
+        payload = self._stamped(message, epoch, self._protocols.get(agent, wire.OLDEST_PROTOCOL), **changes)
         self._publish(self._topics.down(agent), payload if self._keys is None else self._keys.proven(agent, payload))
 
-    def _stamped(self, message: wire.Command, epoch: int, **changes: str) -> bytes:
+    def _stamped(
+        self, message: wire.Command, epoch: int, protocol: int = wire.OLDEST_PROTOCOL, **changes: str
+    ) -> bytes:
         self._seq += 1
         stamp = {"boot": self._boot, "seq": self._seq, "federation": self.federation, "epoch": epoch}
-        return wire.encode(message.model_copy(update={**changes, **stamp}))
+        return wire.encode(message.model_copy(update={**changes, **stamp}), protocol)
 
 
 MOST_RECEIPTS = 4096

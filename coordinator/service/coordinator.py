@@ -456,6 +456,7 @@ class Coordinator:
         if message.federation and not self.commands.may_give(agent, message.epoch, self.peers.is_alone):
             return
         before = self.roster.get(agent)
+        self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
         is_back = before is None or before.boot != message.boot or not before.is_present

@@ -11,6 +11,7 @@ and a random part: ``run-0001-`` and 32 hexadecimal digits. So no two runs have 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -72,7 +73,13 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
 
 PROTOCOL = 3
 OLDEST_PROTOCOL = 3
-"""Versions from this one up to `PROTOCOL` are understood. Not 2: it refuses what a `Report` says of the local model."""
+"""Versions from this one up to `PROTOCOL` are understood. Not 2: it refuses what a `Report` says of the local model.
+
+A coordinator serves agents of the version before: what it sends to an agent is of the agent's version. A field that
+version 4 adds to a command has a default that means what version 3 did, and is marked
+``json_schema_extra={"since": 4}``, so that it is left out for an older agent. An agent speaks its own version alone, so
+coordinators are upgraded first.
+"""
 
 MAX_MESSAGE_BYTES = 48 * 1024
 LARGE_TASK_BYTES = 16 * 1024
@@ -682,14 +689,28 @@ parse_from_coordinator: Callable[[bytes], Command] = _parser(*get_args(FromCoord
 parse_between_coordinators = _parser(Present)
 
 
-def encode(message: Control) -> bytes:
+@functools.cache
+def _later(kind: type[Control], protocol: int) -> frozenset[str]:
+    """Fields of a message that are not in this version of the protocol."""
+    later = set[str]()
+    for name, field in kind.model_fields.items():
+        since = field.json_schema_extra.get("since") if isinstance(field.json_schema_extra, dict) else None
+        if isinstance(since, int) and since > protocol:
+            later.add(name)
+    return frozenset(later)
+
+
+def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
     """A message as UTF-8 JSON, its checksum last; fields at their default are left out, ``v`` and ``type`` never.
+
+    ``protocol``: the version that the receiver speaks.
 
     Raises:
         MessageError: larger than the other side reads, or with NaN or infinity in it.
     """
     plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
-    fields = message.model_dump(mode="json", by_alias=True, exclude=plain - {"v", "type"})
+    left_out = (plain | _later(type(message), protocol)) - {"v", "type"}
+    fields = {**message.model_dump(mode="json", by_alias=True, exclude=left_out), "v": protocol}
     try:
         payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:

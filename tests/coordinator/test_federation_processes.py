@@ -13,6 +13,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import next_protocol
 import pytest
 from process_site import AGENTS, DIGITS, LARGE, Site
 
@@ -254,6 +255,18 @@ def test_a_coordinator_at_rest_has_no_torch_in_memory(tmp_path):
         assert "libtorch" not in (process / "maps").read_text()
         (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
         assert int(resident.split()[1]) * 1024 < 90e6
+
+
+@pytest.mark.slow
+def test_a_coordinator_of_the_next_protocol_serves_agents_of_this_one(tmp_path):
+    """The same hash as among equals. Its commands have a field that these agents would refuse, were it not left out."""
+    with Site(tmp_path, DIGITS) as site:
+        run = site.request(2)
+        among_equals = site.finish(run)
+        site.kill("serve")
+        site.start("serve", next_protocol.__file__, "serve", "--config", "coordinator.toml")
+        assert site.finish(site.request(2)) == among_equals
+        assert "message_refused" not in "".join((tmp_path / f"{name}.log").read_text() for name in AGENTS)
 
 
 @pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.slow), "suspended"])

@@ -80,7 +80,11 @@ class Site:
     def start(self, name, *command):
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *command], cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [sys.executable, *(() if command[0].endswith(".py") else ("-m",)), *command],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
 
     def serve(self):

@@ -6,6 +6,7 @@ import math
 import time
 from typing import get_args
 
+import pydantic
 import pytest
 from form_digest import fields_digest
 from hypothesis import given, settings
@@ -162,6 +163,20 @@ def test_every_message_makes_the_round_trip(kind, parse, data):
     assert parse(payload) == message
     assert len(payload) <= wire.MAX_MESSAGE_BYTES
     assert (content_of(message)["v"], content_of(message)["type"]) == (3, message.type)
+
+
+class Later(wire.Receipt):
+    """A message of which version 4 has one field more."""
+
+    colour: str = pydantic.Field(default_factory=lambda: "red", json_schema_extra={"since": 4})
+
+
+def test_a_message_to_an_older_side_is_of_its_version():
+    receipt = Later(run="r-1", digest=DIGEST, accepted=True)
+    older, newer = (json.loads(wire.unsealed(wire.encode(receipt, protocol))) for protocol in (3, 4))
+    assert (older["v"], newer["v"]) == (3, 4)
+    assert set(newer) - set(older) == {"colour"}
+    assert wire.parse_from_coordinator(wire.encode(receipt, 3)).accepted
 
 
 def test_fields_at_their_default_do_not_travel():
