@@ -213,6 +213,9 @@ class TrainingCheckpointFile:
         log.info("training_resumed epoch=%s batch=%s", notes.get("epoch"), notes.get("batch"))
         return tensors, notes
 
+    def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
+        """Nothing is kept: the training is over with its one call of `train`."""
+
     def remove(self) -> None:
         """The training is over."""
         if self._every_s > 0:  # simulated clients have no folder

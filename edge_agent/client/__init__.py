@@ -143,7 +143,7 @@ class Session:
     ) -> Outcome:
         """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
 
-        Methods that do not train in `one_pass` are neither shortened nor resumed; ``control`` can only stop them.
+        Methods that do not train in `one_pass` are not shortened; those whose passes are not `resumable` only stop.
 
         Raises:
             TensorsError: what was received does not fit the model.
@@ -153,10 +153,20 @@ class Session:
         client = self.before_round(received, kept, round_number=round_number, rounds=rounds)
         metrics = self.scores(client) if evaluate else {}
         if control is not None:
-            client.control = control if self.method.one_pass() else TrainingControl(is_cancelled=control.is_cancelled)
+            client.control = self._within(control)
         update = self.method.local_update(client, received)
         client.control = TrainingControl()  # evaluation may fine-tune a copy: that is another training
         return self.after_round(client, update, metrics, evaluate=evaluate)
+
+    def _within(self, control: TrainingControl) -> TrainingControl:
+        """What of it the method allows."""
+        if self.method.one_pass():
+            return control
+        if control.checkpoint is None or not self.method.resumable:
+            return TrainingControl(is_cancelled=control.is_cancelled)
+        from ..training.loops import Passes
+
+        return TrainingControl(1.0, control.is_cancelled, Passes(control.checkpoint))
 
     def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
         """After the last round: personalize to what was received, and evaluate; nothing travels."""

@@ -50,6 +50,13 @@ class Method:
     evaluate_after: ClassVar[bool] = False
     """Whether a round's evaluation is repeated after local training (as ``acc.after``): some papers quote that one."""
 
+    resumable: ClassVar[bool] = False
+    """Whether a `local_update` of its own may be resumed within an epoch after a kill.
+
+    It may where it trains ``client.model`` by calls of `train` alone, each with one optimizer, and everything else that
+    it computes follows from the model, ``client.memory``, ``client.rng`` and what was received.
+    """
+
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     extras_are_changes: ClassVar[bool] = False
     """Whether extra arrays of updates are changes of the state's arrays of the same names, and bounded as such."""

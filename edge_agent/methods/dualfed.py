@@ -70,6 +70,7 @@ class DualFed(Method):
     Params = DualFedParams
     norm = "local_stats"
     weighting = "uniform"
+    resumable = True
     source = "Zhu et al., DualFed, ACM Multimedia 2024"
     heads = ("dualfed", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(

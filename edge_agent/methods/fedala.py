@@ -46,6 +46,7 @@ class FedALA(Method):
     """FedAvg with adaptive local aggregation on each client."""
 
     Params = FedALAParams
+    resumable = True
     source = "Zhang et al., AAAI 2023"
     exactness = grades(
         mlp=("approximate", "one linear layer fitted on the shared encoder; the paper mixes two classifiers"),

@@ -51,6 +51,7 @@ class FedCP(Method):
     Params = FedCPParams
     shared = ("encoder", "gate", "head")
     frozen = ("head",)
+    resumable = True
     source = "Zhang et al., KDD 2023"
     exactness = grades(
         mlp=("approximate", "one linear layer on all features of the shared encoder, without the gate"),

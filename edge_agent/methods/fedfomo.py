@@ -53,6 +53,7 @@ class FedFomo(TwoNetworks):
     """A model for each client, moved towards those that lower its validation loss."""
 
     Params = FedFomoParams
+    resumable = True
     source = "Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021"
     exactness = grades(
         mlp=("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),

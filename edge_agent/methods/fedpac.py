@@ -81,6 +81,7 @@ class FedPAC(Method):
     Params = FedPACParams
     shared = ("encoder",)  # classifiers travel as extras, for no two clients get the same one back
     evaluate_after = True
+    resumable = True
     source = "Xu, Tong, Huang, ICLR 2023; reproduction report by Ding, 2025"
     own_norm = False  # V, h and class means of one client are compared with those of others on one encoder
     heads = ("fedpac", "lr", "svm", "mlp", "prototype", "knn")

@@ -15,7 +15,6 @@ Batch size and ``refresh_stats`` have defaults of ours, for small data and skewe
 from __future__ import annotations
 
 import logging
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -59,6 +58,7 @@ class FedPick(Method):
     """Global, relevant and irrelevant features trained together, in every batch."""
 
     Params = FedPickParams
+    resumable = True
     source = "Zhu et al., Take Your Pick (FedPick), arXiv 2307.13995"
     heads = ("fedpick", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(
@@ -95,15 +95,15 @@ class FedPick(Method):
             )
             kept = torch.from_numpy(keep_top(scores, params.keep_ratio))
             client.model.part("mask").get_buffer("kept").copy_(kept)
-        steps = -(-client.samples // params.batch_size)  # the share of picked features is that of the last epoch
-        shares: deque[torch.Tensor] = deque(maxlen=max(1, steps))
+        selected = dict[str, torch.Tensor]()
         cut = {"temperature": params.temperature, "threshold": params.threshold}
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
             scores = model.part("mask")(features)
             picked = self._mask(scores, client.generator)
-            shares.append(picked.mean() if params.selector == "fisher" else feature_mask(scores.detach(), **cut).mean())
+            shown = picked if params.selector == "fisher" else feature_mask(scores.detach(), **cut)
+            selected["mask.selected"] = shown.mean()
             whole = model.head(features)
             relevant = model.part("relevant_head")(features * picked)
             irrelevant = model.part("irrelevant_head")(features * (1 - picked))
@@ -115,11 +115,10 @@ class FedPick(Method):
             )
             return terms
 
-        train(client, loss, params, weights={"irrelevant_weight": params.irrelevant_weight})
-        if shares:
-            share = client.log["mask.selected"] = float(torch.stack(list(shares)).mean())
-            if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
-                _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
+        train(client, loss, params, weights={"irrelevant_weight": params.irrelevant_weight}, terms=selected)
+        share = client.log.get("mask.selected", 0.5)
+        if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
+            _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
         return self.sent(client)
 
     def _mask(self, scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

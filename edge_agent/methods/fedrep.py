@@ -40,6 +40,7 @@ class FedRep(FedPer):
     """Head, then encoder."""
 
     Params = FedRepParams
+    resumable = True
     source = "Collins et al., FedRep, ICML 2021"
     exactness = grades(
         mlp=(

@@ -80,6 +80,7 @@ class FedRIR(Method):
     Params = FedRIRParams
     shared = ("encoder",)
     norm = "local_stats"
+    resumable = True
     source = "Huang et al., WWW 2025, arXiv 2502.00859"
     heads = ("fedrir_global", "lr", "svm", "mlp", "prototype")
     exactness = grades(
@@ -162,6 +163,7 @@ class FedRIR(Method):
         options: dict[str, Any] = {"terms": terms, "log": "loss.total"}  # "loss" is the cross entropy, as elsewhere
         options["frozen"] = ("specific",) if params.frozen_bn == "eval" else ()
         options["weights"] = {"id_weight": params.id_weight} if self.distills else {}
+        options["beside"] = idm
         with contextlib.nullcontext() if idm is None else lasting(client, idm, "idm", params.optimizer_state):
             self._train(client, loss, trained, "id", **options)
 

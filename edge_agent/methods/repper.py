@@ -63,6 +63,7 @@ class RepPer(Method):
     """Supervised contrastive learning of the encoder; heads on devices."""
 
     Params = RepPerParams
+    resumable = True
     source = "A Closer Look at Personalization in Federated Image Classification, Algorithm 1"
     heads = ("mlp", "lr", "svm", "prototype")
     exactness = grades(

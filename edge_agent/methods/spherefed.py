@@ -66,6 +66,7 @@ class SphereFed(Method):
 
     Params = SphereFedParams
     frozen = ("head",)
+    resumable = True
     source = "Dong et al., SphereFed, ECCV 2022"
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 

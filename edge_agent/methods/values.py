@@ -91,6 +91,9 @@ class TrainingCheckpoint(Protocol):
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
         """The state that was saved last for this very training; None where there is none."""
 
+    def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
+        """A call of `train` has ended, with that state; another one may follow within this training."""
+
 
 @dataclass(frozen=True)
 class TrainingControl:

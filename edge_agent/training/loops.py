@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import DataError, StateError, TrainingCancelled, TrainingFailed
-from ..methods.values import Client, MethodParams
+from ..methods.values import Client, MethodParams, TrainingCheckpoint
 from ..task import Tensors
 from .parts import Parts, load_arrays, to_arrays
 
@@ -120,6 +120,7 @@ def train_by_steps(
     log: str = "loss",
     terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
     optimizer: torch.optim.Optimizer | None = None,
+    beside: torch.optim.Optimizer | None = None,
 ) -> float:
     """As `train`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
 
@@ -130,8 +131,9 @@ def train_by_steps(
     ``drop_last`` and ``smallest_batch`` are those of `batches`. The mean loss of the last epoch is logged as ``log``,
     and so are the means of ``terms``: parts of the loss by name, which ``step`` puts there for each batch.
 
-    ``client.control`` may shorten the training, stop it, and resume it from a checkpoint with the same bits; the state
-    of ``optimizer`` is in the checkpoint. A shortened training logs its share of the steps as ``work``.
+    ``client.control`` may shorten the training, stop it, and resume it from a checkpoint with the same bits; the
+    states of ``optimizer``, and of one that works ``beside`` it, are in the checkpoint. A shortened training logs its
+    share of the steps as ``work``.
 
     Raises:
         TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
@@ -143,10 +145,10 @@ def train_by_steps(
         raise TrainingFailed(
             f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
         )
-    position, control, mean_loss = Position(), client.control, math.nan
-    loaded = control.checkpoint.load() if control.checkpoint is not None else None
-    if loaded is not None:
-        position = resume(client, optimizer, *loaded)
+    control, mean_loss, optimizers = client.control, math.nan, [*filter(None, (optimizer, beside))]
+    position, known_loss = begun(client, optimizers)
+    if known_loss is not None:
+        return known_loss
     with training_mode(client.model, frozen, frozen_norm):
         for epoch in range(position.epoch, (steps or epochs) + 1):
             position.begin(client, epoch)
@@ -162,8 +164,7 @@ def train_by_steps(
                     raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
                 value = _value(client, step, torch.from_numpy(indices).to(client.device))
                 position.add(value, terms, len(indices))
-                if control.checkpoint is not None and control.checkpoint.is_due():
-                    control.checkpoint.save(*checkpoint_of(client, optimizer, position))
+                save_if_due(client, optimizers, position)
             samples = sum(map(len, split))
             sums = {name: float(added) / samples for name, added in position.sums.items()}
             mean_loss = sums.pop("")
@@ -173,6 +174,8 @@ def train_by_steps(
             position.before_epoch += len(split)
             if position.before_epoch == steps:
                 break
+    if control.checkpoint is not None:
+        control.checkpoint.end(lambda: ended(client, optimizers, position, mean_loss))
     return mean_loss
 
 
@@ -238,13 +241,24 @@ class Position:
         self.batch += 1
 
 
+def save_if_due(client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position) -> None:
+    """Save the state behind a batch where there is a checkpoint that wants it now."""
+    checkpoint = client.control.checkpoint
+    if checkpoint is not None and checkpoint.is_due():
+        checkpoint.save(*checkpoint_of(client, optimizers, position))
+
+
 def checkpoint_of(
-    client: Client, optimizer: torch.optim.Optimizer | None, position: Position
+    client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position
 ) -> tuple[Tensors, dict[str, Any]]:
     """Everything that the rest of a training depends on: named arrays, and what JSON can hold."""
     groups: dict[str, Tensors] = {
         "model": to_arrays(client.model, client.model.state_dict()),
-        "optimizer": moments(optimizer, client.model, "checkpoint") if optimizer is not None else {},
+        "optimizer": {
+            name: array
+            for number, optimizer in enumerate(optimizers)
+            for name, array in moments(optimizer, client.model, str(number)).items()
+        },
         "memory": client.memory,
         "sum": {name: added.cpu().numpy() for name, added in position.sums.items()},
         "random": {name: state().numpy() for name, (state, _) in _random_states(client).items()},
@@ -260,10 +274,76 @@ def checkpoint_of(
     return {f"{group}/{name}": array for group, arrays in groups.items() for name, array in arrays.items()}, notes
 
 
+def ended(
+    client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position, loss: float
+) -> tuple[Tensors, dict[str, Any]]:
+    """What a call of `train` that is over has left: as `checkpoint_of`, in copies, and the loss that it returned."""
+    tensors, notes = checkpoint_of(client, optimizers, position)
+    return {name: array.copy() for name, array in tensors.items()}, {**notes, "loss": loss}
+
+
+class Passes:
+    """A `TrainingCheckpoint` for several calls of `train` in a row: it holds what those that are over have left.
+
+    On the way back each of them is not trained but set to its end, and what the method computes in between is computed
+    again from the same values.
+    """
+
+    def __init__(self, checkpoint: TrainingCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._over: list[tuple[Tensors, dict[str, Any]]] = []
+        self._saved: list[tuple[Tensors, dict[str, Any]]] | None = None
+
+    def is_due(self) -> bool:
+        """As the checkpoint says."""
+        return self._checkpoint.is_due()
+
+    def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+        """Save the state of the call that is under way, and those of the ones before."""
+        states = [*self._over, (tensors, notes)]
+        every = {f"{number}/{name}": array for number, state in enumerate(states) for name, array in state[0].items()}
+        self._checkpoint.save(every, {**notes, "passes": [state[1] for state in states]})
+
+    def load(self) -> tuple[Tensors, dict[str, Any]] | None:
+        """The state of the call that begins; None where it was not reached."""
+        if self._saved is None:
+            tensors, notes = self._checkpoint.load() or ({}, {})
+            split: list[Tensors] = [{} for _ in notes.get("passes", ())]
+            for name, array in tensors.items():
+                which, _, rest = name.partition("/")
+                split[int(which)][rest] = array
+            self._saved = list(zip(split, notes.get("passes", ()), strict=True))
+        number = len(self._over)
+        state = self._saved[number] if number < len(self._saved) else None
+        if state is not None and "loss" in state[1]:
+            self._over.append(state)
+        return state
+
+    def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
+        """The call that is under way is over."""
+        self._over.append(state())
+
+
+def begun(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Position, float | None]:
+    """Where a call of `train` begins, and what it returned where it was over when the checkpoint was made.
+
+    Raises:
+        TensorsError, StateError: as `resume`.
+    """
+    loaded = client.control.checkpoint.load() if client.control.checkpoint is not None else None
+    if loaded is None:
+        return Position(), None
+    position = resume(client, optimizers, *loaded)
+    if "loss" not in loaded[1]:
+        return position, None
+    position.within(client)
+    return position, float(loaded[1]["loss"])
+
+
 def resume(
-    client: Client, optimizer: torch.optim.Optimizer | None, tensors: Tensors, notes: Mapping[str, Any]
+    client: Client, optimizers: Sequence[torch.optim.Optimizer], tensors: Tensors, notes: Mapping[str, Any]
 ) -> Position:
-    """Give model, optimizer and random numbers the state of `checkpoint_of`; returns where training continues.
+    """Give model, optimizers and random numbers the state of `checkpoint_of`; returns where training continues.
 
     Raises:
         TensorsError: the tensors are not those of this model.
@@ -274,8 +354,8 @@ def resume(
         return {key.split("/", 1)[1]: array for key, array in tensors.items() if key.startswith(f"{name}/")}
 
     load_arrays(client.model, group("model"))
-    if optimizer is not None:
-        restore(optimizer, client.model, group("optimizer"), "checkpoint")
+    for number, optimizer in enumerate(optimizers):
+        restore(optimizer, client.model, group("optimizer"), str(number))
     client.memory.clear()
     client.memory.update({name: array.copy() for name, array in group("memory").items()})
     client.log |= notes["log"]

@@ -13,6 +13,7 @@ import pytest
 from federation_duties import TASK, quick_params
 
 from edge_agent import methods
+from edge_agent.agent import local_state
 from edge_agent.agent.local_state import TRAINING_FILE, TrainingCheckpointFile
 from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.errors import TrainingCancelled
@@ -20,6 +21,7 @@ from edge_agent.methods.values import TrainingControl
 from edge_agent.training.parts import to_arrays
 
 ONE_PASS = [name for name in methods.names() if methods.get(name).one_pass()]
+RESUMABLE = [name for name in methods.names() if methods.get(name).resumable]
 EPOCHS, BATCHES = 3, 3
 
 
@@ -92,6 +94,34 @@ def test_every_such_method_resumes_with_the_same_bits(tmp_path, method):
         outcome, rest = train(tmp_path / str(last), method)
         assert_same(outcome, undisturbed)
         assert rest == steps - (last - last % 2), "saved after each second step; only what came behind is done again"
+
+
+def test_the_methods_of_the_five_papers_are_resumed():
+    assert {"dualfed", "fedpac", "fedpick", "repper", "fedrir", "fedrep"} <= set(RESUMABLE)
+    assert not set(ONE_PASS) & set(RESUMABLE), "those need not say so"
+
+
+OF_SEVERAL = [(name, {}) for name in RESUMABLE] + [
+    ("fedrir", {"optimizer": "adam", "optimizer_state": "persist"}),
+    ("fedrir", {"id_mode": "vclub", "optimizer": "adam"}),
+    ("fedpac", {"momentum": 0.9, "head_epochs": 2}),
+    ("fedpick", {"selector": "fisher"}),
+    ("fedrep", {"frozen_norm": "train"}),
+]
+
+
+@pytest.mark.parametrize(
+    "method, params", OF_SEVERAL, ids=lambda value: value if isinstance(value, str) else str(value)
+)
+def test_methods_of_several_passes_resume_in_each_of_them_with_the_same_bits(tmp_path, monkeypatch, method, params):
+    monkeypatch.setattr(local_state, "CHECKPOINT_BYTES_PER_S", 1e12)  # a large state would be saved less often
+    undisturbed, steps = train(tmp_path / "undisturbed", method, every=0, **params)
+    for last in range(1, steps):
+        with pytest.raises(Killed):
+            train(tmp_path / str(last), method, last=last, every=1, **params)
+        outcome, rest = train(tmp_path / str(last), method, every=1, **params)
+        assert_same(outcome, undisturbed)
+        assert rest == steps - last, "passes that were over are not trained again"
 
 
 @pytest.mark.parametrize("params", [{"optimizer": "adam"}, {"momentum": 0.9}, {"weight_decay": 0.1}])
