@@ -289,6 +289,7 @@ def test_an_encoder_is_measured_with_all_modules_of_an_agent(tmp_path, monkeypat
     assert found.keys() == {"load_s", "seconds"}
 
 
+@pytest.mark.slow
 def test_simulated_rounds_are_measured_without_and_with_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(simulate, "has_fashion", lambda: False)
     size = SimulationSize(clients=2, samples=20, rounds=1, workers=1, method="fedavg")

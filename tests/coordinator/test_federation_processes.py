@@ -145,6 +145,7 @@ def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
         assert {entry.body["attempt"] for entry in site.entries(run, "round_opened")} == {1}
 
 
+@pytest.mark.slow
 def test_an_agent_killed_in_the_middle_of_an_upload_goes_on_where_it_was(tmp_path):
     """33.6 MB; killed when the coordinator has noted 64 chunks (3.9 MB). From zero it would send those twice."""
     noted_bytes, size_bytes = 64 * 61_400, 4 * (4096 * 2048 + 2048 + 10 * 2048 + 10)
@@ -269,7 +270,8 @@ def test_a_coordinator_of_the_next_protocol_serves_agents_of_this_one(tmp_path):
         assert "message_refused" not in "".join((tmp_path / f"{name}.log").read_text() for name in AGENTS)
 
 
-@pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.slow), "suspended"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "suspended"])
 def test_a_standby_takes_over_from_a_coordinator_that_is_killed_or_suspended(tmp_path, end):
     """``kill -9`` or SIGSTOP in round 3 of 5; the suspended one wakes when the run is over, and ends."""
     with Site(tmp_path, DIGITS) as site:

@@ -99,6 +99,7 @@ def test_standby_takes_folder_and_broker_over_from_a_coordinator_that_was_killed
     assert "is in use by headwater serve" in fleet.said("late")
 
 
+@pytest.mark.slow
 def test_certificate_is_renewed_under_a_running_agent_over_its_own_connection(fleet):
     fleet.init(certificate_days=8 / 86_400, grace_days=1).serve()
     assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
@@ -114,6 +115,7 @@ def test_certificate_is_renewed_under_a_running_agent_over_its_own_connection(fl
     assert "certified" not in fleet.said("serve").partition("agent_joined")[2], "the enrolment port was not asked"
 
 
+@pytest.mark.slow
 def test_device_returns_after_its_certificate_has_expired(fleet):
     fleet.init(certificate_days=4 / 86_400, grace_days=1).serve()
     assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0

@@ -30,6 +30,7 @@ def open_umask():
     os.umask(before)
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 def test_row_47_trees_of_a_real_run_are_private_on_both_sides(tmp_path, open_umask):
     """Processes of a user whose umask is 0: a run of two rounds."""

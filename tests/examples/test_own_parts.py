@@ -32,6 +32,7 @@ def own_method(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_the_method_example_compares_two_methods(own_method, capsys):
     own_method.main()
     lines = capsys.readouterr().out.splitlines()

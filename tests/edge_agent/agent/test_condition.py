@@ -183,6 +183,7 @@ def eventually(condition, process):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 def test_an_idle_agent_survives_a_disk_that_fills_up_and_says_so(small_disk, tmp_path, capsys):
     """A real process on a real full file system: it ended with a traceback within 5 s."""
