@@ -5,6 +5,8 @@ Durations are seconds (``_s``). Relative paths count from the folder of the file
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -384,6 +386,15 @@ class CoordinatorConfig(Frozen):
     proxy: ProxyConfig | None = Field(
         None, description="evaluation of the shared model on samples of this machine, after rounds"
     )
+
+    def digests(self) -> dict[str, str]:
+        """Section -> 8 hexadecimal digits of it, of those that a run takes from the coordinator and not from a request.
+
+        Neither secrets nor paths can be read from them.
+        """
+        sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start"})
+        texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
 
     @model_validator(mode="after")
     def _each_hosted_once(self) -> CoordinatorConfig:

@@ -465,6 +465,10 @@ class LockHolder:
     file: tuple[int, int]
     """Its inode, and when the name was written, in nanoseconds since 1970."""
 
+    def __str__(self) -> str:
+        """The name."""
+        return self.name
+
 
 def lock_holder(folder: Path) -> LockHolder | None:
     """Who holds ``folder`` by `folder_lock`; None: nobody does, or the folder is not there.

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from edge_agent.errors import UsageError
+
 from ..runs.audit import Audit
 from ..runs.audit import audit as audit_run
 from ..state.store import StateFolder
@@ -32,6 +34,8 @@ def audit(run: Run, config: Config = None, state: State = None, agent: Agents = 
 
     Example: headwater audit run-0001 --config coordinator.toml
     """
+    if missing := [str(one) for one in agent or () if not one.is_dir()]:
+        raise UsageError(f"no folder {', '.join(missing)}; --agent names an agent's state folder, or a copy of it")
     with StateFolder(state_path(config, state)).look() as folder:
         result = audit_run(folder, run, agent or ())
     present(result.as_json(), _parts(result), as_json=as_json)
@@ -54,5 +58,7 @@ def _parts(result: Audit) -> Iterator[Table | str]:
         f"{receipts}; final encoder {result.encoder}"
     )
     if result.is_ok:
+        if result.without_receipts:
+            yield f"note: no receipts of {result.run} in {', '.join(result.without_receipts)}"
         yield f"OK: every update of {counted(len(result.rounds), 'round')} was aggregated once"
     yield from (f"BREAKS: {row}" for row in result.breaks)

@@ -131,7 +131,7 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str], None]]:
 def _waiting(status: dict[str, Any], run: str) -> str:
     now, waiting = status.get("run") or {}, status.get("waiting") or {}
     whom = listed(waiting.get("whom", ()), "")
-    what = str(waiting.get("for", "")) + (f" (from {whom})" if whom else "")
+    what = str(waiting.get("for", "")) + (f", not yet from {whom}" if whom else "")
     tries = f"; {advised}" if (advised := advice(status)) else ""
     if (silent := _silent_since(status)) is not None:
         return f"nothing heard from the coordinator since {silent}; does 'headwater serve' still run?{tries}"

@@ -16,7 +16,7 @@ from edge_agent.errors import UsageError
 from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
-from ..state.command_keys import CommandKeys
+from ..state.command_keys import MASTER, CommandKeys
 from .options import Json, state_path
 from .output import present, ready_for
 
@@ -74,6 +74,7 @@ def password(
     check_user(agent)
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
+    has_secret = state is None or (state / MASTER).exists()
     for file in (users, path, *([acl] if acl else [])):
         ready_for(file)
     access_for(users, account)  # an account that is not there should change nothing
@@ -103,6 +104,8 @@ def password(
     ]
     if key_file is not None:
         lines.insert(2, f'broker.command_key_file = "{key_file}"')
+        if not has_secret:
+            lines.insert(3, f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
     elif agent != COORDINATOR_USER:
         lines.append("no key for the agent's commands was made: name the coordinator's state folder with --state")
     if owner != BROKER_ACCOUNT:

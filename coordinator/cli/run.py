@@ -19,7 +19,7 @@ from ..runs.result_notes import lines, local_models, metric_lines, spent
 from ..service.app import coordinator
 from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
-from ..state.store import StateFolder
+from ..state.store import StateFolder, read_status
 from ..text import counted, listed
 from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of, standing
 from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
@@ -108,6 +108,8 @@ def run(
 def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: Invocation, *, as_json: bool) -> None:
     """Request the run in the journal, which is durable, and say which command will do it."""
     serving = is_serving(settings.state)
+    if serving:
+        _note_other_settings(settings)
     with StateFolder(settings.state).look(create=True) as folder:
         run = folder.journal.request_run(request.body())
         ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, invocation)
@@ -117,6 +119,18 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
     present({"run_id": run, "serving": serving, "queued_behind": ahead}, lines, as_json=as_json)
 
 
+def _note_other_settings(settings: CoordinatorConfig) -> None:
+    """Say where this command's configuration is not the one that the coordinator at work has read at its start."""
+    known, own = read_status(settings.state).get("settings"), settings.digests()
+    changed = [f"[{name}]" for name, digest in own.items() if isinstance(known, dict) and known.get(name) != digest]
+    if changed:
+        console.print(
+            f"note: the coordinator at work began with other values of {listed(changed)}, and the run goes by those; "
+            "restart 'headwater serve' to change them",
+            soft_wrap=True,
+        )
+
+
 def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
     """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
     serving = is_serving(settings.state)
@@ -124,6 +138,7 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
         stop = stack.enter_context(stop_on_signals())
         step = None
         if serving:
+            _note_other_settings(settings)
             folder = stack.enter_context(StateFolder(settings.state).look())
         else:  # this process is the coordinator
             service = stack.enter_context(coordinator(settings, stop))
@@ -225,6 +240,8 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    if stopped := summary.get("stopped"):
+        yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
         yield spent(privacy)
     for agent, one in summary.get("left_out", {}).items():
@@ -232,4 +249,4 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
     for agent, one in summary.get("bounded", {}).items():
         rounds = [str(number) for number in one["rounds"]]
-        yield f"{agent} in {counted(len(rounds), 'round')} ({listed(rounds)}): {one['last']}"
+        yield f"{agent} in {counted(len(rounds), 'round')} ({listed(rounds)}), in the last one {one['last']}"

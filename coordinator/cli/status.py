@@ -79,7 +79,12 @@ def status(
             if one["id"] == written["run"]["id"]:
                 one |= {"status": "stalled", "reason": stalled.get("reason")}
     alone = [one["message"] for one in (summary or {}).get("warnings", []) if one["kind"] == "below_local"]
-    result = {"better_alone": alone, "serving": serving, "state": str(path), "disk": disk, "runs": runs, **written}
+    privacy = (written.get("run") or {}).get("privacy")
+    if summary is not None:
+        privacy = privacy or summary.get("privacy")
+        runs[-1]["reason"] = runs[-1]["reason"] or summary.get("stopped")
+    result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
+    result |= {"runs": runs, **written}
     if "agents" in written:
         chosen = [one for one in read_agents(path) if find in one["id"] and _is(only, one)]
         if agents and len(chosen) > agents:
@@ -109,14 +114,14 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         age = f" (heard {seconds:.0f} s ago)"
     yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
     if serving and (waiting := result.get("waiting")):
-        whom = f" from {listed(waiting['whom'])}" if waiting["whom"] else ""
+        whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
         yield f"waits: {waiting['for']}{whom}{left}"
     if not serving:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
     elif advised := advice(result):
         yield f"advice: {advised}"
-    yield from map(spent, filter(None, [(result.get("run") or {}).get("privacy")]))
+    yield from map(spent, filter(None, [result["privacy"]]))
     titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
     for key, title in titles.items() if serving else ():
         if said := result.get(key):
@@ -140,8 +145,17 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         counts = ", ".join(f"{fleet[name]} {name}" for name in ("online", "fault", "stalled"))
         about = f"page {result['page']} of {result['pages']} of {counted(result['agents_selected'], 'agent')}"
         yield f"fleet: {counted(fleet['agents'], 'agent')}, {counts}; {about} (--page, --agents, --only, --find)"
-    yield _table_of_agents(agents) if agents else NO_AGENTS
+    yield _agents(result)
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in _notes(agent))
+
+
+def _agents(result: dict[str, Any]) -> Table | str:
+    """The table of those that were chosen, or why there is none."""
+    if agents := result.get("agents"):
+        return _table_of_agents(agents)
+    if count := (result.get("fleet") or {}).get("agents"):
+        return f"none of {counted(count, 'agent')} is chosen (--page, --only, --find)"
+    return NO_AGENTS
 
 
 def _table_of_runs(runs: list[dict[str, Any]]) -> Table:

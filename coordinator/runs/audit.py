@@ -60,6 +60,9 @@ class Audit:
     rounds: list[AuditedRound] = field(default_factory=list)
     blobs: int = 0
     receipts: int = 0
+    without_receipts: list[str] = field(default_factory=list)
+    """Given folders that have none of this run."""
+
     unreadable_receipts: int = 0
     """Lines of receipts that a power cut, or a full disk, has torn: they are left out."""
 
@@ -126,7 +129,9 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
         result.breaks.append(str(error))
         return result
     hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
-    folders = [folder / "runs" / str(record.request.get("id")) for folder in (*hosted, *agent_states)]
+    given, id_ = list(agent_states), str(record.request.get("id"))
+    folders = [folder / "runs" / id_ for folder in (*hosted, *given)]
+    result.without_receipts = [str(one) for one in given if not (one / "runs" / id_ / RECEIPTS).is_file()]
     # Of a run at work: the journal has everything that receipts and figures tell of only if it is read after them.
     read = [_receipts(folder) for folder in folders]
     result.unreadable_receipts = sum(unreadable for _, unreadable in read)

@@ -105,7 +105,7 @@ class Coordinator:
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(self.topics, self._publish, self.send, clock)
         self.storage = Storage(clock)
-        self.limits, self.identity = limits, identity
+        self.limits, self.identity, self._settings = limits, identity, config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
@@ -522,6 +522,7 @@ class Coordinator:
             run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
         return {
             "federation": self.config.federation,
+            "settings": self._settings,
             "broker": self.broker_url,
             "federation_id": self.federation_id,
             "epoch": self.commands.epoch,

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sqlite3
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from coordinator.state.journal import Journal, hash_of
 from coordinator.state.retention import prune_runs, runs_beyond
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.agent.local_state import RECEIPTS, note_receipt
-from edge_agent.errors import UnknownName
+from edge_agent.errors import UnknownName, UsageError
 from edge_agent.wire.messages import BlobRef, UpdateManifest
 from edge_agent.wire.tensors import decode, encode
 
@@ -326,6 +327,13 @@ def test_the_command_prints_ok_or_the_row_and_ends_with_0_or_1(folder, capsys):
     assert (result["ok"], len(result["breaks"])) == (False, 1)
     with pytest.raises(UnknownName, match="run-0001"):
         audit_command("run-0002", state=folder / "coordinator")
+
+
+def test_folders_that_are_not_there_or_have_no_receipts_are_named(folder, tmp_path, capsys):
+    with pytest.raises(UsageError, match=r"no folder /nope"):
+        audit_command("run-0001", state=folder / "coordinator", agent=[Path("/nope")])
+    audit_command("run-0001", state=folder / "coordinator", agent=[tmp_path])
+    assert f"note: no receipts of run-0001 in {tmp_path}" in capsys.readouterr().out
 
 
 def test_torn_lines_of_receipts_are_left_out_and_counted(folder, capsys):

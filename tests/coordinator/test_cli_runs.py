@@ -17,6 +17,7 @@ import pytest
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting, follow, result_of
 from coordinator.cli.run import result_parts
+from coordinator.config import load_config
 from coordinator.state.journal import utc_now
 from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
@@ -85,6 +86,19 @@ def test_a_run_beside_a_coordinator_at_work_is_its_to_do(call, away, tmp_path):
     assert (code, out) == (0, "run-0001 is in the queue: the coordinator at work here does it\n")
 
 
+def test_a_run_beside_a_coordinator_that_began_with_other_settings_says_so(call, away, tmp_path):
+    began_with = load_config(away)
+    away.write_text(away.read_text() + "\n[privacy]\nclip = 1.0\nnoise = 1.0\n")
+    with StateFolder(tmp_path / "state").open("headwater serve") as state:
+        status = state.path / "status.json"
+        status.write_text(json.dumps({"settings": began_with.digests()}))
+        code, _, err = call("run", "--config", away, "--no-wait")
+        assert code == 0
+        assert "note: the coordinator at work began with other values of [privacy], and the run goes by those" in err
+        status.write_text(json.dumps({"settings": load_config(away).digests()}))
+        assert call("run", "--config", away, "--no-wait")[2] == ""
+
+
 def test_status_tells_what_a_run_is_queued_behind(call, away):
     for _ in range(2):
         call("run", "--config", away, "--no-wait")
@@ -107,11 +121,11 @@ def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
     assert said == f"{waiting['for']}; 'headwater doctor --config FILE' tries the coordinator's way to the broker"
     now = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
     assert _waiting(now, "run-0002") == "queued behind run-0001, which is in round 2 of 9"
-    assert _waiting(now, "run-0001") == "w (from a)"
+    assert _waiting(now, "run-0001") == "w, not yet from a"
     silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
     assert silent.startswith("nothing heard from the coordinator since 2020-01-01T00:00:00+00:00")
     assert silent.endswith("'headwater doctor --config FILE' tries the coordinator's way to the broker")
-    assert _waiting({**now, "at": "soon"}, "run-0001") == "w (from a)"
+    assert _waiting({**now, "at": "soon"}, "run-0001") == "w, not yet from a"
 
 
 def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
@@ -119,9 +133,9 @@ def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
     hint = "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away"
     for known in (0, 1):
         said = _waiting({**waits, "fleet": {"agents": known, "online": 0}}, "run-0001")
-        assert said.startswith(f"w (from a); {hint}")
+        assert said.startswith(f"w, not yet from a; {hint}")
         assert "'headwater doctor --config FILE'" in said
-    assert _waiting({**waits, "fleet": {"agents": 1, "online": 1}}, "run-0001") == "w (from a)"
+    assert _waiting({**waits, "fleet": {"agents": 1, "online": 1}}, "run-0001") == "w, not yet from a"
 
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
         add_run(state, closed=1)

@@ -66,7 +66,8 @@ def test_budget_ends_the_run_before_it_is_exceeded_and_over_all_runs(tmp_path):
         affordable = max(n for n in range(1, 50) if epsilon_of(n / 16, 1e-5) <= 3.0)
         assert [line["round"] for line in fed.metrics()] == list(range(1, affordable + 1))
         assert "the privacy budget is spent" in summary["stopped"]
-        (note,) = [line for line in footnotes(summary) if "privacy" in line]
+        (note,) = [line for line in footnotes(summary) if line.startswith("differential privacy")]
+        assert any(line.startswith("ended early: the privacy budget is spent") for line in footnotes(summary))
         assert note == (
             f"differential privacy: epsilon {summary['privacy']['epsilon']:g} spent, "
             f"{summary['privacy']['epsilon_left']:g} left (delta 1e-05)"

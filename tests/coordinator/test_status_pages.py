@@ -128,3 +128,5 @@ def test_pages_show_every_agent_once(fed):
 )
 def test_agents_are_selected_by_condition_and_id(fed, options, expected):
     assert ids(fed, *options) == expected
+    nobody = "none of 450 agents is chosen (--page, --only, --find)"
+    assert (nobody in told(fed, *options)) is not bool(expected), "and not that none has been heard"
