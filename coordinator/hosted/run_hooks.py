@@ -23,7 +23,7 @@ from edge_agent.worker import Worker
 
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of
-from ..processes.compute import ComputeProcess
+from ..processes.compute import Compute
 from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
@@ -55,13 +55,13 @@ class _Evaluation:
 
 
 class OwnDataHooks(RunHooks):
-    """`RunHooks` that compute in a `ComputeProcess`.
+    """`RunHooks` that compute in a child process.
 
     One proxy evaluation runs and one waits: where that takes longer than rounds do, the newest replaces the one that
     waits, so that the model after the last round is always evaluated.
     """
 
-    def __init__(self, proxy: ProxyConfig | None, process: ComputeProcess, worker: Worker) -> None:
+    def __init__(self, proxy: ProxyConfig | None, process: Compute, worker: Worker) -> None:
         """``worker`` is not shared with others: its thread waits for results."""
         self._proxy, self._process, self._worker = proxy, process, worker
         self._running: _Evaluation | None = None
@@ -138,6 +138,7 @@ class OwnDataHooks(RunHooks):
     def collect(self) -> None:
         """Record the results that have arrived."""
         self._worker.collect()
+        self._process.end_if_idle()
 
     def close(self) -> None:
         """End the process."""
