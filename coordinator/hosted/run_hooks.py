@@ -154,7 +154,7 @@ class OwnDataHooks(RunHooks):
             "do": "coordinator.hosted.own_data:train_warm",
             "into": str(path),
             "settings": settings.model_dump(mode="json"),
-            **_request(run),
+            **run.for_compute(),
         }
         begin = run.context.stopwatch()
         what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
@@ -188,7 +188,7 @@ class OwnDataHooks(RunHooks):
         request = {
             "do": "coordinator.hosted.own_data:evaluate_on_proxy",
             "state": str(path),
-            **_request(run),
+            **run.for_compute(),
             **where,
         }
         if self._next is not None:
@@ -248,14 +248,6 @@ def _note_failure(run: Run, number: int, why: str) -> None:
 def _without_numbers(reason: str) -> str:
     """A reason for comparison: the numbers of rounds and processes differ each time."""
     return re.sub(r"\d+", "#", reason)
-
-
-def _request(run: Run) -> dict[str, Any]:
-    """The part of both requests that describes the run."""
-    request = run.request
-    params, task = run.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
-    weights = None if request.weights is None else request.weights.model_dump(mode="json")
-    return {"method": request.method, "params": params, "task": task, "seed": request.seed, "weights": weights}
 
 
 def _pending_states(folder: Path) -> list[tuple[int, Path]]:

@@ -204,8 +204,8 @@ def serve(pipe: Pipe, *setup: str) -> None:
 
 def _named(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    result: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return result
 
 
 def _call(request: Request) -> dict[str, Any]:
