@@ -162,7 +162,7 @@ def model_from_state(method: Method, task: Task, state: State) -> Parts:
 
     Raises:
         ExportRejected: the method shares no encoder, or tensors of the encoder are not in the state (batch norm that
-            stays on devices); pooled ones must then be added first, see `training.parts.pooled_norm`.
+            stays on devices); pooled ones must then be added first, see `methods.base.pooled_norm`.
         TensorsError: the state is of another model.
     """
     if "encoder" not in method.shared:

@@ -22,6 +22,7 @@ from edge_agent.errors import HeadwaterError, UsageError
 from edge_agent.task import ImageInput, Task
 
 from ..config import CoordinatorConfig, RunConfig
+from ..processes.compute import InlineCompute
 from ..processes.supervisor import ChildProcess, command
 from ..runs.result_notes import lines
 from ..service.app import coordinator
@@ -87,7 +88,7 @@ def demo(
     options = {"method": "fedavg_ft", "rounds": 25, "seed": 0, **given}
     config = _coordinator_config(folder)
     request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
-    with coordinator(config) as service:
+    with coordinator(config, compute=InlineCompute()) as service:
         with _agents(folder, service.broker_url, options["seed"]) as agents:
             run = service.state.journal.request_run(request.body())
 

@@ -13,6 +13,7 @@ from edge_agent.errors import UsageError
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, load_config
+from ..processes.compute import InlineCompute
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
 from ..runs.result_notes import lines, local_models, metric_lines, spent
@@ -140,8 +141,8 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
         if serving:
             _note_other_settings(settings)
             folder = stack.enter_context(StateFolder(settings.state).look())
-        else:  # this process is the coordinator
-            service = stack.enter_context(coordinator(settings, stop))
+        else:  # this process is the coordinator, for this run
+            service = stack.enter_context(coordinator(settings, stop, InlineCompute()))  # the request has loaded torch
             folder, step = service.state, lambda: service.step(service.idle_s())
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)

@@ -79,8 +79,8 @@ class Collection:
     expected: Mapping[str, Spec]
     accepted: dict[str, Accepted] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
-    objection: Callable[[Tensors], str] = lambda _: ""
-    """Why tensors of the right form are still not plausible; empty when they are."""
+    objection: Callable[[Tensors, Path], str] = lambda _tensors, _path: ""
+    """Why tensors of the right form, mapped from a file, are still not plausible; empty when they are."""
 
     joining: tuple[str, ...] = ()
     """Agents of the cohort that do not train the encoder; they send ``extras`` alone."""
@@ -416,7 +416,7 @@ class Collector:
             for name, array in tensors.items():
                 if name.endswith(".running_var") and (array < 0).any():
                     raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
-            if objection := collection.objection(tensors):
+            if objection := collection.objection(tensors, arrived):
                 raise UpdateRejected(objection)
         except (UpdateRejected, TensorsError) as rejection:
             arrived.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from edge_agent.worker import Worker
 
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of
-from ..processes.compute import ComputeProcess
+from ..processes.compute import Compute
 from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
@@ -55,13 +55,13 @@ class _Evaluation:
 
 
 class OwnDataHooks(RunHooks):
-    """`RunHooks` that compute in a `ComputeProcess`.
+    """`RunHooks` that compute in a child process.
 
     One proxy evaluation runs and one waits: where that takes longer than rounds do, the newest replaces the one that
     waits, so that the model after the last round is always evaluated.
     """
 
-    def __init__(self, proxy: ProxyConfig | None, process: ComputeProcess, worker: Worker) -> None:
+    def __init__(self, proxy: ProxyConfig | None, process: Compute, worker: Worker) -> None:
         """``worker`` is not shared with others: its thread waits for results."""
         self._proxy, self._process, self._worker = proxy, process, worker
         self._running: _Evaluation | None = None
@@ -138,6 +138,7 @@ class OwnDataHooks(RunHooks):
     def collect(self) -> None:
         """Record the results that have arrived."""
         self._worker.collect()
+        self._process.end_if_idle()
 
     def close(self) -> None:
         """End the process."""
@@ -153,7 +154,7 @@ class OwnDataHooks(RunHooks):
             "do": "coordinator.hosted.own_data:train_warm",
             "into": str(path),
             "settings": settings.model_dump(mode="json"),
-            **_request(run),
+            **run.for_compute(),
         }
         begin = run.context.stopwatch()
         what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
@@ -187,7 +188,7 @@ class OwnDataHooks(RunHooks):
         request = {
             "do": "coordinator.hosted.own_data:evaluate_on_proxy",
             "state": str(path),
-            **_request(run),
+            **run.for_compute(),
             **where,
         }
         if self._next is not None:
@@ -247,14 +248,6 @@ def _note_failure(run: Run, number: int, why: str) -> None:
 def _without_numbers(reason: str) -> str:
     """A reason for comparison: the numbers of rounds and processes differ each time."""
     return re.sub(r"\d+", "#", reason)
-
-
-def _request(run: Run) -> dict[str, Any]:
-    """The part of both requests that describes the run."""
-    request = run.request
-    params, task = run.method.params.model_dump(mode="json"), request.task.model_dump(mode="json")
-    weights = None if request.weights is None else request.weights.model_dump(mode="json")
-    return {"method": request.method, "params": params, "task": task, "seed": request.seed, "weights": weights}
 
 
 def _pending_states(folder: Path) -> list[tuple[int, Path]]:

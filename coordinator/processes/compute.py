@@ -1,4 +1,8 @@
-"""Functions called in a child process, one at a time, beside the coordinator."""
+"""Functions called in a child process, one at a time, beside the coordinator.
+
+The coordinator itself never loads torch: whatever needs it is such a function, and the child ends when nothing has been
+asked of it for a while.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from edge_agent import errors
 from edge_agent.errors import HeadwaterError, RunFailed, cause
 
 from .pipe import Frame, Pipe
@@ -22,17 +28,75 @@ log = logging.getLogger(__name__)
 
 COMMAND = worker_command(f"{__name__}:serve")
 
+IDLE_S = 60.0
+"""How long a child without a request stays: rounds of a run follow each other faster, runs do not."""
+
 Request = Mapping[str, Any]
 """JSON; ``do`` names the function (``module:name``), which gets the request and returns JSON."""
 
 
-class ComputeProcess:
-    """A child process for requests. It is started with the first one, and again after it has crashed."""
+class Compute(Protocol):
+    """Calls the functions of requests."""
 
-    def __init__(self, log_file: Path, limits: Limits = NO_LIMITS) -> None:
-        self._log_file, self._limits = log_file, limits
+    is_here: bool
+    """Whether that happens in this process, which then knows methods' classes itself."""
+
+    def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:
+        """The result; waits for it, in a child at most ``limit_s`` seconds.
+
+        Raises:
+            HeadwaterError, OSError: what the function raises.
+            RunFailed: it raised another error, it took too long, its process crashed repeatedly, or it was cancelled.
+        """
+
+    def cancel(self, request: Request) -> None:
+        """Cancel this request (the same object), also while it runs; `submit` then fails."""
+
+    def end_if_idle(self) -> None:
+        """End a child process of which nothing has been asked for a while."""
+
+    def close(self) -> None:
+        """End the child process, whatever it does."""
+
+
+class InlineCompute:
+    """Calls the functions at once, in this process, which loads torch: for simulation and tests."""
+
+    is_here = True
+
+    def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:  # noqa: ARG002 - as the contract
+        """The result; any error is raised as it is."""
+        return _call(request)
+
+    def cancel(self, request: Request) -> None:
+        """Nothing runs meanwhile."""
+
+    def end_if_idle(self) -> None:
+        """There is no child."""
+
+    def close(self) -> None:
+        """There is no child."""
+
+
+class ComputeProcess:
+    """`Compute` by a child process: started with a request, ended when idle, and started again after a crash."""
+
+    is_here = False
+
+    def __init__(
+        self,
+        log_file: Path,
+        limits: Limits = NO_LIMITS,
+        setup: tuple[str, ...] = (),
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``setup``: functions (``module:name``) that the child calls first. ``clock``: monotonic seconds."""
+        self._log_file, self._limits, self._setup = log_file, limits, setup
+        self._idle_s, self._clock, self._used_at = idle_s, clock, clock()
         self._child: ChildProcess | None = None
-        self._starting = threading.Lock()
+        self._asking, self._starting = threading.Lock(), threading.Lock()
         self._is_closed = False
         self._running: Request | None = None
         self._cancelled = deque[Request](maxlen=16)
@@ -42,52 +106,67 @@ class ComputeProcess:
         """Of the process, where there is one."""
         return None if self._child is None else self._child.pid
 
-    def submit(self, request: Request) -> dict[str, Any]:
-        """The result; waits for it, so call it in its own thread, with one request at a time.
+    def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:
+        """As `Compute.submit`; requests of several threads wait for each other."""
+        with self._asking:
+            self._running = request
+            try:
+                return self._submit(request, limit_s)
+            finally:
+                self._running, self._used_at = None, self._clock()
 
-        Raises:
-            RunFailed: the function failed, the process crashed repeatedly, or the request was cancelled.
-        """
-        self._running, reason = request, ""
-        try:
-            for _ in range(MAX_CRASHES):
-                try:
-                    with self._starting:
-                        self._check_is_wanted(request)
-                        if self._child is None:
-                            self._child = ChildProcess(COMMAND, self._log_file, self._limits)
-                        pipe = self._child.pipe
-                    pipe.send("request", json.dumps(request).encode())
-                    frame = pipe.receive()
-                    result: dict[str, Any] = json.loads(frame.payload)
-                except (EOFError, OSError, ValueError) as error:
-                    reason = self._on_exit() or cause(error)
-                    log.warning("compute_process_exited reason=%s", reason)
-                    continue
-                if frame.topic == "failed":
-                    raise RunFailed(str(result["message"]))
-                return result
-            with self._starting:
-                self._check_is_wanted(request)
-            raise RunFailed(f"the compute process crashed {MAX_CRASHES} times, the last time with {reason}")
-        finally:
-            self._running = None
+    def _submit(self, request: Request, limit_s: float | None) -> dict[str, Any]:
+        reason = ""
+        for _ in range(MAX_CRASHES):
+            try:
+                with self._starting:
+                    self._check_is_wanted(request)
+                    if self._child is None:
+                        self._child = ChildProcess((*COMMAND, *self._setup), self._log_file, self._limits)
+                    child = self._child
+                child.pipe.send("request", json.dumps(request).encode())
+                if not child.pipe.wait(limit_s):
+                    child.kill()
+                    self._on_exit()
+                    raise RunFailed(f"{request['do']}: no result within {limit_s:g} s; the compute process was killed")
+                frame = child.pipe.receive()
+                result: dict[str, Any] = json.loads(frame.payload)
+            except (EOFError, OSError, ValueError) as error:
+                reason = self._on_exit() or cause(error)
+                log.warning("compute_process_exited reason=%s", reason)
+                continue
+            if frame.topic == "failed":
+                raise _error_from(result)
+            return result
+        with self._starting:
+            self._check_is_wanted(request)
+        raise RunFailed(f"the compute process crashed {MAX_CRASHES} times, the last time with {reason}")
 
     def cancel(self, request: Request) -> None:
-        """Cancel this request (the same object), also while it runs; `submit` then fails."""
+        """As `Compute.cancel`."""
         with self._starting:  # a process that is just being started is killed as soon as it is there
             self._cancelled.append(request)
             if self._running is request and self._child is not None:
                 self._child.kill()
 
+    def end_if_idle(self) -> None:
+        """As `Compute.end_if_idle`; does not wait."""
+        if self._child is None or not self._asking.acquire(blocking=False):
+            return
+        try:
+            if self._clock() - self._used_at >= self._idle_s:
+                self._drop()
+        finally:
+            self._asking.release()
+
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """As `Compute.close`."""
         with self._starting:
             self._is_closed = True
             if self._child is not None:
                 self._child.kill()
         if self._running is None:  # otherwise `submit` notices
-            self._on_exit()
+            self._drop()
 
     def _check_is_wanted(self, request: Request) -> None:
         """Called under ``_starting``."""
@@ -96,26 +175,58 @@ class ComputeProcess:
 
     def _on_exit(self) -> str:
         """Release the process; why it exited, empty where there was none."""
-        child, self._child = self._child, None
-        if child is None:
-            return ""
-        reason = child.exit_reason()
-        child.close()
+        reason = "" if self._child is None else self._child.exit_reason()
+        self._drop()
         return reason
 
+    def _drop(self) -> None:
+        """Kill the process if it still runs, and release it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
-def serve(pipe: Pipe) -> None:
+
+def serve(pipe: Pipe, *setup: str) -> None:
     """The child: call the function of each request, and send what it returns or why it failed."""
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
+    for name in setup:
+        _named(name)()
     while True:
-        request = json.loads(frames.get().payload)
         try:
-            module, _, name = request["do"].partition(":")
-            topic, result = "result", getattr(importlib.import_module(module), name)(request)
+            topic, result = "result", _call(json.loads(frames.get().payload))
         except Exception as error:
-            if not isinstance(error, HeadwaterError):
+            if not isinstance(error, HeadwaterError | OSError):
                 log.exception("compute_failed")
-            message = str(error) if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {cause(error)}"
-            topic, result = "failed", {"message": message}
+            topic, result = "failed", _described(error)
         pipe.send(topic, json.dumps(result).encode())
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    result: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return result
+
+
+def _call(request: Request) -> dict[str, Any]:
+    result: dict[str, Any] = _named(request["do"])(request)
+    return result
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """An error as JSON, for `_error_from` in the other process."""
+    if isinstance(error, OSError) and error.errno is not None:
+        filename = None if error.filename is None else str(error.filename)
+        return {"errno": error.errno, "message": error.strerror or "", "filename": filename}
+    if isinstance(error, HeadwaterError):
+        return {"kind": type(error).__name__, "message": str(error)}
+    return {"kind": "", "message": f"{type(error).__name__}: {cause(error)}"}
+
+
+def _error_from(fields: Mapping[str, Any]) -> HeadwaterError | OSError:
+    """The error of the other process; of ours that take more than a message the nearest base that does not."""
+    if "errno" in fields:
+        return OSError(fields["errno"], fields["message"], fields["filename"])
+    kind: type[HeadwaterError] = getattr(errors, fields["kind"] or "RunFailed", RunFailed)
+    plain = (one for one in kind.__mro__ if issubclass(one, HeadwaterError) and "__init__" not in vars(one))
+    return next(plain, RunFailed)(fields["message"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import selectors
 import socket
 import struct
 import threading
@@ -101,6 +102,12 @@ class Pipe:
             if buffers:
                 sent = socket.send_fds(self._end, [content[: _HEADER.size]], [one.descriptor for one in buffers])
             self._end.sendall(memoryview(content)[sent:])
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether a frame, or the end of the pipe, arrives within ``timeout_s`` seconds; None: waits for ever."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end, selectors.EVENT_READ)
+            return bool(selector.select(timeout_s))
 
     def receive(self) -> Frame:
         """The next frame; waits for it.

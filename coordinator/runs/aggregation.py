@@ -25,18 +25,24 @@ Federated Learning", IEEE TSP 2022 (smoothed Weiszfeld).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import is_learned, weighted_mean
+from edge_agent.storage import mapped
 from edge_agent.task import State, Tensors
+from edge_agent.wire.tensors import decode
 
 from ..config import AggregationConfig
+from ..state.store import BlobStore
+from .buffered import rebased
 
 LEAST_UPDATES = 3
 """Of fewer updates nobody can tell which is the honest one, unless one is absurd."""
@@ -155,6 +161,54 @@ def aggregate(
         result = weighted_mean((share, one.tensors) for share, one in zip(shares, updates(), strict=True) if share)
         unused = tuple(one.client for share, one in zip(shares, measured, strict=True) if not share)
     return method.aggregate(state, [Update(config.rule, 1.0, result)]), Decisions({}, {}, unused, suspects)
+
+
+@dataclass(frozen=True)
+class StoredUpdates:
+    """The accepted updates of a round, in the blob store."""
+
+    accepted: dict[str, tuple[str, float]]
+    """Agent -> digest of its update, and its sample count."""
+
+    number: int
+    """The round."""
+
+    asked: dict[str, int] = field(default_factory=dict)
+    """Agent -> the earlier round that its update is of (buffered rounds)."""
+
+    bases: dict[int, str] = field(default_factory=dict)
+    """Round -> digest of the state that its agents started from."""
+
+    def aggregate(
+        self, blobs: BlobStore, method: Method, state: State, settings: AggregationConfig
+    ) -> tuple[State, Decisions]:
+        """`aggregate` of these updates in the order of agent ids, each mapped only when its turn comes."""
+
+        @functools.cache
+        def base(number: int) -> State:
+            return decode(blobs.read(self.bases[number]))
+
+        def each() -> Iterator[Update]:
+            for agent, (digest, samples) in sorted(self.accepted.items()):
+                yield Update(agent, samples, decode(mapped(blobs.path(digest))))
+
+        def updates() -> Iterator[Update]:
+            return rebased(each(), state, self.asked, self.number, base) if self.asked else each()
+
+        return aggregate(method, state, updates, settings)
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        body: dict[str, Any] = _UPDATES.dump_python(self, mode="json")
+        return body
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> StoredUpdates:
+        """From JSON."""
+        return _UPDATES.validate_python(body)
+
+
+_UPDATES = TypeAdapter(StoredUpdates)
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------

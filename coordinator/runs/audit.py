@@ -15,17 +15,15 @@ from typing import Any
 from edge_agent import methods
 from edge_agent.agent.local_state import RECEIPTS
 from edge_agent.errors import HeadwaterError, StateError, cause
-from edge_agent.methods import Method, Update
-from edge_agent.storage import mapped, sha256_of
-from edge_agent.task import State
+from edge_agent.methods import Method
+from edge_agent.storage import sha256_of
 from edge_agent.wire.messages import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
 from ..config import AggregationConfig
 from ..state.journal import Entry
 from ..state.store import StateFolder, blobs_needed
-from .aggregation import aggregate
-from .buffered import rebased
+from .aggregation import StoredUpdates
 from .release import pooled_before, sha256_of_encoder
 from .request import Request
 
@@ -278,21 +276,12 @@ def _compare_states(
 
 def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[str, Entry], one: _Round) -> str:
     """Hash of the state that these updates give."""
-
-    def each() -> Iterator[Update]:
-        for agent, entry in sorted(updates.items()):
-            tensors = decode(mapped(state.blobs.path(entry.digest or "")))
-            yield Update(agent, float(entry.body.get("samples", 0)), tensors)
-
-    start = decode(state.blobs.read(before))
-
-    def base(number: int) -> State:
-        return decode(state.blobs.read(one.bases[number]))
-
+    accepted = {agent: (entry.digest or "", float(entry.body.get("samples", 0))) for agent, entry in updates.items()}
     body = {} if one.closed is None else one.closed.body
     without = {"max_norm": None, "max_weight": None}  # rounds of earlier versions
     settings = AggregationConfig.model_validate(body.get("aggregation", {}).get("settings", without))
-    after, _ = aggregate(method, start, lambda: rebased(each(), start, one.asked, one.number, base), settings)
+    stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases))
+    after, _ = stored.aggregate(state.blobs, method, decode(state.blobs.read(before)), settings)
     return sha256_of(*pieces(after))
 
 

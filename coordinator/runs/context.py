@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edge_agent.methods import Method
 from edge_agent.task import State, Tensors
 from edge_agent.wire.messages import Command, Report
+from edge_agent.wire.tensors import pieces
 from edge_agent.worker import Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.registry import Roster
 from ..fleet.transfers import Collector, Distributor
+from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
 from .request import Request
 
@@ -70,6 +72,24 @@ class RunContext:
 
     excludes_failing: bool = True
     """Whether rounds continue without agents that fail; a simulation ends instead."""
+
+    compute: Compute = field(default_factory=InlineCompute)
+    """Calls the functions that need torch."""
+
+    def ask(self, function: str, request: dict[str, Any], what: str, limit_s: float) -> Generator[Waiting, None, Any]:
+        """The result of a function of `computations`, as the generator's value; messages are handled meanwhile.
+
+        Raises:
+            HeadwaterError, OSError: as `Compute.submit`.
+        """
+        asked, result = {**request, "do": f"coordinator.runs.computations:{function}"}, None
+        waiting = Waiting(what, (), self.clock() + limit_s)
+        try:
+            result = yield from computed(self.worker, function, lambda: self.compute.submit(asked, limit_s), waiting)
+        finally:
+            if result is None:  # perhaps the run was cancelled
+                self.compute.cancel(asked)
+        return result
 
 
 class Reports:
@@ -138,9 +158,11 @@ class Run:
 
     id: str
     request: Request
-    method: Method
     context: RunContext
     reports: Reports
+    method: Method = field(default_factory=Method)
+    """The contract alone until the run has begun."""
+
     state: State = field(default_factory=dict)
     checkpoint: str = ""
     """Digest of ``state`` in the blob store."""
@@ -150,6 +172,19 @@ class Run:
 
     client_ranges: Tensors = field(default_factory=dict)
     """Client -> ranges (steps, 2) of the activations of this encoder, once they have been collected."""
+
+    def for_compute(self) -> dict[str, Any]:
+        """As JSON, for a function in the compute process."""
+        request = self.request.body()
+        wanted = {name: request[name] for name in ("method", "params", "task", "seed", "weights")}
+        return {**wanted, "run": self.id, "blobs": str(self.context.state.blobs.folder)}
+
+    def model_for_compute(self) -> dict[str, Any]:
+        """As `for_compute`, with the digests of the tensors that the run has reached."""
+        put = self.context.state.blobs.put
+        others = {"pooled": self.pooled, "client_ranges": self.client_ranges}
+        digests = {name: put(*pieces(tensors)) if tensors else "" for name, tensors in others.items()}
+        return {**self.for_compute(), "state": self.checkpoint, **digests}
 
     @property
     def has_encoder(self) -> bool:

@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from edge_agent.errors import ExportRejected, HeadwaterError, StateError
+from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, StateError
+from edge_agent.methods.base import pooled_norm
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Command, Install, Report, Who
@@ -23,11 +24,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
 from ..state.journal import Entry, Journal
 from ..state.store import StateFolder, prune_blobs
-from .calibration import own_domains
-from .context import Run, Steps, Waiting, computed
-
-if TYPE_CHECKING:
-    from export import Report as ExportReport
+from .context import Run, Steps, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -63,25 +60,26 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     Raises:
         ExportRejected: a check failed, or the exporter did.
     """
-    folder = run.context.state.run(run.id).folder
+    folder, config = run.context.state.run(run.id).folder, run.context.config
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.hwb"
-    waiting = Waiting("the encoder is being exported and checked", (), run.context.clock() + EXPORT_LIMIT_S)
+    asked = {
+        **run.model_for_compute(),
+        "export": config.export.model_dump(mode="json"),
+        "hosted": [client.model_dump(mode="json") for client in config.hosted],
+        "path": str(path),
+        "purpose": purpose,
+    }
+    what = "the encoder is being exported and checked"
     try:
-        report = yield from computed(run.context.worker, "export", lambda: export_run(run, path, purpose), waiting)
+        exported = yield from run.context.ask("export_bundle", asked, what, EXPORT_LIMIT_S)
+    except RunFailed as error:  # no process could do it
+        raise ExportRejected(f"export failed: {error}") from error
     except (HeadwaterError, OSError):
         raise
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
-    bundle_id, parity = report.manifest.bundle_id, report.manifest.parity
-    body = {
-        "path": str(path),
-        "bundle_id": bundle_id,
-        "bytes": path.stat().st_size,
-        "parity_max_abs": float(parity.max_abs),
-        "int8_cosine": parity.int8_cosine,
-    }
-    return Released(path, bundle_id, body)
+    return Released(path, exported["bundle_id"], {"path": str(path), "bytes": path.stat().st_size, **exported})
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
@@ -182,33 +180,6 @@ def sha256_of_encoder(tensors: Tensors) -> str:
     return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
 
 
-def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportReport:
-    """The run's encoder as a bundle at ``path``.
-
-    Raises:
-        ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
-    """
-    from export import bundle, model_from_state, synthetic_inputs
-
-    config, hosted, task = run.context.config.export, run.context.config.hosted, run.request.task
-    domains = own_domains(task, config, hosted) if config.int8 and purpose == "release" else {}
-    quick = purpose == "round" and config.exporter == "auto"
-    return bundle(
-        model_from_state(run.method, task, {**run.state, **run.pooled}),
-        run.method,
-        task,
-        domains or synthetic_inputs(task, seed=run.request.seed),
-        path,
-        name=run.id,
-        global_head=run.method.global_head(run.state),
-        exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
-        norm_note=NORM_NOTES[run.method.norm] if run.pooled else "",
-        int8=config.int8 and purpose == "release",
-        own_norm=purpose == "release",
-        client_ranges=run.client_ranges if purpose == "release" else {},
-    )
-
-
 def releases_of(journal: Journal) -> list[Entry]:
     """The journal's entries of all releases; their numbers count from 1."""
     return journal.entries(kinds=("release_made",))
@@ -276,8 +247,6 @@ def with_pooled_norm(
     log.info("norm_pooled run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))
     if not collection.accepted:
         return replace(run, pooled={})
-    from edge_agent.training.parts import pooled_norm
-
     pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
     digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
     state.journal.append("norm_pooled", run=run.id, round=number, digest=digest, body={"clients": clients})
@@ -307,12 +276,12 @@ def with_client_ranges(
         return run
     if known := ranges_before(state, run.id, number):
         return replace(run, client_ranges=known)
-    waiting = Waiting("the steps of the encoder are being counted", (), run.context.clock() + EXPORT_LIMIT_S)
+    what = "the steps of the encoder are being counted"
     try:
-        steps = yield from computed(run.context.worker, "ranges", lambda: _count_steps(run), waiting)
+        counted = yield from run.context.ask("count_steps", run.model_for_compute(), what, EXPORT_LIMIT_S)
     except ExportRejected:  # which the export itself reports
         return run
-    specs = {"ranges": Spec(np.dtype(np.float32), (steps, 2))}
+    specs = {"ranges": Spec(np.dtype(np.float32), (counted["steps"], 2))}
     collection = Collection(run.id, number, agents, specs, objection=ranges_objection, purpose="activation_ranges")
     yield from collect(collection)
     log.info("ranges_collected run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))
@@ -325,18 +294,7 @@ def with_client_ranges(
     return replace(run, client_ranges=ranges)
 
 
-def _count_steps(run: Run) -> int:
-    import torch
-
-    from edge_agent.training.ranges import activation_ranges
-    from export import model_from_state
-
-    task = run.request.task
-    model = model_from_state(run.method, task, {**run.state, **run.pooled})
-    return len(activation_ranges(model.part("encoder"), torch.zeros(2, *task.input_shape)))
-
-
-def ranges_objection(tensors: Tensors) -> str:
+def ranges_objection(tensors: Tensors, _: Path) -> str:
     """Why ranges cannot be those of activations; empty when they can. What is merely wrong is outvoted later."""
     low, high = tensors["ranges"].T
     wrong = int((low > high).sum())

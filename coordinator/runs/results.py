@@ -177,7 +177,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "run_id": run.id,
             "id": state.journal.replay(run.id).request.get("id"),
             "method": request.method,
-            "params": run.method.params.model_dump(mode="json"),
+            "params": run.method.all_params(),
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",

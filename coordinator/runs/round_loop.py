@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from edge_agent import heads
 from edge_agent.errors import RunFailed, TrainingFailed
-from edge_agent.methods import Update
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose
-from edge_agent.wire.tensors import Spec, decode, encode, pieces, specs_of
+from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..config import AggregationConfig
-from ..fleet.transfers import Collection, updates_of
+from ..fleet.transfers import Collection
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
 from . import aggregation, buffered
-from .buffered import BufferedCollection, rebased
+from .aggregation import StoredUpdates
+from .buffered import BufferedCollection
 from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
 from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
@@ -37,8 +38,12 @@ from .privacy import PrivacyBudget
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
+from .server_side import OwnFunctions, method_of, specs_from_json
 
 log = logging.getLogger(__name__)
+
+BEGIN_LIMIT_S = 600.0
+"""How long building the model may take."""
 
 MOST_LISTED = 100
 """Agents in each list of `RunLoop.status`."""
@@ -110,6 +115,9 @@ class RunLoop:
     hooks: RunHooks = field(default_factory=RunHooks)
     asked: Assignment | None = None
     selection: Selection = field(init=False)
+    _own: OwnFunctions = field(default_factory=OwnFunctions)
+    """What the method computes by functions of its own in another process."""
+
     _norm: dict[str, Spec] = field(default_factory=dict)
     """Batch norm tensors of the encoder that stay on devices."""
 
@@ -145,14 +153,9 @@ class RunLoop:
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
-        config = self.run.context.config
-        if config.round.mode == "buffered" and (why := buffered.refusal(self.run.method)):
-            raise RunFailed(why)
-        if why := aggregation.refusal(self.run.method, config.aggregation):
-            raise RunFailed(why)
         record = self._journal.replay(self.run.id)
         stats = Stats.begin(self.run.context, self.run.id)
-        self._begin(record.checkpoint)
+        yield from self._begin(record.checkpoint)
         self.run = yield from self.hooks.before_run(self.run)
         closed = self._journal.entries(self.run.id, ("round_closed",))
         self._good = GoodState.of(closed[-1].body) if closed else None
@@ -276,33 +279,31 @@ class RunLoop:
 
     # --- start -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, checkpoint: str | None) -> None:
+    def _begin(self, checkpoint: str | None) -> Generator[Waiting, None, None]:
         """Set the state to continue from: a checkpoint, or an initial model from the run's seed."""
-        import torch
-
-        from edge_agent.training.parts import norm_names, to_arrays
-
-        run, journal, blobs = self.run, self._journal, self.run.context.state.blobs
-        method, request = run.method, run.request
-        torch.manual_seed(request.seed)
-        model = method.build(request.task)
-        if checkpoint is None and request.weights is not None:
-            request.weights.load_into(model)
-        fresh = to_arrays(model, method.shared_names(model))
-        self._extras = specs_of(method.sends(model, request.task))
-        self._expected = {**specs_of(fresh), **self._extras}
-        self._norm = specs_of(to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {})
+        run, journal, context, request = self.run, self._journal, self.run.context, self.run.request
+        asked = {**run.for_compute(), "is_new": checkpoint is None}
+        begun = yield from context.ask("begin", asked, "the model is being built", BEGIN_LIMIT_S)
+        blobs, config = context.state.blobs, context.config
+        method, self._own = method_of(begun["method"], asked, context.compute, context.state.run(run.id).folder)
+        if config.round.mode == "buffered" and (why := buffered.refusal(method)):
+            raise RunFailed(why)
+        if why := aggregation.refusal(method, config.aggregation):
+            raise RunFailed(why)
+        self._extras = specs_from_json(begun["extras"])
+        self._expected = {**specs_from_json(begun["shared"]), **self._extras}
+        self._norm = specs_from_json(begun["norm"])
         if checkpoint is None:
-            state = method.start(fresh)
-            checkpoint = blobs.put(*pieces(state))
+            checkpoint = str(begun["digest"])
+            state = decode(blobs.read(checkpoint))
             retain_checkpoint(journal, run.id, request.keep_every, 0, checkpoint)
             journal.append("run_started", run=run.id, digest=checkpoint)
             log.info("run_started run=%s method=%s rounds=%d", run.id, method.name, request.rounds)
         else:
             state = decode(blobs.read(checkpoint))
-            restore(run.context.state, run.id)
+            restore(context.state, run.id)
             log.info("run_resumed run=%s checkpoint=%s", run.id, checkpoint[:12])
-        self.run = replace(run, state=state, checkpoint=checkpoint)
+        self.run = replace(run, method=method, state=state, checkpoint=checkpoint)
 
     # --- one round -------------------------------------------------------------------------------------------------
 
@@ -455,7 +456,7 @@ class RunLoop:
             self._expected,
             dict(opened.updates),
             dict(opened.rejected),
-            self.run.method.objection,
+            self._objection,
             opened.joining,
             self._extras,
             self.selection.on_trial,
@@ -514,7 +515,7 @@ class RunLoop:
             rounds=run.request.rounds,
             seed=run.request.seed,
             method=method.name,
-            params=method.params.model_dump(mode="json"),
+            params=method.all_params(),
             given=run.request.task if large is None else large.ref,
             blobs=(),
             deadline_s=limit_s,
@@ -526,7 +527,8 @@ class RunLoop:
         if encoder is not None:
             common = (Outgoing.of(encode(encoder)),)
         elif purpose != "batch_norm_stats":
-            shared = method.broadcast(run.state)
+            is_own = "broadcast" in self._own.names
+            shared = self._own.broadcast(run.checkpoint) if is_own else method.broadcast(run.state)
             in_store = shared is run.state  # the checkpoint
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
@@ -534,7 +536,10 @@ class RunLoop:
         task = () if large is None else (large,)
 
         def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-            own = method.downlink(run.state, agent) if common and encoder is None else {}
+            own: Tensors = {}
+            if common and encoder is None:
+                is_own = "downlink" in self._own.names
+                own = self._own.downlink(run.checkpoint, agent) if is_own else method.downlink(run.state, agent)
             if agent not in joining:
                 blobs = (*common, Outgoing.of(encode(own))) if own else common
                 refs = tuple(blob.ref for blob in blobs)
@@ -566,22 +571,16 @@ class RunLoop:
     def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
-        rule, base = self._rule, functools.cache(self._base)
-
-        def updates() -> Iterable[Update]:
-            of_round = updates_of(blobs, collection)
-            if isinstance(collection, BufferedCollection):
-                return rebased(of_round, run.state, collection.asked_in, number, base)
-            return of_round
-
+        rule = self._rule
         losses = [one.metrics["loss"] for _, one in sorted(collection.accepted.items()) if "loss" in one.metrics]
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:
-            state, decisions, self._was_restored = decode(blobs.read(self._good.digest)), aggregation.Decisions(), True
+            state, decisions = decode(blobs.read(self._good.digest)), aggregation.Decisions().body()
+            self._was_restored = True
         else:
             try:
-                state, decisions = aggregation.aggregate(run.method, run.state, updates, rule)
+                state, decisions = self._aggregated(self._updates(collection), rule)
             except TrainingFailed as error:
                 raise RunFailed(f"round {number}: {error}") from error
             self._good = after(self._good, losses, number - 1, run.checkpoint) if watched else None
@@ -599,7 +598,7 @@ class RunLoop:
             "excused": sorted({*slow, *self._busy}),
             "busy": self._busy,
             "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
-            "aggregation": {"settings": rule.model_dump(), **decisions.body()},
+            "aggregation": {"settings": rule.model_dump(), **decisions},
             **figures,
             **self._budget.of_round(clients),
         }
@@ -621,6 +620,25 @@ class RunLoop:
         run.context.state.run(run.id).append_metrics(round_record(closed, body))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
+
+    def _objection(self, tensors: Tensors, path: Path) -> str:
+        """Why the update in this file, whose tensors these are, cannot be honest; empty when it can."""
+        return self._own.objection(path) if "objection" in self._own.names else self.run.method.objection(tensors)
+
+    def _aggregated(self, updates: StoredUpdates, rule: AggregationConfig) -> tuple[State, dict[str, Any]]:
+        """The next state, and the decisions about single updates as JSON."""
+        run, blobs = self.run, self.run.context.state.blobs
+        if "aggregate" in self._own.names:
+            digest, body = self._own.aggregate(run.checkpoint, updates, rule)
+            return decode(blobs.read(digest)), body
+        state, decisions = updates.aggregate(blobs, run.method, run.state, rule)
+        return state, decisions.body()
+
+    def _updates(self, collection: Collection) -> StoredUpdates:
+        accepted = {agent: (one.digest, one.samples) for agent, one in collection.accepted.items()}
+        if not isinstance(collection, BufferedCollection):
+            return StoredUpdates(accepted, collection.round)
+        return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases)
 
     @property
     def _rule(self) -> AggregationConfig:

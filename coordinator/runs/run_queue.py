@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from edge_agent import methods
 from edge_agent.errors import HeadwaterError, StateError
-from edge_agent.methods import Method
 
 from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of
@@ -26,7 +24,7 @@ log = logging.getLogger(__name__)
 LOOK_FOR_REQUESTS_S = 0.2
 NO_RUN = Waiting("a run is requested ('headwater run')")
 
-Make = Callable[[str, Request, Method], RunLoop]
+Make = Callable[[str, Request], RunLoop]
 """The loop of a run; it resumes from the journal."""
 
 
@@ -148,9 +146,7 @@ class Runs:
             record = self._state.journal.replay(run)
             for update in record.open_round.updates.values() if record.open_round is not None else ():
                 self._state.blobs.check(update.digest)  # its agent has the receipt, and has removed it
-            request = Request.from_body(record.request)
-            method = methods.create(request.method, request.params)
-            self.loop = self._make(run, request, method)
+            self.loop = self._make(run, Request.from_body(record.request))
         except (StateError, OSError) as error:
             self.stall(run, error)
         except (HeadwaterError, KeyError, ValueError) as error:

@@ -26,7 +26,7 @@ from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
-from ..processes.compute import ComputeProcess
+from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
@@ -83,10 +83,13 @@ def take_over(
 
 
 @contextlib.contextmanager
-def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) -> Iterator[Coordinator]:
+def coordinator(
+    config: CoordinatorConfig, stop: threading.Event | None = None, compute: Compute | None = None
+) -> Iterator[Coordinator]:
     """A started coordinator; it is closed with the context, and the next start resumes.
 
-    With ``stop`` it waits while the disk is full, until that is set.
+    With ``stop`` it waits while the disk is full, until that is set. ``compute``: default: a process
+    that the coordinator starts when it needs torch.
 
     Raises:
         StateError: another process works in the state folder, or it is damaged.
@@ -127,7 +130,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             transport = CombinedTransport(mqtt, side, topics, ids, side.away)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
-        )
+        )  # a process of its own: an evaluation takes as long as it likes, and no round waits for it
         probe_s = 0.0 if config.broker is None else PROBE_S  # an embedded broker has just been started
         service = Coordinator(
             config,
@@ -135,6 +138,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             transport,
             worker=worker,
             hooks=hooks,
+            compute=compute or ComputeProcess(state.path / "compute.log"),
             boot=boot,
             broker_url=broker.url,
             probe_s=probe_s,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
-from edge_agent.methods import Method
 from edge_agent.task import Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
@@ -31,6 +30,7 @@ from ..fleet.rate_limits import RateLimits
 from ..fleet.registry import CommandSender, DuplicateIds, Member, ReceiptMemory, Rejections, Roster, RunIds, begin
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
+from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.release import ReleaseOffers
 from ..runs.request import Request
@@ -77,6 +77,7 @@ class Coordinator:
         stopwatch: Callable[[], float] | None = None,
         worker: Worker | None = None,
         hooks: RunHooks | None = None,
+        compute: Compute | None = None,
         boot: str | None = None,
         broker_url: str = "",
         probe_s: float = PROBE_S,
@@ -94,6 +95,7 @@ class Coordinator:
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
         self.worker, self.hooks = worker or InlineWorker(), hooks or RunHooks()
+        self.compute = compute or InlineCompute()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
         self._boot = boot or secrets.token_hex(8)
@@ -169,6 +171,7 @@ class Coordinator:
         self.collector.pause()
         self.worker.close()
         self.hooks.close()
+        self.compute.close()
         self.transport.close()
 
     def catch_up(self, pause_s: float = 0.0) -> None:
@@ -242,6 +245,7 @@ class Coordinator:
         try:
             self.worker.collect()
             self.hooks.collect()
+            self.compute.end_if_idle()
         except (StateError, OSError) as error:
             self.storage.note(error, "results of computations")
         if self.peers.tick():
@@ -299,10 +303,10 @@ class Coordinator:
         self._advance_took_s = min(now - begin, 2 * self._advance_took_s + 1e-5)
         self._advance_at = now + min(ADVANCE_S, self._advance_took_s / ADVANCE_SHARE)
 
-    def _loop_of(self, run: str, request: Request, method: Method) -> RunLoop:
+    def _loop_of(self, run: str, request: Request) -> RunLoop:
         self._run_ids.check(run)
         context = self.run_context()
-        loop = RunLoop(Run(run, request, method, context, Reports(context)), self.hooks)
+        loop = RunLoop(Run(run, request, context, Reports(context)), self.hooks)
         for agent in self.roster.present("head"):
             self._send_task(agent, request.task)
         return loop
@@ -319,6 +323,7 @@ class Coordinator:
             worker=self.worker,
             clock=self.clock,
             stopwatch=self.stopwatch,
+            compute=self.compute,
         )
 
     # --- received messages -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Layout of a state folder::
     journal.db      see `coordinator.state.journal`; everything else can be checked against it
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
     backup/         what 'headwater backup' holds while it copies
+    compute.log     output of the process that builds models and exports
     runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to resume
 """
 

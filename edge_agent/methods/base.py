@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..errors import TrainingFailed
+from ..errors import TensorsError, TrainingFailed
 from ..task import State, Task, Tensors
 from .values import Client, Exactness, Grade, MethodParams, Norm, Update
 
@@ -57,8 +57,8 @@ class Method:
     it computes follows from the model, ``client.memory``, ``client.rng`` and what was received.
     """
 
-    weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
-    extras_are_changes: ClassVar[bool] = False
+    weighting: Literal["samples", "uniform"] = "samples"
+    extras_are_changes: bool = False
     """Whether extra arrays of updates are changes of the state's arrays of the same names, and bounded as such."""
 
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
@@ -77,6 +77,11 @@ class Method:
     def name(self) -> str:
         """The file name, which is the method's name everywhere."""
         return type(self).__module__.rsplit(".", 1)[-1]
+
+    def all_params(self) -> dict[str, Any]:
+        """The parameters as JSON, defaults included."""
+        result: dict[str, Any] = self.params.model_dump(mode="json")
+        return result
 
     @property
     def head_name(self) -> str:
@@ -182,10 +187,9 @@ class Method:
 
         return weighted_mean(weighted(), **options)
 
-    @classmethod
-    def server_step_is_mean(cls) -> bool:
+    def server_step_is_mean(self) -> bool:
         """Whether `aggregate` is a mean of the updates, or a step from it: updates may then be of several rounds."""
-        return cls.aggregate is Method.aggregate
+        return type(self).aggregate is Method.aggregate
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -197,13 +201,12 @@ class Method:
         """
         return (cls.local_update, cls.loss, cls.sent) == (Method.local_update, Method.loss, Method.sent)
 
-    @classmethod
-    def one_pass(cls) -> bool:
+    def one_pass(self) -> bool:
         """Whether local training is one call of `train`, set up from the received model and the client's data alone.
 
         Such training may be shortened for a slow device, and resumed within an epoch after a kill.
         """
-        return cls.local_update is Method.local_update
+        return type(self).local_update is Method.local_update
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """The loss of a batch in local training; default: cross entropy of the model's logits."""
@@ -324,3 +327,37 @@ def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block
         part = source[begin : begin + block].astype(np.float64)
         part *= weight
         flat[begin : begin + block] += part
+
+
+def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
+    """Batch norm tensors of one common encoder from those of many clients.
+
+    Means and variances become those of the mixture of all clients' data (mu = sum w mu_i, var = sum w (var_i + mu_i^2)
+    - mu^2), gamma and beta the weighted mean. Each mapping holds tensors of batch norm layers only.
+
+    Raises:
+        TensorsError: no client, weights that do not sum to more than zero, or a variance without its mean.
+    """
+    total, sums = 0.0, dict[str, np.ndarray]()
+    for weight, tensors in weighted:
+        total += weight
+        for name, array in tensors.items():
+            # Of a variance the second moment about zero, which may be averaged.
+            moment = array.astype(np.float64) + _squared_mean(name, tensors)
+            sums[name] = sums.get(name, 0.0) + weight * moment
+    if not total > 0:
+        raise TensorsError(f"batch norm of {len(sums)} tensors has total weight {total}, expected more than 0")
+    means = {name: array / total for name, array in sums.items()}
+    for name in [name for name in means if name.endswith(".running_var")]:
+        means[name] = np.maximum(means[name] - _squared_mean(name, means), 0.0)
+    return {name: array.astype(np.float32) for name, array in means.items()}
+
+
+def _squared_mean(name: str, tensors: Tensors) -> np.ndarray | float:
+    """The square of the mean that belongs to a variance; 0 for other tensors."""
+    if not name.endswith(".running_var"):
+        return 0.0
+    mean = name.removesuffix("running_var") + "running_mean"
+    if mean not in tensors:
+        raise TensorsError(f"'{name}' came without '{mean}'; variances can be pooled only together with their means")
+    return np.square(tensors[mean].astype(np.float64))

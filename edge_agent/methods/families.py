@@ -101,10 +101,9 @@ def towards(state: State, mean: Tensors, rate: float) -> Tensors:
 class ServerSteps(Method, ABC):
     """FedAvg whose server makes its own step from the mean change of a round."""
 
-    @classmethod
-    def server_step_is_mean(cls) -> bool:
+    def server_step_is_mean(self) -> bool:
         """True: the step is made from the mean alone."""
-        return cls.aggregate is ServerSteps.aggregate
+        return type(self).aggregate is ServerSteps.aggregate
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The state after one step; running statistics of batch norm are the mean."""

@@ -31,8 +31,7 @@ class FedProx(Method):
     Params = FedProxParams
     source = "Li et al., FedProx, MLSys 2020"
 
-    @classmethod
-    def one_pass(cls) -> bool:
+    def one_pass(self) -> bool:
         """True: w_t is the received model, and the paper has slow clients do less work."""
         return True
 

@@ -55,7 +55,6 @@ class Parts(nn.Module):
 NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
-_VARIANCE = ".running_var"
 
 
 def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
@@ -192,40 +191,6 @@ def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[N
 def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
     """The first ``shown`` mistakes, and how many more there are."""
     return "; ".join(mistakes[:shown]) + (f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else "")
-
-
-def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
-    """Batch norm tensors of one common encoder from those of many clients.
-
-    Means and variances become those of the mixture of all clients' data (mu = sum w mu_i, var = sum w (var_i + mu_i^2)
-    - mu^2), gamma and beta the weighted mean. Each mapping holds tensors of batch norm layers only.
-
-    Raises:
-        TensorsError: no client, weights that do not sum to more than zero, or a variance without its mean.
-    """
-    total, sums = 0.0, dict[str, np.ndarray]()
-    for weight, tensors in weighted:
-        total += weight
-        for name, array in tensors.items():
-            # Of a variance the second moment about zero, which may be averaged.
-            moment = array.astype(np.float64) + _squared_mean(name, tensors)
-            sums[name] = sums.get(name, 0.0) + weight * moment
-    if not total > 0:
-        raise TensorsError(f"batch norm of {len(sums)} tensors has total weight {total}, expected more than 0")
-    means = {name: array / total for name, array in sums.items()}
-    for name in [name for name in means if name.endswith(_VARIANCE)]:
-        means[name] = np.maximum(means[name] - _squared_mean(name, means), 0.0)
-    return {name: array.astype(np.float32) for name, array in means.items()}
-
-
-def _squared_mean(name: str, tensors: Tensors) -> np.ndarray | float:
-    """The square of the mean that belongs to a variance; 0 for other tensors."""
-    if not name.endswith(_VARIANCE):
-        return 0.0
-    mean = name.removesuffix("running_var") + "running_mean"
-    if mean not in tensors:
-        raise TensorsError(f"'{name}' came without '{mean}'; variances can be pooled only together with their means")
-    return np.square(tensors[mean].astype(np.float64))
 
 
 MOST_ROWS = 1024

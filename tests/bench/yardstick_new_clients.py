@@ -21,11 +21,11 @@ from edge_agent.data.partition import dirichlet
 from edge_agent.heads import FitData
 from edge_agent.local.choice import FOLDS, candidates, choose, thinned
 from edge_agent.local.validation import folds
-from edge_agent.methods.base import Method
+from edge_agent.methods.base import Method, pooled_norm
 from edge_agent.methods.values import Client, Update
 from edge_agent.task import Task, Tensors
 from edge_agent.training.loops import features_of
-from edge_agent.training.parts import load_arrays, personal_names, pooled_norm, to_arrays
+from edge_agent.training.parts import load_arrays, personal_names, to_arrays
 
 FASHION = "idx:/usr/share/datasets/fashion-mnist?split=train"
 AS_BEFORE: dict[str, dict[str, Any]] = {

@@ -132,7 +132,7 @@ def page(rows: list[Row]) -> str:
         elif row.noise == 0:
             budget, local = "clipping only", "–"
         else:
-            parts = CLIENTS if methods.get(row.method).server_step_is_mean() else 1
+            parts = CLIENTS if methods.create(row.method).server_step_is_mean() else 1
             alone = epsilon_of(ROUNDS * cost(row.noise / math.sqrt(parts)), DELTA)
             budget, local = f"ε = {row.epsilon:g} (noise {row.noise:.3g})", f"{alone:.0f}"
         lines.append(f"| {row.method} | {budget} | {shown(row.shared)} | {shown(row.personal)} | {local} |")

@@ -19,6 +19,7 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Federation
 
 from coordinator.cli.audit import audit as audit_command
+from coordinator.runs import aggregation
 from coordinator.runs import audit as audits
 from coordinator.runs.audit import audit
 from coordinator.state.journal import Journal, hash_of
@@ -122,7 +123,8 @@ def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
 READS = [
     *((Journal, name) for name in ("replay", "verify", "entries")),
     *((BlobStore, name) for name in ("__contains__", "check", "read")),
-    *((audits, name) for name in ("_receipts", "blobs_needed", "mapped")),
+    *((audits, name) for name in ("_receipts", "blobs_needed")),
+    (aggregation, "mapped"),
     (RunFolder, "metrics"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from federation_duties import SMALL, TASK, TinyDuties, quick_params
 from federation_harness import Federation
 
+from coordinator.processes.compute import InlineCompute
 from edge_agent import methods
 from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.training.parts import to_arrays
@@ -16,13 +18,18 @@ from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 
 
-def finished(folder, method, **options):
-    fed = Federation(folder, tasks=TinyDuties, capture=True)
+def finished(folder, method, compute=None, **options):
+    fed = Federation(folder, tasks=TinyDuties, capture=True, compute=compute)
     with fed:
         fed.request(method, rounds=2, params=quick_params(method), **options)
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome
     return fed
+
+
+def last_state(fed):
+    with fed.state.look() as state:
+        return state.journal.entries(fed.run, ("round_closed",))[-1].digest
 
 
 def summary_of(fed):
@@ -50,6 +57,46 @@ def test_every_method_finishes_and_the_same_seed_gives_the_same_bits(first_of, t
     assert len(summary_of(first)["agents"]) == 3
     assert all(agent["acc"]["personal"] is not None for agent in summary_of(first)["agents"])
     assert summary_of(first)["faults"] == {}
+
+
+class Elsewhere(InlineCompute):
+    """As if in another process: requests and results are JSON, and the method's class is not known here."""
+
+    is_here = False
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, request, limit_s=None):
+        self.asked.append(request["do"].partition(":")[2])
+        return json.loads(json.dumps(super().submit(json.loads(json.dumps(request)), limit_s)))
+
+
+OWN = {
+    "fedadam": {"aggregate"},
+    "fedavgm": {"aggregate"},
+    "fedfomo": {"objection", "broadcast", "downlink", "aggregate"},
+    "fedkd": {"objection", "broadcast", "aggregate"},
+    "fedpac": {"objection", "broadcast", "downlink", "aggregate"},
+    "fedproto": {"objection", "aggregate"},
+    "pfedhn": {"broadcast", "downlink", "aggregate"},
+    "pfedme": {"aggregate"},
+    "scaffold": {"aggregate"},
+    "spherefed": {"objection", "aggregate"},
+}
+"""What the compute process is asked in the rounds of a method; of others nothing."""
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_a_method_whose_class_only_the_compute_process_knows_gives_the_same_bits(first_of, tmp_path, method):
+    compute = Elsewhere()
+    there = finished(tmp_path, method, compute)
+    assert last_state(there) == last_state(first_of(method))
+    assert summary_of(there)["params"] == summary_of(first_of(method))["params"]
+    assert {*compute.asked} == {"begin", *OWN.get(method, ())}
+    assert not list((tmp_path / "coordinator" / "runs" / there.run).glob("*.safetensors")), (
+        "answers are read and removed"
+    )
 
 
 def test_another_seed_gives_other_bits(tmp_path):

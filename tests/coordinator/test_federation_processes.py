@@ -244,18 +244,63 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_a_coordinator_at_rest_has_no_torch_in_memory(tmp_path):
-    """It has checked its configuration, for which the model was built, and serves agents; 90 MB are its budget."""
-    with Site(tmp_path, DIGITS) as site:
+@pytest.mark.parametrize("method", ["fedavg", "own_sums"])
+def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(tmp_path, monkeypatch, method):
+    """It has checked its configuration, built a model and exported it; 90 MB are its budget.
+
+    ``own_sums`` is in a user's file that imports torch and aggregates by it, known by the entry point of a package.
+    """
+    package = tmp_path / "packages"
+    installed = package / "own_sums-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (package / "own_sums.py").write_text(OWN_METHOD)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: own_sums\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[headwater.methods]\nown_sums = own_sums:OwnSums\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(package), os.environ.get("PYTHONPATH", ""))))
+
+    class ExportingSite(Site):
+        def coordinator_toml(self):
+            return super().coordinator_toml().replace("after_run = false", "after_run = true")
+
+    with ExportingSite(tmp_path, DIGITS) as site:
 
         def present():
             return [agent for agent in read_status(tmp_path / "state").get("agents", ()) if agent["present"]]
 
+        def check():
+            process = Path("/proc") / str(site.processes["serve"].pid)
+            assert "libtorch" not in (process / "maps").read_text()
+            (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
+            assert int(resident.split()[1]) * 1024 < 90e6
+
         site.until(lambda: len(present()) == len(AGENTS), "all agents are here")
-        process = Path("/proc") / str(site.processes["serve"].pid)
-        assert "libtorch" not in (process / "maps").read_text()
-        (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
-        assert int(resident.split()[1]) * 1024 < 90e6
+        check()
+        run = site.request(3, method, local_epochs=6)
+        site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
+        check()
+        site.finish(run)
+        check()
+        with site.state.look() as state:
+            assert state.run(run).summary()["bundle"]["bytes"] > 1000
+
+
+OWN_METHOD = """
+import torch
+
+from edge_agent.methods import Method
+
+
+class OwnSums(Method):
+    name = "own_sums"
+
+    def aggregate(self, state, updates):
+        found = list(updates)
+        means = {
+            name: torch.stack([torch.from_numpy(one.tensors[name].copy()) for one in found]).mean(dim=0).numpy()
+            for name in found[0].tensors
+        }
+        return {**state, **means}
+"""
 
 
 @pytest.mark.slow

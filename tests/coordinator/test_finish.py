@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from federation_disturbances import lose
 from federation_harness import Federation, Killed
 
 from coordinator.cli.run import agents_table, footnotes
-from coordinator.runs import release
+from coordinator.runs import computations
 from coordinator.runs.context import Waiting, computed
 from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.wire import messages as wire
@@ -27,13 +27,13 @@ def exports(monkeypatch):
     """Exports that write 200 kB and say so; the list holds the runs."""
     made = []
 
-    def fake(run, path, purpose):
-        made.append(run.id)
-        path.write_bytes(run.id.encode() * 20_000)
-        parity = SimpleNamespace(max_abs=1e-6, int8_cosine=0.999)
-        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id(run.id), parity=parity))
+    def fake(request):
+        run = request["run"]
+        made.append(run)
+        Path(request["path"]).write_bytes(run.encode() * 20_000)
+        return {"bundle_id": bundle_id(run), "parity_max_abs": 1e-6, "int8_cosine": 0.999}
 
-    monkeypatch.setattr(release, "export_run", fake)
+    monkeypatch.setattr(computations, "export_bundle", fake)
     return made
 
 
@@ -202,10 +202,10 @@ def test_a_device_that_vanishes_during_the_release_does_not_hold_the_run(tmp_pat
 
 
 def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(tmp_path, monkeypatch):
-    def fails(loop, path, purpose):
+    def fails(request):
         raise ExportRejected("parity 0.3 is above 0.001")
 
-    monkeypatch.setattr(release, "export_run", fails)
+    monkeypatch.setattr(computations, "export_bundle", fails)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -216,10 +216,10 @@ def test_an_export_that_fails_its_gates_leaves_a_finished_run_without_a_bundle(t
 
 
 def test_an_export_that_breaks_is_a_rejected_export_too(tmp_path, monkeypatch):
-    def breaks(loop, path, purpose):
+    def breaks(request):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(release, "export_run", breaks)
+    monkeypatch.setattr(computations, "export_bundle", breaks)
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -261,15 +261,15 @@ def test_the_summary_says_what_was_asked_for_and_what_came_out(tmp_path):
 
 
 def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypatch, exports):
-    real, died = release.export_run, []
+    real, died = computations.export_bundle, []
 
-    def dies_once(loop, path, purpose):
+    def dies_once(request):
         if not died:
             died.append(True)
             raise Killed
-        return real(loop, path, purpose)
+        return real(request)
 
-    monkeypatch.setattr(release, "export_run", dies_once)
+    monkeypatch.setattr(computations, "export_bundle", dies_once)
     with Federation(tmp_path, agents=2, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.request(rounds=1)

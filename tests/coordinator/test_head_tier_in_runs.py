@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from federation_duties import TinyDuties
 from federation_harness import Federation, TimedWorker
 
-from coordinator.runs import release
+from coordinator.runs import computations, release
 from coordinator.runs.release import stop_reason
 from edge_agent import methods
 from edge_agent.task import ImageInput, Task
@@ -33,14 +33,14 @@ def exports(monkeypatch):
     """Exports that write a few bytes; the list holds their names."""
     made = []
 
-    def fake(loop, path, purpose):
+    def fake(request):
+        path = Path(request["path"])
         made.append(path.stem)
         path.write_bytes(path.stem.encode() * 100)
-        parity = SimpleNamespace(max_abs=0.0, int8_cosine=None)
         bundle_id = hashlib.sha256(path.stem.encode()).hexdigest()
-        return SimpleNamespace(manifest=SimpleNamespace(bundle_id=bundle_id, parity=parity))
+        return {"bundle_id": bundle_id, "parity_max_abs": 0.0, "int8_cosine": None}
 
-    monkeypatch.setattr(release, "export_run", fake)
+    monkeypatch.setattr(computations, "export_bundle", fake)
     return made
 
 
@@ -105,14 +105,14 @@ def test_a_run_that_needs_its_last_round_does_not_stop_before(tmp_path, exports,
 
 
 def test_a_rejected_export_during_a_run_costs_that_release_only(tmp_path, exports, monkeypatch):
-    real = release.export_run
+    real = computations.export_bundle
 
-    def sometimes(loop, path, purpose):
-        if path.stem.endswith("round-1"):
+    def sometimes(request):
+        if request["path"].endswith("round-1.hwb"):
             raise release.ExportRejected("parity: 3.0, at most 0.0001 is allowed")
-        return real(loop, path, purpose)
+        return real(request)
 
-    monkeypatch.setattr(release, "export_run", sometimes)
+    monkeypatch.setattr(computations, "export_bundle", sometimes)
     with federation(tmp_path, every=1) as fed:
         fed.add("h1", tier="head")
         fed.request(rounds=3)

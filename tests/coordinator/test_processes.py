@@ -15,7 +15,7 @@ import pytest
 from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.pipe import Pipe, SharedBuffer
 from coordinator.processes.supervisor import ChildProcess, Limits, Supervisor, worker_command
-from edge_agent.errors import RunFailed
+from edge_agent.errors import ExportRejected, RunFailed, StateError, UsageError
 
 FUNCTIONS = """
 import resource, time
@@ -31,6 +31,18 @@ def allocate(request):
 def spin(request):
     while True:
         pass
+
+def who(request):
+    import os
+    return {"pid": os.getpid(), "setup": getattr(time, "setup", 0)}
+
+def begin():
+    time.setup = getattr(time, "setup", 0) + 1
+
+def fails(request):
+    from edge_agent import errors
+    kind, arguments = request["error"]
+    raise (OSError if kind == "OSError" else getattr(errors, kind))(*arguments)
 """
 
 
@@ -113,5 +125,84 @@ def test_a_function_that_is_not_there_is_told(functions):
     try:
         with pytest.raises(RunFailed, match="AttributeError: module 'functions' has no attribute 'nothing'"):
             process.submit(json.loads('{"do": "functions:nothing"}'))
+    finally:
+        process.close()
+
+
+def test_a_child_ends_when_idle_and_the_next_request_starts_another(functions):
+    now = [100.0]
+    process = ComputeProcess(functions / "log", setup=("functions:begin",), idle_s=60, clock=lambda: now[0])
+    try:
+        process.end_if_idle()
+        first = process.submit({"do": "functions:who"})
+        now[0] += 59
+        process.end_if_idle()
+        assert process.submit({"do": "functions:who"}) == first == {"pid": process.pid, "setup": 1}
+        now[0] += 60
+        process.end_if_idle()
+        assert process.pid is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(first["pid"], 0)
+        second = process.submit({"do": "functions:who"})
+        assert second["pid"] != first["pid"]
+        assert second["setup"] == 1
+    finally:
+        process.close()
+
+
+def test_a_child_at_work_is_not_idle(functions):
+    now = [100.0]
+    process = ComputeProcess(functions / "log", idle_s=60, clock=lambda: now[0])
+    failed = []
+
+    def ask():
+        with pytest.raises(RunFailed, match="request cancelled"):
+            process.submit({"do": "functions:spin"})
+        failed.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    pause, tries = threading.Event(), 0
+    while process.pid is None and (tries := tries + 1) < 1000:
+        pause.wait(0.01)
+    now[0] += 1000
+    process.end_if_idle()
+    assert process.pid is not None
+    process.close()
+    thread.join(20)
+    assert failed == [True]
+
+
+def test_a_child_that_hangs_is_killed_and_the_next_request_is_answered(functions):
+    process = ComputeProcess(functions / "log")
+    try:
+        hung = process.submit({"do": "functions:who"})["pid"]
+        with pytest.raises(RunFailed, match=r"functions:spin: no result within 0\.2 s; the compute process was killed"):
+            process.submit({"do": "functions:spin"}, 0.2)
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
+        assert process.submit({"do": "functions:who"})["pid"] != hung
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    "raised, kind, message",
+    [
+        (("ExportRejected", ["parity 3"]), ExportRejected, "parity 3"),
+        (("StateError", ["x: damaged"]), StateError, "x: damaged"),
+        (("ConfigError", ["here", ["one", "two"]]), UsageError, "here: 2 mistakes\n  - one\n  - two"),
+        (("nothing", []), RunFailed, "AttributeError: module 'edge_agent.errors' has no attribute 'nothing'"),
+    ],
+)
+def test_errors_of_the_child_keep_their_class(functions, raised, kind, message):
+    process = ComputeProcess(functions / "log")
+    try:
+        with pytest.raises(kind) as caught:
+            process.submit({"do": "functions:fails", "error": raised})
+        assert (type(caught.value), str(caught.value)) == (kind, message)
+        with pytest.raises(OSError, match="No space left") as full:
+            process.submit({"do": "functions:fails", "error": ("OSError", [28, "No space left on device", "/x"])})
+        assert (full.value.errno, full.value.filename) == (28, "/x")
     finally:
         process.close()

@@ -143,6 +143,9 @@ class InProcess:
             raise RunFailed(f"no memory for round {number}")
         return evaluate_on_proxy(question)
 
+    def end_if_idle(self):
+        pass
+
     def close(self):
         pass
 

@@ -55,6 +55,9 @@ class InProcess:
     def cancel(self, question):
         self.asked.append("cancel")
 
+    def end_if_idle(self):
+        pass
+
     def close(self):
         pass
 
@@ -195,7 +198,7 @@ def test_the_process_answers_what_is_computed_here_and_comes_back_when_it_is_kil
         there = asked.submit({"do": WARM_START, **question(images, tmp_path / "there")})
         assert there == here
         assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
-        with pytest.raises(RunFailed, match="unknown method 'fedavgg': did you mean 'fedavg'"):
+        with pytest.raises(UsageError, match="unknown method 'fedavgg': did you mean 'fedavg'"):
             asked.submit({"do": WARM_START, **question(images, tmp_path / "x", "fedavgg")})
     finally:
         asked.close()

@@ -18,6 +18,7 @@ from faulty_broker import Faults, FaultyBroker
 from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
+from coordinator.processes.compute import Compute
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.command_keys import CommandKeys
@@ -112,10 +113,11 @@ class Federation:
         heartbeat_s: float = 15.0,
         probe_s: float = 0.0,
         keyed: bool = False,
+        compute: Compute | None = None,
     ) -> None:
         """``keyed``: agents have keys, and obey authentic commands only."""
         self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
-        self.clock, self.probe_s, self.keyed = Clock(), probe_s, keyed
+        self.clock, self.probe_s, self.keyed, self.compute = Clock(), probe_s, keyed, compute
         self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
@@ -167,6 +169,7 @@ class Federation:
             boot=f"c{self.boots}",
             probe_s=self.probe_s,
             keys=self.keys(),
+            compute=self.compute,
         )
         prepare(self.coordinator)
         self.coordinator.start()

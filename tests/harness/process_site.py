@@ -97,8 +97,8 @@ class Site:
         os.kill(self.processes[name].pid, signal.SIGKILL)
         self.processes[name].wait()
 
-    def request(self, rounds, **params):
-        wanted = Request("fedavg", {"batch_size": 8, **params}, rounds, 5, self.task)
+    def request(self, rounds, method="fedavg", **params):
+        wanted = Request(method, {"batch_size": 8, **params}, rounds, 5, self.task)
         with self.state.look(create=True) as state:
             return state.journal.request_run(wanted.body())
 

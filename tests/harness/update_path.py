@@ -22,6 +22,7 @@ ROUND = 2
 DRIVER = "coordinator/api.py"
 """Has the loop that gives coordinator and agents their turns; on a network each has its own."""
 BESIDE = {
+    "coordinator/processes/compute.py": {"end_if_idle"},
     "coordinator/service/status.py": {"update"},
     "coordinator/service/peers.py": {"tick", "is_serving"},
     "coordinator/fleet/registry.py": {"expire"},

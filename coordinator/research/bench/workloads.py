@@ -155,17 +155,17 @@ def main() -> None:
     if arguments.program == "agent":
         _run_agent(load(AgentConfig, arguments.config), trains=arguments.train)
         return
-    import torch  # now, so that "idle" is what a coordinator with torch takes
-
     from edge_agent.worker import stop_on_signals
 
     from ...config import load_config
+    from ...processes.compute import ComputeProcess
+    from ...processes.supervisor import Limits
     from ...service.app import coordinator
     from .measuring import send_line
 
-    torch.set_num_threads(1)
-    register()
-    with coordinator(load_config(arguments.config)) as service, stop_on_signals() as stop:
+    config, known = load_config(arguments.config), (f"{__package__}.workloads:register",)
+    compute = ComputeProcess(config.state / "compute.log", Limits(threads=1), known)
+    with coordinator(config, compute=compute) as service, stop_on_signals() as stop:
         send_line("ready")
         service.serve(stop)
 

@@ -20,7 +20,7 @@ from edge_agent.errors import TrainingCancelled
 from edge_agent.methods.values import TrainingControl
 from edge_agent.training.parts import to_arrays
 
-ONE_PASS = [name for name in methods.names() if methods.get(name).one_pass()]
+ONE_PASS = [name for name in methods.names() if methods.create(name).one_pass()]
 RESUMABLE = [name for name in methods.names() if methods.get(name).resumable]
 EPOCHS, BATCHES = 3, 3
 

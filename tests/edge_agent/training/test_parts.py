@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from edge_agent.errors import TensorsError, UnknownName
+from edge_agent.methods.base import pooled_norm
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import (
     Parts,
@@ -16,7 +17,6 @@ from edge_agent.training.parts import (
     load_arrays,
     names_that_travel,
     personal_names,
-    pooled_norm,
     to_arrays,
 )
 

@@ -1,0 +1,165 @@
+"""What a run needs torch for, and what a method computes for the coordinator by functions of its own.
+
+The functions are called through `coordinator.processes.compute`, in a child process of a coordinator that serves. They
+get JSON and return JSON; tensors lie in the blob store of the state folder, or in the file ``into``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from edge_agent import methods
+from edge_agent.methods import Method
+from edge_agent.storage import mapped, write_tensors
+from edge_agent.task import State, Task, Tensors
+from edge_agent.wire.tensors import decode, pieces, specs_of
+
+from ..config import AggregationConfig, ExportConfig, HostedConfig
+from ..state.store import BlobStore
+from .aggregation import StoredUpdates
+from .calibration import own_domains
+from .release import NORM_NOTES
+from .request import Weights
+from .server_side import described, specs_as_json
+
+_HOSTED = TypeAdapter(tuple[HostedConfig, ...])
+
+Request = Mapping[str, Any]
+
+
+def begin(request: Request) -> dict[str, Any]:
+    """The method as `server_side.Described` has it, the tensors that travel, and the first state's ``digest``.
+
+    ``seed`` and ``weights`` are the run's; ``is_new``: whether it has no state yet.
+    """
+    import torch
+
+    from edge_agent.training.parts import norm_names, to_arrays
+
+    method, task = _method(request), Task.model_validate(request["task"])
+    torch.manual_seed(request["seed"])
+    model = method.build(task)
+    if request["is_new"] and request["weights"] is not None:
+        Weights.model_validate(request["weights"]).load_into(model)
+    fresh = to_arrays(model, method.shared_names(model))
+    norm = to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {}
+    return {
+        "method": described(method),
+        "shared": specs_as_json(specs_of(fresh)),
+        "extras": specs_as_json(specs_of(method.sends(model, task))),
+        "norm": specs_as_json(specs_of(norm)),
+        "digest": _blobs(request).put(*pieces(method.start(fresh))) if request["is_new"] else None,
+    }
+
+
+# --- a method's own functions ----------------------------------------------------------------------------------------
+
+
+def objection(request: Request) -> dict[str, Any]:
+    """``objection``: why the update in the file ``path`` cannot be honest; empty when it can."""
+    return {"objection": _method(request).objection(decode(mapped(Path(request["path"]))))}
+
+
+def broadcast(request: Request) -> dict[str, Any]:
+    """What all clients receive, in the file ``into``."""
+    write_tensors(Path(request["into"]), _method(request).broadcast(_state(request)), durable=False)
+    return {}
+
+
+def downlink(request: Request) -> dict[str, Any]:
+    """What ``client`` alone receives, in the file ``into``."""
+    write_tensors(Path(request["into"]), _method(request).downlink(_state(request), request["client"]), durable=False)
+    return {}
+
+
+def aggregate(request: Request) -> dict[str, Any]:
+    """``digest`` of the next state, and the ``decisions`` about single updates."""
+    updates = StoredUpdates.from_json(request["updates"])
+    settings, blobs = AggregationConfig.model_validate(request["settings"]), _blobs(request)
+    state, decisions = updates.aggregate(blobs, _method(request), _state(request), settings)
+    return {"digest": blobs.put(*pieces(state)), "decisions": decisions.body()}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def export_bundle(request: Request) -> dict[str, Any]:
+    """The bundle at ``path``: its id, and how far it is from torch.
+
+    Raises:
+        ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
+    """
+    from export import bundle, synthetic_inputs
+
+    config, task = ExportConfig.model_validate(request["export"]), Task.model_validate(request["task"])
+    is_release, method, state = request["purpose"] == "release", _method(request), _state(request)
+    hosted = _HOSTED.validate_python(request["hosted"])
+    domains = own_domains(task, config, hosted) if config.int8 and is_release else {}
+    quick = not is_release and config.exporter == "auto"
+    report = bundle(
+        _model(request, method, task, state),
+        method,
+        task,
+        domains or synthetic_inputs(task, seed=request["seed"]),
+        Path(request["path"]),
+        name=request["run"],
+        global_head=method.global_head(state),
+        exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
+        norm_note=NORM_NOTES[method.norm] if request["pooled"] else "",
+        int8=config.int8 and is_release,
+        own_norm=is_release,
+        client_ranges=_tensors(request, "client_ranges") if is_release else {},
+    )
+    parity = report.manifest.parity
+    return {
+        "bundle_id": report.manifest.bundle_id,
+        "parity_max_abs": float(parity.max_abs),
+        "int8_cosine": parity.int8_cosine,
+    }
+
+
+def count_steps(request: Request) -> dict[str, Any]:
+    """``steps`` of the encoder whose activations have ranges."""
+    import torch
+
+    from edge_agent.training.ranges import activation_ranges
+
+    task = Task.model_validate(request["task"])
+    model = _model(request, _method(request), task, _state(request))
+    return {"steps": len(activation_ranges(model.part("encoder"), torch.zeros(2, *task.input_shape)))}
+
+
+# --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _method(request: Request) -> Method:
+    return methods.create(request["method"], request["params"])
+
+
+def _blobs(request: Request) -> BlobStore:
+    return BlobStore(Path(request["blobs"]))
+
+
+def _tensors(request: Request, which: str) -> Tensors:
+    return decode(mapped(_blobs(request).check(request[which]))) if request[which] else {}
+
+
+@functools.lru_cache(maxsize=1)
+def _mapped(path: Path, digest: str) -> State:
+    """A state, which several requests need one after another."""
+    return decode(mapped(BlobStore(path).check(digest)))
+
+
+def _state(request: Request) -> State:
+    return dict(_mapped(Path(request["blobs"]), request["state"]))
+
+
+def _model(request: Request, method: Method, task: Task, state: State) -> Any:
+    from export import model_from_state
+
+    return model_from_state(method, task, {**state, **_tensors(request, "pooled")})

@@ -1,0 +1,166 @@
+"""The coordinator's part of a run's method: here where it is the contract's own, else in the compute process.
+
+A method's file may import torch, and most do for the part of the client. The coordinator that serves therefore loads
+none: what it has to know of a method are a few values (`Described`), and what a method computes for the coordinator is
+`Method`'s own code for most of them. Functions that a method defines itself are called in the compute process, which
+reads states and updates from the blob store and writes new states there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent import methods
+from edge_agent.methods import Method
+from edge_agent.storage import read_tensors
+from edge_agent.task import Tensors
+from edge_agent.wire.tensors import Spec
+
+from ..config import AggregationConfig
+from ..processes.compute import Compute, InlineCompute
+from .aggregation import StoredUpdates
+
+STEP_LIMIT_S = 600.0
+"""How long one function of a method may take."""
+
+_FUNCTIONS = {
+    "objection": ("objection",),
+    "broadcast": ("broadcast",),
+    "downlink": ("downlink",),
+    "aggregate": ("aggregate", "mean", "broadcast"),
+}
+"""What the coordinator asks of a method in a round, and the functions of `Method` that compute it."""
+
+
+class Described(Method):
+    """A method whose class another process knows: what subclasses of `Method` decide are values here."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """``values``: those of `described`."""
+        self._values = values
+        self.shared, self.norm, self.weighting = tuple(values["shared"]), values["norm"], values["weighting"]
+        self.extras_are_changes = values["extras_are_changes"]
+
+    @property
+    def name(self) -> str:
+        """As in the other process."""
+        return str(self._values["name"])
+
+    @property
+    def needs_last_round(self) -> bool:
+        """As in the other process."""
+        return bool(self._values["needs_last_round"])
+
+    def all_params(self) -> dict[str, Any]:
+        """As in the other process."""
+        return dict(self._values["params"])
+
+    def server_step_is_mean(self) -> bool:
+        """As in the other process."""
+        return bool(self._values["server_step_is_mean"])
+
+    def one_pass(self) -> bool:
+        """As in the other process."""
+        return bool(self._values["one_pass"])
+
+
+def described(method: Method) -> dict[str, Any]:
+    """The values of a method for `Described`, as JSON; ``own``: what it computes by functions of its own."""
+    kind = type(method)
+    return {
+        "name": method.name,
+        "params": method.all_params(),
+        "shared": list(method.shared),
+        "norm": method.norm,
+        "weighting": method.weighting,
+        "extras_are_changes": method.extras_are_changes,
+        "needs_last_round": method.needs_last_round,
+        "server_step_is_mean": method.server_step_is_mean(),
+        "one_pass": method.one_pass(),
+        "own": [
+            what
+            for what, functions in _FUNCTIONS.items()
+            if any(getattr(kind, name) is not getattr(Method, name) for name in functions)
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class OwnFunctions:
+    """What a method computes for the coordinator by functions of its own, called in the compute process.
+
+    States are given by their digests in the blob store.
+    """
+
+    names: frozenset[str] = frozenset()
+    """Those of `_FUNCTIONS` that it has; the others are the contract's, and called here."""
+
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """Method, parameters and blob store, for the compute process."""
+
+    compute: Compute = field(default_factory=InlineCompute)
+    folder: Path = Path()
+    """For the file of an answer."""
+
+    def objection(self, path: Path) -> str:
+        """`Method.objection` to the update in this file."""
+        return str(self._ask("objection", path=str(path))["objection"])
+
+    def broadcast(self, state: str) -> Tensors:
+        """`Method.broadcast`."""
+        return self._answer("broadcast", state=state)
+
+    def downlink(self, state: str, client: str) -> Tensors:
+        """`Method.downlink`."""
+        return self._answer("downlink", state=state, client=client)
+
+    def aggregate(self, state: str, updates: StoredUpdates, settings: AggregationConfig) -> tuple[str, dict[str, Any]]:
+        """The digest of the next state, and the decisions about single updates as JSON.
+
+        Raises:
+            TrainingFailed: no update with a positive weight.
+        """
+        of_round = {"updates": updates.as_json(), "settings": settings.model_dump(mode="json")}
+        result = self._ask("aggregate", state=state, **of_round)
+        return result["digest"], result["decisions"]
+
+    def _ask(self, function: str, **fields: Any) -> dict[str, Any]:
+        request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
+        return self.compute.submit(request, STEP_LIMIT_S)
+
+    def _answer(self, function: str, **fields: Any) -> Tensors:
+        into = self.folder / f"{function}.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._ask(function, into=str(into), **fields)
+        try:
+            return read_tensors(into)
+        finally:
+            into.unlink(missing_ok=True)
+
+
+def method_of(
+    values: Mapping[str, Any], request: Mapping[str, Any], compute: Compute, folder: Path
+) -> tuple[Method, OwnFunctions]:
+    """The method that `described` has described, and its own functions; the method itself where this process computes.
+
+    ``request`` names method, parameters and blob store; ``folder`` is for files of answers.
+    """
+    if compute.is_here:
+        return methods.create(request["method"], request["params"]), OwnFunctions()
+    about = {name: request[name] for name in ("method", "params", "blobs")}
+    return Described(values), OwnFunctions(frozenset(values["own"]), about, compute, folder)
+
+
+def specs_as_json(specs: Mapping[str, Spec]) -> dict[str, list[Any]]:
+    """Shapes and dtypes as JSON."""
+    return {name: [spec.dtype.str, list(spec.shape)] for name, spec in specs.items()}
+
+
+def specs_from_json(body: Mapping[str, Any]) -> dict[str, Spec]:
+    """From JSON."""
+    return {name: Spec(np.dtype(dtype), tuple(shape)) for name, (dtype, shape) in body.items()}
