@@ -36,7 +36,7 @@ from edge_agent.methods import Method, Update
 from edge_agent.methods.base import is_learned, weighted_mean
 from edge_agent.task import State, Tensors
 
-from ..config import AggregationConfig
+from ..config import AggregationConfig, CoordinatorConfig
 
 LEAST_UPDATES = 3
 """Of fewer updates nobody can tell which is the honest one, unless one is absurd."""
@@ -92,12 +92,24 @@ class Decisions:
         return {name: value for name, value in texts.items() if value}
 
 
-def refusal(method: Method, config: AggregationConfig) -> str:
-    """Why this rule cannot aggregate updates of this method; empty where it can."""
-    if config.rule in _BOUNDED or method.server_step_is_mean():
+def refusal(method: Method, config: CoordinatorConfig) -> str:
+    """Why updates of this method cannot be combined as configured; empty where they can."""
+    if method.server_step_is_mean():
+        return ""
+    if config.round.mode == "buffered":
+        return (
+            "round.mode = 'buffered' needs a method whose server step is a mean of the updates; "
+            f"'{method.name}' computes its own from the updates of one round; set round.mode = 'synchronous'"
+        )
+    if config.privacy.secure_sum:
+        return (
+            "privacy.secure_sum = true needs a method whose server step is a mean of the updates; "
+            f"'{method.name}' computes its own from each of them; choose another method, or set it to false"
+        )
+    if config.aggregation.rule in _BOUNDED:
         return ""
     return (
-        f"aggregation.rule = '{config.rule}' needs a method whose server step is a mean of the updates; "
+        f"aggregation.rule = '{config.aggregation.rule}' needs a method whose server step is a mean of the updates; "
         f"'{method.name}' computes its own from each of them; set aggregation.rule = 'mean' or 'clipped'"
     )
 
