@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from edge_agent.config import (
+    LEAST_CLIENTS,
     NAME_PATTERN,
     PRECISION,
     AgentConfig,
@@ -301,7 +302,9 @@ class ProxyConfig(OwnDataConfig):
 
 
 class DifferentialPrivacyConfig(Frozen):
-    """Differential privacy of the released models: devices clip their updates and add noise.
+    """Privacy of a run: what devices do with their updates before these leave.
+
+    Differential privacy of the released models: devices clip their updates and add noise.
 
     Where the server's step is made from the mean of the updates, each device adds a part, so that their sum has noise
     of ``noise * clip`` or more. That protects all data of a device against whoever sees the models and trusts the
@@ -329,6 +332,11 @@ class DifferentialPrivacyConfig(Frozen):
         description="budget of all rounds of all runs in the state folder; a run ends before it is exceeded",
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="delta of that epsilon")
+    secure_sum: bool = Field(
+        False,
+        description="add up updates under masks, so that the coordinator sees their sum alone; for methods whose "
+        "server step is a mean",
+    )
 
     @model_validator(mode="after")
     def _noise_has_a_scale(self) -> DifferentialPrivacyConfig:
@@ -369,7 +377,8 @@ class CoordinatorConfig(Frozen):
     )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     privacy: DifferentialPrivacyConfig = Field(
-        default_factory=DifferentialPrivacyConfig, description="differential privacy of the released models"
+        default_factory=DifferentialPrivacyConfig,
+        description="differential privacy of the released models, and secure sums",
     )
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
@@ -426,6 +435,38 @@ class CoordinatorConfig(Frozen):
             )
         if self.privacy.clip is not None and self.cohort.tier == "any":
             raise ValueError("privacy.clip needs cohort.tier = 'train': devices without torch add no noise")
+        return self
+
+    @model_validator(mode="after")
+    def _sum_hides_its_terms(self) -> CoordinatorConfig:
+        if not self.privacy.secure_sum:
+            return self
+        reasons = []
+        if self.cohort.min_agents < LEAST_CLIENTS:
+            reasons.append(
+                f"cohort.min_agents = {LEAST_CLIENTS} or more, because a sum of fewer updates hides nobody; it is "
+                f"{self.cohort.min_agents}"
+            )
+        if self.aggregation.rule != "mean":
+            reasons.append(f"aggregation.rule = 'mean', because '{self.aggregation.rule}' looks at single updates")
+        bounds = {"max_norm", "max_weight"} & self.aggregation.model_dump(
+            exclude_defaults=True, exclude_none=True
+        ).keys()
+        if bounds:
+            reasons.append(
+                f"no aggregation.{min(bounds)}, because nobody sees the single updates that it bounds; privacy.clip "
+                "has the devices shorten their changes"
+            )
+        if self.round.mode == "buffered":
+            reasons.append("round.mode = 'synchronous', because masks are of one round and buffered rounds overlap")
+        if self.cohort.tier == "any":
+            reasons.append("cohort.tier = 'train', because devices without torch send what they have unmasked")
+        if self.export.client_ranges:
+            reasons.append("export.client_ranges = false, because it asks each device for figures of its data")
+        if self.hosted:
+            reasons.append("no [[hosted]] clients, because the coordinator could take their updates out of the sum")
+        if reasons:
+            raise ValueError(f"privacy.secure_sum = true needs {'; it needs '.join(reasons)}")
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,8 @@ from .task import Frozen
 
 Model = TypeVar("Model", bound=BaseModel)
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+LEAST_CLIENTS = 3
+"""In a secure sum: with two, each knows the other's update from the sum."""
 """Names of agents and federations: they become topic levels, and some brokers give other characters a meaning."""
 
 
@@ -257,6 +259,11 @@ class PrivacyConfig(Frozen):
         description="budget of all updates of this device, in all runs; what would go beyond is refused",
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="delta of that epsilon")
+    secure_sum: Literal["allowed", "required"] = Field(
+        "allowed",
+        description="required: updates leave masked, as parts of a sum over three or more devices, or not at all; runs "
+        "without privacy.secure_sum are refused",
+    )
 
     @property
     def wants_noise(self) -> bool:

@@ -112,6 +112,16 @@ def _fields(model: type[BaseModel], where: str, path: str = "") -> Iterator[Item
             yield Item(where, shown, field.description or _MEANING[name], _SETTINGS.get(name, ""))
 
 
+SECURE_SUM = (
+    Item("secure_keys", "secure.keys", "two public keys, for one round"),
+    Item("secure_shares", "secure.shares", "shares of their secrets, each encrypted for another device"),
+    Item(
+        "train", "secure.masked", "the tensors of the method times the sample count, and this count, under random masks"
+    ),
+    Item("secure_unmask", "secure.revealed", "shares of others' secrets, which take the masks off the sum alone"),
+)
+"""What leaves in a secure sum, in place of the tensors of a round."""
+
 _LEAST = "privacy.min_class_count"
 _NORM = {
     "global": "",

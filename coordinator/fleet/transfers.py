@@ -22,6 +22,7 @@ from edge_agent.task import Tensors
 from edge_agent.wire import chunks
 from edge_agent.wire.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
 from edge_agent.wire.messages import (
+    EXCHANGES,
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
     PRIVACY_REFUSED,
@@ -104,6 +105,9 @@ class Collection:
     late: list[tuple[str, int]] = field(default_factory=list)
     """Updates of rounds that are over: (agent, round that it was for)."""
 
+    session: str = ""
+    """Attempt at a secure sum that the updates are masked for; empty: none."""
+
     @property
     def outstanding(self) -> tuple[str, ...]:
         """Cohort members that have neither been accepted nor rejected."""
@@ -149,8 +153,8 @@ class Collection:
 
     def takes(self, agent: str, message: UpdateManifest) -> bool:
         """Whether the update was made for this round and purpose."""
-        made_for = (message.run, message.round, message.purpose)
-        return made_for == (self.run, self.round, self.purpose_of(agent))
+        made_for = (message.run, message.round, message.purpose, message.session)
+        return made_for == (self.run, self.round, self.purpose_of(agent), self.session)
 
     def awaits(self, agent: str, message: UpdateManifest) -> bool:
         """Whether the update was made for this round and purpose by an agent that was asked."""
@@ -158,7 +162,9 @@ class Collection:
 
     def __str__(self) -> str:
         about = f"round {self.round}"
-        return about if self.purpose == "train" else f"{self.purpose.replace('_', ' ')} after {about}"
+        if self.purpose == "train":
+            return about
+        return f"{self.purpose.replace('_', ' ')} {'of' if self.purpose in EXCHANGES else 'after'} {about}"
 
 
 @dataclass
@@ -428,9 +434,10 @@ class Collector:
         body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
         if purpose := _noted(message):
             body["purpose"] = purpose
-        self._journal.append(
-            "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
-        )
+        if message.purpose not in EXCHANGES:  # after a restart a secure sum begins again
+            self._journal.append(
+                "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
+            )
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
@@ -452,17 +459,25 @@ class Collector:
     def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Count an update of a round that is over: once, and only of those who were asked in it."""
         journal, run, number = self._journal, message.run, message.round
+        if message.session and self.open_round is not None and number == self.open_round.round:
+            return  # of an earlier attempt at a secure sum: its agent takes part in this one
         opened = journal.entries(run, ("round_opened",), round=number)
         was_asked = any(agent in entry.body["cohort"] for entry in opened)
-        if not was_asked or _noted(message) or journal.entries(run, ("update_refused",), round=number, agent=agent):
+        if (
+            not was_asked
+            or message.purpose in EXCHANGES
+            or _noted(message)
+            or journal.entries(run, ("update_refused",), round=number, agent=agent)
+        ):
             return
         journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
         if self.open_round is not None:
             self.open_round.late.append((agent, number))
 
     def _note_rejection(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
-        body = {"reason": reason[:1000], "boot": boot}
-        self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
+        if collection.purpose not in EXCHANGES:
+            body = {"reason": reason[:1000], "boot": boot}
+            self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
         collection.rejected[agent], collection.failed_boots[agent] = reason, boot
 
 

@@ -40,7 +40,7 @@ from edge_agent.storage import mapped
 from edge_agent.task import State, Tensors
 from edge_agent.wire.tensors import decode
 
-from ..config import AggregationConfig
+from ..config import AggregationConfig, CoordinatorConfig
 from ..state.store import BlobStore
 from .buffered import rebased
 
@@ -98,12 +98,24 @@ class Decisions:
         return {name: value for name, value in texts.items() if value}
 
 
-def refusal(method: Method, config: AggregationConfig) -> str:
-    """Why this rule cannot aggregate updates of this method; empty where it can."""
-    if config.rule in _BOUNDED or method.server_step_is_mean():
+def refusal(method: Method, config: CoordinatorConfig) -> str:
+    """Why updates of this method cannot be combined as configured; empty where they can."""
+    if method.server_step_is_mean():
+        return ""
+    if config.round.mode == "buffered":
+        return (
+            "round.mode = 'buffered' needs a method whose server step is a mean of the updates; "
+            f"'{method.name}' computes its own from the updates of one round; set round.mode = 'synchronous'"
+        )
+    if config.privacy.secure_sum:
+        return (
+            "privacy.secure_sum = true needs a method whose server step is a mean of the updates; "
+            f"'{method.name}' computes its own from each of them; choose another method, or set it to false"
+        )
+    if config.aggregation.rule in _BOUNDED:
         return ""
     return (
-        f"aggregation.rule = '{config.rule}' needs a method whose server step is a mean of the updates; "
+        f"aggregation.rule = '{config.aggregation.rule}' needs a method whose server step is a mean of the updates; "
         f"'{method.name}' computes its own from each of them; set aggregation.rule = 'mean' or 'clipped'"
     )
 

@@ -42,7 +42,7 @@ class AuditedRound:
     updates: int
     checkpoint: str = "removed"
     is_aggregation: bool | None = None
-    """Whether its updates give its state; None where they, or the state before, are not on disk any more."""
+    """Whether its updates give its state; None where they are masked, or not on disk any more as the state before."""
 
     confirmed: int = 0
     """Updates whose receipt its agent has noted, among the agents whose notes were given."""
@@ -93,6 +93,9 @@ class _Round:
 
     bases: dict[int, str] = field(default_factory=dict)
     """Round -> digest of the state that the agents asked in it started from, where rounds are buffered."""
+
+    is_masked: bool = False
+    """Whether only the sum of its updates is known."""
 
     def round_of(self, entry: Entry) -> int:
         """The number that an entry of this round has."""
@@ -171,6 +174,9 @@ def _rounds(entries: Iterable[Entry], breaks: Break) -> Iterator[_Round]:
             breaks(f"{_row(entry)}: {why}")
         elif entry.kind == "round_opened":
             current.cohort |= set(entry.body.get("cohort", ()))
+            if "session" in entry.body:  # updates masked for each other: those of an earlier attempt do not count
+                current.accepted.clear()
+                current.is_masked = True
             current.asked = entry.body.get("asked", {})
             current.bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
         elif entry.kind == "update_accepted":
@@ -259,7 +265,7 @@ def _compare_states(
             continue
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
         bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
-        if {before, *bases} <= sound and len(updates) == len(one.accepted):
+        if not one.is_masked and {before, *bases} <= sound and len(updates) == len(one.accepted):
             row = _row(one.closed)
             try:
                 sha = _aggregated(state, method, before or "", updates, one)

@@ -17,22 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_agent.methods import Method, Update
+from edge_agent.methods import Update
 from edge_agent.methods.base import is_learned
 from edge_agent.task import State, Tensors
 from edge_agent.wire.messages import UpdateManifest
 
 from ..fleet.transfers import Collection
-
-
-def refusal(method: Method) -> str:
-    """Why rounds of this method cannot be buffered; empty where they can."""
-    if method.server_step_is_mean():
-        return ""
-    return (
-        f"round.mode = 'buffered' needs a method whose server step is a mean of the updates; '{method.name}' computes "
-        "its own from the updates of one round; set round.mode = 'synchronous'"
-    )
 
 
 @dataclass

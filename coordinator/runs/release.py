@@ -238,7 +238,8 @@ def with_pooled_norm(
     sends any, or the configuration turns this off. It changes neither the run's state nor the devices' own models.
     """
     state = run.context.state
-    if not norm or not run.context.config.export.pool_norm:
+    config = run.context.config
+    if not norm or not config.export.pool_norm or config.privacy.secure_sum:  # it would see each device's
         return replace(run, pooled={})
     if known := pooled_before(state, run.id, number):
         return replace(run, pooled=known)

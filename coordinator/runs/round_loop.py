@@ -14,24 +14,24 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
-from edge_agent.errors import RunFailed, TrainingFailed
+from edge_agent.errors import CodecError, RunFailed, TrainingFailed
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose
+from edge_agent.wire.messages import EXCHANGES, LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose, new_id
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..config import AggregationConfig
-from ..fleet.transfers import Collection
+from ..fleet.transfers import Collection, updates_of
 from ..state.journal import Journal, OpenRound
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
-from . import aggregation, buffered
+from . import aggregation
 from .aggregation import StoredUpdates
 from .buffered import BufferedCollection
-from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting
+from .context import REPORT_DEADLINE_S, Run, RunContext, RunHooks, Steps, Waiting, computed
 from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
 from .privacy import PrivacyBudget
@@ -39,6 +39,9 @@ from .release import encoder_of, freeze, release_during_run, stop_reason, with_c
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
 from .server_side import OwnFunctions, method_of, specs_from_json
+
+if TYPE_CHECKING:
+    from .secure_rounds import SecureRound
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,9 @@ class Assignment:
     round: int = 0
     work: Mapping[str, float] = field(default_factory=dict)
     """Slow agent -> its share of local training."""
+
+    session: str = ""
+    """Attempt at a secure sum that this is part of; empty: of none."""
 
     _jobs: dict[str, Job] = field(default_factory=dict)
     _on_offer: set[str] = field(default_factory=set)
@@ -105,6 +111,35 @@ class Assignment:
                 self.context.distributor.offer(blob, (agent,))
                 self._on_offer.add(blob.ref.digest)
         return self._jobs[agent]
+
+
+@dataclass
+class _Absent:
+    """Who was asked in an attempt at a secure sum, and did not do it."""
+
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Agent -> why, and in which start of it."""
+
+    unanswered: dict[str, str] = field(default_factory=dict)
+
+    def note(self, collection: Collection, unanswered: Mapping[str, str]) -> None:
+        """Those of one collection."""
+        boots = collection.failed_boots
+        self.failed |= {agent: (why, boots.get(agent, "")) for agent, why in collection.rejected.items()}
+        self.unanswered |= unanswered
+
+    def __str__(self) -> str:
+        known = {**{agent: why for agent, (why, _) in self.failed.items()}, **self.unanswered}
+        return "; ".join(f"{agent}: {why}" for agent, why in sorted(known.items())[:MOST_LISTED]) or "nobody failed"
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """A secure sum that is complete: the round as it closes, its collection, and the digest of its updates' mean."""
+
+    closed: OpenRound
+    collection: Collection
+    mean: str
 
 
 @dataclass
@@ -175,7 +210,8 @@ class RunLoop:
             if patience and (stopped := stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)):
                 log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
                 break
-            yield from self._round(number, resumed)
+            is_sum = self.run.context.config.privacy.secure_sum
+            yield from (self._secure_round if is_sum else self._round)(number, resumed)
             self.hooks.after_round(self.run, number)
             if export.every and not number % export.every and number != self.run.request.rounds:
                 pooled = yield from self._with_pooled_norm(number)
@@ -200,6 +236,8 @@ class RunLoop:
         if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if asked is not None and message.purpose not in {None, asked.purpose_of(agent)}:
+            return
+        if asked is not None and message.session not in {"", asked.session}:
             return
         if self.run.context.collector.open_round is not None:
             self.run.context.collector.failed(agent, reason, message.boot)
@@ -286,9 +324,7 @@ class RunLoop:
         begun = yield from context.ask("begin", asked, "the model is being built", BEGIN_LIMIT_S)
         blobs, config = context.state.blobs, context.config
         method, self._own = method_of(begun["method"], asked, context.compute, context.state.run(run.id).folder)
-        if config.round.mode == "buffered" and (why := buffered.refusal(method)):
-            raise RunFailed(why)
-        if why := aggregation.refusal(method, config.aggregation):
+        if why := aggregation.refusal(method, config):
             raise RunFailed(why)
         self._extras = specs_from_json(begun["extras"])
         self._expected = {**specs_from_json(begun["shared"]), **self._extras}
@@ -306,6 +342,134 @@ class RunLoop:
         self.run = replace(run, method=method, state=state, checkpoint=checkpoint)
 
     # --- one round -------------------------------------------------------------------------------------------------
+
+    def _secure_round(self, number: int, resumed: OpenRound | None) -> Steps:
+        """A round of which the sum alone is seen. Where too few deliver, it begins again with fresh keys."""
+        from .secure_rounds import SecureRound, check_forms
+
+        if why := check_forms(self._expected):
+            raise RunFailed(f"{why}; set privacy.secure_sum = false, or choose another method")
+        run, config = self.run, self.run.context.config
+        stats, clock, most = Stats.begin(run.context), run.context.stopwatch, config.round.max_attempts
+        opened, absent = resumed or OpenRound(number, 0, (), {}), _Absent()
+        for attempt in range(1, most + 1):
+            waits_since = clock()
+            before = self._journal.entries(run.id, ("sum_revealed",), round=number)
+            only = tuple(before[0].body["agents"]) if before else ()
+            planned = yield from self._same_again(number, only) if only else self._planned(number)
+            stats.waiting_s += clock() - waits_since
+            least = len(only) or config.cohort.min_agents
+            sums = SecureRound(run.id, number, new_id(), self._expected, least)
+            body = {**planned.body, "session": sums.session, "again": list(planned.cohort)}
+            opened, absent = opened.next_attempt(planned.cohort, body), _Absent()
+            done = yield from self._secure_attempt(opened, sums, absent)
+            if isinstance(done, _Summed):
+                self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
+                return
+            log.warning("sum_missed run=%s round=%d attempt=%d reason=%s", run.id, number, attempt, done)
+        raise RunFailed(
+            f"round {number}: no secure sum in {most} attempts (round.max_attempts), and no update was revealed: "
+            f"{done}; {absent}; repair those agents, raise round.deadline_s, or lower cohort.min_agents"
+        )
+
+    def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
+        """The round once more, with exactly the agents whose sum has begun to be revealed.
+
+        They send the same updates again, so that of two sums over different agents the difference would be single ones.
+
+        Raises:
+            RunFailed: they are not all here within the deadline of a round.
+        """
+        roster = self.run.context.roster
+        until = roster.heard_s() + self.run.context.config.round.deadline_s
+        while missing := tuple(without(agents, roster.ready)):
+            if roster.heard_s() >= until:
+                raise RunFailed(
+                    f"round {number}: the sum of {listed(agents)} has begun to be revealed, and cannot be that of "
+                    f"others, because the difference would bare single updates; {listed(missing)} did not come back; "
+                    "start another run"
+                )
+            what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
+            yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
+        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}})
+
+    def _secure_attempt(
+        self, opened: OpenRound, sums: SecureRound, absent: _Absent
+    ) -> Generator[Waiting, None, _Summed | str]:
+        """The sum of one attempt, or why there is none."""
+        from .secure_rounds import keys_objection, negative_variance
+
+        run, blobs, number = self.run, self.run.context.state.blobs, opened.round
+        keyed = yield from self._exchange("secure_keys", opened, opened.cohort, sums, {}, absent, keys_objection)
+        sums.take_keys(updates_of(blobs, keyed))
+        if len(sums.keys) < sums.least:
+            return f"{len(sums.keys)} of {len(opened.cohort)} agents have sent keys, it takes {sums.least}"
+        shared = yield from self._exchange("secure_shares", opened, sums.members, sums, sums.for_shares(), absent)
+        sums.take_shares(updates_of(blobs, shared))
+        if len(sums.sealed) < sums.needed:
+            return f"{len(sums.sealed)} of {len(sums.keys)} agents have sent shares, it takes {sums.needed}"
+        collection = self._open(opened, is_new=True, sums=sums, absent=absent)
+        self.selection.opened(collection)
+        work = opened.body.get("work", {})
+        until = self._ask(number, collection.outstanding, work=work, session=sums.session, own=sums.for_training)
+        self.selection.asked(collection.outstanding)
+        late_s = yield from self.selection.collect(collection, until, work=work)
+        absent.note(collection, self.selection.unanswered(collection, late_s))
+        closed = replace(
+            opened,
+            updates=collection.accepted,
+            rejected=collection.rejected,
+            failed_boots=collection.failed_boots,
+            body={**opened.body, "left_out": collection.left_out},
+        )
+        self._call_off(collection)
+        delivered = tuple(sorted(collection.accepted))
+        if len(delivered) < sums.needed:
+            return f"{len(delivered)} of {len(sums.keys)} agents have delivered, it takes {sums.needed}"
+        self._journal.append("sum_revealed", run=run.id, round=number, body={"agents": delivered})
+        given = sums.for_unmasking(delivered)
+        revealed = yield from self._exchange("secure_unmask", opened, delivered, sums, given, _Absent())
+        waiting = Waiting(f"round {number}: masks are taken off the sum of {len(delivered)} updates")
+        try:
+            mean = yield from computed(
+                run.context.worker,
+                "sum",
+                lambda: sums.mean(updates_of(blobs, collection), updates_of(blobs, revealed)),
+                waiting,
+            )
+        except (CodecError, TrainingFailed) as error:
+            return str(error)
+        digest = blobs.put(*pieces(mean))
+        why = negative_variance(mean) or self._objection(mean, blobs.path(digest))
+        return why or _Summed(closed, collection, digest)
+
+    def _exchange(
+        self,
+        purpose: Purpose,
+        opened: OpenRound,
+        agents: tuple[str, ...],
+        sums: SecureRound,
+        given: Tensors,
+        absent: _Absent,
+        objection: Callable[[Tensors, Path], str] = lambda *_: "",
+    ) -> Generator[Waiting, None, Collection]:
+        """What these agents send before or after their masked updates, made of what is ``given``."""
+        collection = Collection(
+            self.run.id,
+            opened.round,
+            agents,
+            sums.expects(purpose),
+            objection=objection,
+            purpose=purpose,
+            session=sums.session,
+        )
+        self._collect(collection)
+        self.selection.opened(collection)
+        until = self._ask(opened.round, agents, purpose, given=given, session=sums.session)
+        late_s = yield from self.selection.collect(collection, until)
+        absent.note(collection, self.selection.unanswered(collection, late_s))
+        self._call_off(collection)
+        return collection
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
@@ -434,10 +598,19 @@ class RunLoop:
         self.selection.asked(new or collection.outstanding)
         return until
 
-    def _open(self, opened: OpenRound, *, is_new: bool, late: Sequence[tuple[str, int]] = ()) -> Collection:
+    def _open(
+        self,
+        opened: OpenRound,
+        *,
+        is_new: bool,
+        late: Sequence[tuple[str, int]] = (),
+        sums: SecureRound | None = None,
+        absent: _Absent | None = None,
+    ) -> Collection:
         """Accept updates of a round, or of another attempt at it, in addition to those that have arrived.
 
-        ``late``: the late updates that came during the attempt before (`Collection.late`).
+        ``late``: the late updates that came during the attempt before (`Collection.late`). ``sums``: the updates come
+        masked, from those who have sent shares; those in ``absent`` have failed before.
         """
         number, attempt, buffer = opened.round, opened.attempt, opened.body.get("buffer")
         left_out = opened.body.get("left_out", {})
@@ -447,24 +620,28 @@ class RunLoop:
             self._journal.append("round_opened", run=self.run.id, round=number, body=body)
             self.selection.exclusions.opened(number, left_out)
         make: Callable[..., Collection] = Collection
+        failed = absent.failed if absent is not None else {}
         if buffer:
             make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.body["asked"])
         collection = make(
             self.run.id,
             number,
-            opened.cohort,
-            self._expected,
+            opened.cohort if sums is None else tuple(sorted({*sums.sealed, *failed})),
+            self._expected if sums is None else sums.expects("train"),
             dict(opened.updates),
             dict(opened.rejected),
-            self._objection,
+            self._objection if sums is None else lambda *_: "",
             opened.joining,
             self._extras,
             self.selection.on_trial,
             failed_boots=dict(opened.failed_boots),
             left_out=left_out,
             late=list(late),
+            session="" if sums is None else sums.session,
         )
         self._collect(collection)
+        for agent, (reason, boot) in failed.items():
+            self.run.context.collector.failed(agent, reason, boot)
         log.info(
             "round_opened run=%s round=%d attempt=%d cohort=%s", self.run.id, number, attempt, listed(opened.cohort)
         )
@@ -484,11 +661,15 @@ class RunLoop:
         purpose: Purpose = "train",
         *,
         joining: tuple[str, ...] = (),
-        encoder: Tensors | None = None,
+        given: Tensors | None = None,
+        own: Callable[[str], Tensors] = lambda _: {},
         work: Mapping[str, float] = MappingProxyType({}),
+        session: str = "",
     ) -> float:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
-        self.asked = self._assignment(number, self.run, purpose, joining=joining, encoder=encoder, work=work)
+        self.asked = self._assignment(
+            number, self.run, purpose, joining=joining, given=given, own=own, work=work, session=session
+        )
         self.asked.ask(agents)
         return self.asked.until
 
@@ -499,12 +680,19 @@ class RunLoop:
         purpose: Purpose = "train",
         *,
         joining: tuple[str, ...] = (),
-        encoder: Tensors | None = None,
+        given: Tensors | None = None,
+        own: Callable[[str], Tensors] = lambda _: {},
         work: Mapping[str, float] = MappingProxyType({}),
+        session: str = "",
     ) -> Assignment:
-        """The tasks of agents that start from the state of ``run``."""
+        """The tasks of agents that start from the state of ``run``, or from what is ``given`` instead.
+
+        ``own``: what an agent gets beside that, alone.
+        """
         method, config = run.method, run.context.config
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
+        if purpose in EXCHANGES:
+            limit_s = min(limit_s, config.round.deadline_s)
         every = config.evaluate_every
         text = run.request.task.model_dump_json().encode()
         large = Outgoing.of(text) if len(text) > LARGE_TASK_BYTES else None
@@ -521,11 +709,12 @@ class RunLoop:
             deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
             privacy=self._budget.asked(),
+            session=session,
         )
         shared: Tensors = {}
         common: tuple[Outgoing, ...] = ()
-        if encoder is not None:
-            common = (Outgoing.of(encode(encoder)),)
+        if given is not None:
+            common = (Outgoing.of(encode(given)),) if given else ()
         elif purpose != "batch_norm_stats":
             is_own = "broadcast" in self._own.names
             shared = self._own.broadcast(run.checkpoint) if is_own else method.broadcast(run.state)
@@ -536,40 +725,55 @@ class RunLoop:
         task = () if large is None else (large,)
 
         def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-            own: Tensors = {}
-            if common and encoder is None:
+            alone = dict(own(agent))
+            if common and given is None:
                 is_own = "downlink" in self._own.names
-                own = self._own.downlink(run.checkpoint, agent) if is_own else method.downlink(run.state, agent)
+                alone |= self._own.downlink(run.checkpoint, agent) if is_own else method.downlink(run.state, agent)
             if agent not in joining:
-                blobs = (*common, Outgoing.of(encode(own))) if own else common
+                blobs = (*common, Outgoing.of(encode(alone))) if alone else common
                 refs = tuple(blob.ref for blob in blobs)
                 return job.model_copy(update={"blobs": refs}), (*blobs, *task)
             if self._frozen is None:
                 raise RunFailed(f"round {number}: there is no frozen encoder for {agent}; set cohort.tier to 'train'")
             # A device without torch gets the frozen encoder, and of the shared tensors only what it contributes to.
             extras = {name: array for name, array in shared.items() if name.startswith("extra.")}
-            blob = Outgoing.of(encode({**extras, **own}))
+            blob = Outgoing.of(encode({**extras, **alone}))
             update = {"purpose": "contribute", "blobs": (blob.ref,), "bundle": self._frozen.ref}
             return job.model_copy(update=update), (blob, self._frozen, *task)
 
-        return Assignment(run.context, run.context.roster.heard_s() + limit_s, make, purpose, number, work)
+        until = run.context.roster.heard_s() + limit_s
+        return Assignment(run.context, until, make, purpose, number, work, session)
 
     def _call_off(self, collection: Collection) -> None:
         asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
         for agent in collection.outstanding:
-            self._cancel(agent, asked_in.get(agent, collection.round), collection.purpose_of(agent))
+            number, purpose = asked_in.get(agent, collection.round), collection.purpose_of(agent)
+            self._cancel(agent, number, purpose, session=collection.session)
         self.run.context.collector.close()
         self.withdraw()
 
-    def _cancel(self, agent: str, number: int, purpose: Purpose, reason: str = "the round has closed") -> None:
-        self.run.context.send(agent, Cancel(run=self.run.id, round=number, purpose=purpose, reason=reason))
+    def _cancel(
+        self, agent: str, number: int, purpose: Purpose, reason: str = "the round has closed", session: str = ""
+    ) -> None:
+        cancel = Cancel(run=self.run.id, round=number, purpose=purpose, session=session, reason=reason)
+        self.run.context.send(agent, cancel)
 
     def _base(self, number: int) -> State:
         """The state that the agents asked in that round have started from."""
         return decode(self.run.context.state.blobs.read(self._bases[number]))
 
-    def _close(self, closed: OpenRound, collection: Collection, stats: Stats, unanswered: dict[str, str]) -> None:
-        """Aggregate in the order of agent ids, store the new state, and only then record that the round is over."""
+    def _close(
+        self,
+        closed: OpenRound,
+        collection: Collection,
+        stats: Stats,
+        unanswered: dict[str, str],
+        mean: str = "",
+    ) -> None:
+        """Aggregate in the order of agent ids, store the new state, and only then record that the round is over.
+
+        ``mean``: digest of that of the updates, where nobody sees single ones.
+        """
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         rule = self._rule
         losses = [one.metrics["loss"] for _, one in sorted(collection.accepted.items()) if "loss" in one.metrics]
@@ -580,14 +784,15 @@ class RunLoop:
             self._was_restored = True
         else:
             try:
-                state, decisions = self._aggregated(self._updates(collection), rule)
+                updates = StoredUpdates({"sum": (mean, 1.0)}, number) if mean else self._updates(collection)
+                state, decisions = self._aggregated(updates, rule)
             except TrainingFailed as error:
                 raise RunFailed(f"round {number}: {error}") from error
             self._good = after(self._good, losses, number - 1, run.checkpoint) if watched else None
         digest = blobs.put(*pieces(state))
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
-        boots = {agent: self.selection.boot(agent) for agent in collection.outstanding}
+        boots = {agent: self.selection.boot(agent) for agent in (*collection.outstanding, *unanswered)}
         times = self.selection.times(collection, closed.body.get("work", {}))
         slow = self.selection.slowed(times, can_shorten=run.method.one_pass())
         body = {
@@ -644,8 +849,11 @@ class RunLoop:
     def _rule(self) -> AggregationConfig:
         """How rounds are aggregated now: more carefully once a state had to be restored."""
         config = self.run.context.config.aggregation
-        if self.run.context.config.privacy.clip is not None:  # noise is made for a sum that no other update bounds
+        privacy = self.run.context.config.privacy
+        if privacy.clip is not None:  # noise is made for a sum that no other update bounds
             return config.model_copy(update={"max_norm": None, "max_weight": None, "max_loss": None})
+        if privacy.secure_sum:  # a state can be restored, by the losses that agents send; single updates are not seen
+            return config.model_copy(update={"max_norm": None, "max_weight": None})
         return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
@@ -654,14 +862,14 @@ class RunLoop:
 
     def _with_client_ranges(self, pooled: Run, number: int) -> Generator[Waiting, None, Run]:
         agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
-        collect = functools.partial(self._collect_outside, encoder=encoder_of(pooled))
+        collect = functools.partial(self._collect_outside, given=encoder_of(pooled))
         return with_client_ranges(pooled, number, tuple(agents), collect)
 
-    def _collect_outside(self, collection: Collection, encoder: Tensors | None = None) -> Steps:
-        """Ask the agents of ``collection`` after a round; ``encoder``: the tensors that they are asked about."""
+    def _collect_outside(self, collection: Collection, given: Tensors | None = None) -> Steps:
+        """Ask the agents of ``collection`` after a round; ``given``: the tensors that they are asked about."""
         self._collect(collection)
         self.selection.opened(collection)
-        until = self._ask(collection.round, collection.cohort, collection.purpose, encoder=encoder)
+        until = self._ask(collection.round, collection.cohort, collection.purpose, given=given)
         yield from self.selection.collect(collection, until)
         self._call_off(collection)
 

@@ -16,7 +16,7 @@ from edge_agent.methods import Method
 from edge_agent.task import Task
 
 from ..config import CoordinatorConfig, OwnDataConfig
-from ..runs import aggregation, buffered
+from ..runs import aggregation
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
 
 def _check_method(method: Method, config: CoordinatorConfig) -> None:
     method.check(config.task)
-    if config.round.mode == "buffered" and (why := buffered.refusal(method)):
-        raise UsageError(why)
-    if why := aggregation.refusal(method, config.aggregation):
+    if why := aggregation.refusal(method, config):
         raise UsageError(why)
 
 

@@ -35,6 +35,7 @@ Kind = Literal[
     "round_opened",
     "update_accepted",
     "update_refused",
+    "sum_revealed",
     "round_closed",
     "state_kept",
     "norm_pooled",
@@ -127,9 +128,13 @@ class OpenRound:
         return entry.kind == "update_refused" and entry.round == self.round
 
     def next_attempt(self, cohort: tuple[str, ...], body: dict[str, Any]) -> OpenRound:
-        """Another attempt that keeps all updates; agents in ``body["again"]`` are asked once more."""
+        """Another attempt; agents in ``body["again"]`` are asked once more.
+
+        It keeps all updates, unless they are masked for each other (``body["session"]``): then all begin again.
+        """
+        updates = {} if "session" in {*body, *self.body} else self.updates
         rejected = {agent: why for agent, why in self.rejected.items() if agent not in body.get("again", ())}
-        return replace(self, attempt=self.attempt + 1, cohort=cohort, body=body, rejected=rejected)
+        return replace(self, attempt=self.attempt + 1, cohort=cohort, body=body, updates=updates, rejected=rejected)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ _KNOWN = (
     _Known(
         errors.TrainingFailed, "training", "training stopped", "look at the data of this device and at the step size"
     ),
+    _Known(errors.UpdateRejected, "round", "the round goes on without this device", "nothing: it is asked again later"),
     _Known(
         errors.StateError,
         "state",

@@ -38,6 +38,11 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
         )
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
         reasons.append(f"privacy.{job.purpose} is false: they stay here")
+    if policy.secure_sum == "required" and not job.session and job.purpose != "personalize":
+        reasons.append(
+            "privacy.secure_sum is 'required', and the run would see the single update; it can set "
+            "privacy.secure_sum = true"
+        )
     if (policy.wants_noise or job.privacy is not None) and job.purpose in {*OUTSIDE_ROUNDS, "contribute"}:
         reasons.append(f"the update of a job '{job.purpose}' would leave without the noise of differential privacy")
     if reasons:

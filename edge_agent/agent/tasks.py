@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ..client import Built, ClientState, Outcome, Session
     from ..data import Samples
     from ..methods.base import Method
+    from .secure import SecureSums
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class TaskRunner:
         self.releases = ReleaseRecord(config.state)
         self.bundle_id = self._running_bundle()
         self._cancelled: JobKey | None = None
+        self._secure: SecureSums | None = None
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         """What the coordinator may know of this device."""
@@ -176,6 +178,14 @@ class TaskRunner:
                 f"agent '{self.config.id}' is of tier '{self.tier}' and does not train encoders", is_public=True
             )
         self._remove_ended(job.run)
+        given: Tensors = {}
+        if job.session:
+            from ..secure_tensors import parted
+
+            given, received = parted(received)
+            if job.purpose in wire.EXCHANGES:
+                return self._offer(job, self._exchange(job, given), 1, {})
+            self._secure_sums().of(job)  # before the training, which would be in vain
         session, files = self.session(job), self.resources.state_files(job.run)
         check_job(self.config.privacy, job, session.method.least_class_count)
         from ..client import ClientState
@@ -194,9 +204,30 @@ class TaskRunner:
             train, _ = self._samples(job.task)
             return self._offer(job, session.activation_ranges(received), len(train), {})
         check_tensors(self.config.privacy, session.shared)
-        return self._train(job, session, received, kept)
+        return self._train(job, session, received, kept, given)
 
-    def _train(self, job: Job, session: Session, received: Tensors, kept: ClientState) -> UpdateManifest:
+    def _secure_sums(self) -> SecureSums:
+        if self._secure is None:
+            from .secure import SecureSums
+
+            self._secure = SecureSums(self.config.id)
+        return self._secure
+
+    def _exchange(self, job: Job, given: Tensors) -> Tensors:
+        """What this device sends before and after its masked update; it refuses the job before it has sent a key."""
+        if job.purpose == "secure_shares":
+            return self._secure_sums().shares(job, given)
+        if job.purpose == "secure_unmask":
+            return self._secure_sums().unmask(job, given, self.resources.state_files(job.run).folder)
+        session = self.session(job)
+        check_job(self.config.privacy, job, session.method.least_class_count)
+        check_tensors(self.config.privacy, session.shared)
+        return self._secure_sums().begin(job)
+
+    def _train(
+        self, job: Job, session: Session, received: Tensors, kept: ClientState, given: Tensors
+    ) -> UpdateManifest:
+        """``given``: what a secure sum needs beside what is ``received``."""
         from ..methods.values import TrainingControl
 
         key, folder = job_key(job), self.resources.state_files(job.run).folder
@@ -213,6 +244,11 @@ class TaskRunner:
         )
         if noise is not None:
             outcome = noise(session.method, received, outcome)
+        if job.session:
+            policy, is_uniform = self.config.privacy, session.method.weighting == "uniform"
+            weight = 1 if is_uniform else sample_count(policy, outcome.samples)
+            masked = self._secure_sums().masked(job, given, outcome.update, weight)
+            outcome = replace(outcome, update=masked, samples=1)  # the weight is in the sum
         manifest = self.deliver(job, outcome)
         checkpoint.remove()
         return manifest
@@ -572,6 +608,8 @@ class TaskQueue:
             log.info("job run=%s %s", wire.run_name(job.run), where)
         self.job = job
         if self._working_on != key:
+            if isinstance(self._working_on, JobKey) and self._working_on.session:  # a secure sum that began anew
+                self._tasks.cancel(self._working_on)
             self._fetch()
         self.go_on()
 
@@ -630,6 +668,8 @@ class TaskQueue:
         config = self._tasks.config
 
         def note(done: wire.UpdateManifest) -> None:
+            if done.purpose in wire.EXCHANGES:  # no journal has them
+                return
             note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
 
         # A kill between the two costs a second line, which means the same.

@@ -11,7 +11,7 @@ from typing import Any
 from .. import methods
 from ..agent.privacy import allows_metric
 from ..config import AgentConfig, load
-from ..disclosure import BESIDE, Item, messages, tensors, travels
+from ..disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
 from ..errors import UnknownName
 from . import output
 
@@ -40,6 +40,7 @@ def privacy(arguments: argparse.Namespace) -> int:
         "policy": config.privacy.model_dump(mode="json"),
         "fields": [{**asdict(item), "state": state(config, item)} for item in fields],
         "method": None,
+        "secure_sum": [{**asdict(item), "state": "leaves"} for item in SECURE_SUM],
     }
     if arguments.method is not None:
         content["method"] = of_method(config, arguments.method)
@@ -84,6 +85,7 @@ def lines(content: dict[str, Any]) -> Iterator[str]:
             yield "torch is not installed here; on a device with it this lists every tensor"
         else:
             yield from _listed("tensors of its updates", method["tensors"])
+            yield from _listed("in a secure sum, in place of what leaves in jobs 'train'", content["secure_sum"])
 
 
 def _listed(title: str, items: list[dict[str, Any]]) -> Iterator[str]:

@@ -262,10 +262,23 @@ FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """Empty: of a sender that belongs to no federation yet."""
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
-Purpose = Literal["train", "contribute", "personalize", "batch_norm_stats", "activation_ranges"]
+Purpose = Literal[
+    "train",
+    "contribute",
+    "personalize",
+    "batch_norm_stats",
+    "activation_ranges",
+    "secure_keys",
+    "secure_shares",
+    "secure_unmask",
+]
 """What an agent is asked to do, see `Job`."""
 OUTSIDE_ROUNDS: tuple[Purpose, ...] = ("batch_norm_stats", "activation_ranges")
 """Purposes of updates that are collected once, beside those of a round."""
+EXCHANGES: tuple[Purpose, ...] = ("secure_keys", "secure_shares", "secure_unmask")
+"""Purposes of what agents send so that a round's updates can be added up unseen: `edge_agent.secure_sum`."""
+Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
+"""Of one attempt at a secure sum; empty: of none."""
 
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
@@ -348,6 +361,7 @@ class UpdateManifest(Control):
     run: RunId
     round: RoundNumber
     purpose: Purpose = "train"
+    session: Session = Field("", description="attempt at a secure sum that the update is masked for; empty: none")
     blob: BlobRef
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     metrics: Metrics = Field(default_factory=dict)
@@ -390,6 +404,7 @@ class Fault(Control):
     purpose: Purpose | None = Field(
         None, description="of the job; None: no job, or one of a purpose that is unknown here"
     )
+    session: Session = Field("", description="of the job, where it is part of a secure sum")
 
 
 class Heartbeat(Control):
@@ -473,6 +488,8 @@ class Job(Command):
     compute on features of the encoder in ``bundle``. ``personalize``: after the last round, personalize and report.
     ``batch_norm_stats``: after round ``round``, send the encoder's batch norm tensors that stay on devices otherwise.
     ``activation_ranges``: then, send the smallest and largest value of each step of that encoder on own samples.
+    With a ``session`` the update of ``train`` leaves masked, and is part of a sum. Before it, ``secure_keys`` asks for
+    public keys, and ``secure_shares`` for shares of their secrets; after it, ``secure_unmask`` for shares of others.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -492,6 +509,7 @@ class Job(Command):
     work: float = Field(1.0, gt=0, le=1, description="share of local training to do; less on a device that was late")
     evaluate: bool = True
     privacy: Noise | None = Field(None, description="clipping and noise of the update; None: as the device's file says")
+    session: Session = Field("", description="attempt at a secure sum that the job is part of; empty: none")
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
@@ -532,6 +550,7 @@ class Cancel(Command):
     run: RunId
     round: RoundNumber
     purpose: Purpose = "train"
+    session: Session = ""
     reason: Text = Field(max_length=500)
 
 
@@ -541,11 +560,12 @@ class JobKey(NamedTuple):
     run: str
     round: int = 0
     purpose: Purpose | None = "train"
+    session: str = ""
 
 
 def job_key(message: Job | Cancel | UpdateManifest) -> JobKey:
     """The job that a message is about."""
-    return JobKey(message.run, message.round, message.purpose)
+    return JobKey(message.run, message.round, message.purpose, message.session)
 
 
 class Listen(Command):

@@ -15,6 +15,7 @@ import yardstick_own_classes as own_classes
 import yardstick_poisoning as poisoning
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
+import yardstick_secure_sum as secure_sum
 import yardstick_simulate as simulate
 import yardstick_stacked as stacked
 import yardstick_tcp as tcp
@@ -46,6 +47,15 @@ def test_scikit_learn_is_measured_on_the_features_of_the_device(tmp_path):
     found = scikit_learn.measure(paths, tmp_path)
     assert found["accuracy"] > 0.9
     assert found["peak_mb"] > 60
+
+
+def test_a_secure_sum_is_measured_beside_a_plain_one():
+    plain, masked = (secure_sum.rounds(3, is_secure=is_secure, count=2) for is_secure in (False, True))
+    model_kb = 131_203 * 4 / 1e3
+    assert plain.up_kb == pytest.approx(model_kb, rel=0.02)
+    assert masked.up_kb == pytest.approx(2 * model_kb, rel=0.02)
+    assert masked.down_kb == pytest.approx(plain.down_kb, rel=0.02)
+    assert "| 3 | yes |" in secure_sum.page([plain, masked], [secure_sum.masks(4, 100)])
 
 
 @pytest.mark.parametrize("method", ["fedpac", "dualfed"])

@@ -9,8 +9,9 @@ import types
 
 import numpy as np
 import pytest
+from federation_duties import TASK
 
-from coordinator.config import AggregationConfig
+from coordinator.config import AggregationConfig, CoordinatorConfig
 from coordinator.runs.aggregation import (
     Decisions,
     aggregate,
@@ -289,13 +290,17 @@ def test_large_tensors_are_looked_at_in_blocks(rule, monkeypatch):
 
 
 def test_rules_other_than_means_are_refused_for_methods_with_a_step_of_their_own():
-    why = refusal(methods.create("fedpac", {}), AggregationConfig(rule="krum"))
+    def refused(method, rule):
+        config = CoordinatorConfig.model_validate({"task": TASK, "aggregation": {"rule": rule}})
+        return refusal(methods.create(method, {}), config)
+
+    why = refused("fedpac", "krum")
     assert why == (
         "aggregation.rule = 'krum' needs a method whose server step is a mean of the updates; 'fedpac' computes its "
         "own from each of them; set aggregation.rule = 'mean' or 'clipped'"
     )
-    assert not refusal(methods.create("fedpac", {}), AggregationConfig(rule="clipped"))
-    assert not refusal(methods.create("fedadam", {}), AggregationConfig(rule="krum"))
+    assert not refused("fedpac", "clipped")
+    assert not refused("fedadam", "krum")
 
 
 # --- rules, by another library ---------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from sklearn.datasets import load_digits
 from coordinator.config import CoordinatorConfig
 from coordinator.fleet import transfers
 from coordinator.fleet.transfers import Collector
+from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
-from coordinator.runs.buffered import BufferedCollection, rebased, refusal, staleness_weight
+from coordinator.runs.buffered import BufferedCollection, rebased, staleness_weight
 from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
 from coordinator.state.store import StateFolder, blobs_needed
@@ -322,10 +323,10 @@ def test_the_states_that_agents_started_from_stay_on_disk(tmp_path):
 
 
 def test_only_methods_whose_server_step_is_a_mean_are_buffered():
-    allowed = {name for name in methods.names() if not refusal(methods.create(name, {}))}
+    config = CoordinatorConfig.model_validate({"task": TASK, "round": {"mode": "buffered"}})
+    allowed = {name for name in methods.names() if not refusal(methods.create(name, {}), config)}
     assert {"fedavg", "fedprox", "fedper", "fedbn", "fedadam", "fedavgm"} <= allowed
     assert not {"fedpac", "scaffold", "fedproto", "fedfomo", "pfedhn"} & allowed
-    config = CoordinatorConfig.model_validate({"task": TASK, "round": {"mode": "buffered"}})
     with pytest.raises(UsageError, match="'scaffold' computes its own from the updates of one round"):
         checked_method(config, "scaffold", {})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import next_protocol
 import pytest
-from process_site import AGENTS, DIGITS, LARGE, Site
+from process_site import AGENTS, DIGITS, EVERYBODY, LARGE, Site
 
 from coordinator.state.store import StateFolder, read_status
 
@@ -50,6 +50,26 @@ def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
         os.kill(site.broker.pid, signal.SIGKILL)
         assert site.finish(run) == undisturbed
         assert site.broker.restarts == 1
+
+
+@pytest.mark.slow
+def test_secure_sums_of_processes_survive_kill_and_give_the_model_that_nothing_disturbed(tmp_path):
+    """Of three devices all have to deliver: a round in which one is killed, or the coordinator, begins again."""
+    rules = f"{EVERYBODY}\nmax_attempts = 10\n[privacy]\nsecure_sum = true"
+    with Site(tmp_path, DIGITS, rules=rules, of_agents='[privacy]\nsecure_sum = "required"') as site:
+        undisturbed = site.finish(site.request(4, local_epochs=6))
+        for victim in ("a1", "serve"):
+            run = site.request(4, local_epochs=6)
+            site.until(lambda run=run: (2, 1) in site.opened(run), "round 2 opens")
+            site.kill(victim)
+            assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
+            site.serve() if victim == "serve" else site.agent(victim)
+            assert site.finish(run) == undisturbed
+            opened = site.entries(run, "round_opened")
+            sessions = [entry.body["session"] for entry in opened]
+            assert len({*sessions}) == len(sessions) > 4, "each attempt has keys of its own, and one was repeated"
+            accepted = {entry.agent for entry in site.entries(run, "update_accepted") if entry.round == 4}
+            assert accepted == {*AGENTS}
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
 from edge_agent import methods as method_registry
 from edge_agent.config import AgentConfig
-from edge_agent.disclosure import BESIDE, Item, messages, tensors, travels
+from edge_agent.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
 from edge_agent.heads import numeric
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +154,12 @@ def disclosure_page() -> str:
         ),
         "## In messages",
         table(("message or channel", "name", "what it is", "setting"), map(item_row, (*BESIDE, *messages()))),
+        "## In updates of a secure sum",
+        (
+            "This leaves in place of what jobs `train` send otherwise, where a run has `privacy.secure_sum = true`; "
+            'with `privacy.secure_sum = "required"` the device insists on it.'
+        ),
+        table(("job", "tensors", "what it is", "setting"), map(item_row, SECURE_SUM)),
         "## In updates, by method",
     ]
     for name in method_registry.names():

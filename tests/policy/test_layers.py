@@ -36,6 +36,7 @@ ALSO = {
     r"export\.(parity|quantize)": {"onnxruntime"},
     r"edge_agent\.agent(\..+)?": {"torch"},
     r"edge_agent\.identity": {"cryptography"},
+    r"edge_agent\.secure_sum": {"cryptography"},
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
 

