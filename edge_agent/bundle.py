@@ -67,6 +67,8 @@ _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _CHECKSUM_BYTES = 65
 _COPY_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 16
+_GOLDEN_INPUTS = 8
 _POINTER = "current.json"
 
 
@@ -517,8 +519,26 @@ class Bundle:
         return result
 
     def golden(self) -> Tensors:
-        """Raw inputs, and what the exporter computed from them; see `self_test`."""
-        return read_tensors(self.folder / self.manifest.golden)
+        """Raw inputs, and what the exporter computed from them; see `self_test`.
+
+        Raises:
+            BundleDamaged: the file is larger than these can be.
+        """
+        manifest = self.manifest
+        spec, rows = manifest.task.input, _GOLDEN_INPUTS * (4 * manifest.feature_dim * len(manifest.variants))
+        if spec.kind == "image":
+            raw = (_GOLDEN_INPUTS + 3) * math.prod(spec.shape)  # inputs, and an image of twice the size, resized
+        else:
+            raw = 4 * spec.channels * (spec.length + (_GOLDEN_INPUTS - 1) * spec.stride)
+        return self._tensors(manifest.golden, raw + rows + 8 * _GOLDEN_INPUTS * manifest.task.num_classes)
+
+    def _tensors(self, name: str, most_bytes: int) -> Tensors:
+        """Arrays of a file of at most so many bytes beside its header, which are read at once."""
+        if (size := self.manifest.files[name].size_bytes) > most_bytes + _MOST_HEADER_BYTES:
+            raise BundleDamaged(
+                f"'{name}' has {size} bytes, at most {most_bytes} are possible; export the bundle again"
+            )
+        return read_tensors(self.folder / name)
 
     def global_head(self) -> Tensors | None:
         """The shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
@@ -528,8 +548,8 @@ class Bundle:
         """
         if self.manifest.global_head is None:
             return None
-        result = read_tensors(self.folder / self.manifest.global_head)
         classes, size = self.manifest.task.num_classes, self.manifest.feature_dim
+        result = self._tensors(self.manifest.global_head, 4 * classes * (size + 1))
         shapes = {name: array.shape for name, array in result.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:
             raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")

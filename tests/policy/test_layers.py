@@ -9,7 +9,10 @@ import sys
 import pytest
 
 FLOORS = [
-    ("L0", r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|(bundle|wire)(\..+)?)"),
+    (
+        "L0",
+        r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|graph|worker|(bundle|wire)(\..+)?)",
+    ),
     ("L0", r"edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
