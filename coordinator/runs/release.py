@@ -21,7 +21,8 @@ from edge_agent.wire.messages import Command, Install, Report, Who
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
-from ..state.journal import Entry, Journal
+from ..state.journal import Entry, Journal, utc_now
+from ..state.release_keys import ReleaseKeys
 from ..state.store import StateFolder, prune_blobs
 from .calibration import own_domains
 from .context import Run, Steps, Waiting, computed
@@ -82,6 +83,22 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         "int8_cosine": parity.int8_cosine,
     }
     return Released(path, bundle_id, body)
+
+
+def sign(path: Path, state: Path) -> int | None:
+    """Sign a bundle with the release key of a state folder; returns the version of its release.
+
+    None, and a warning, where the federation has release keys and people sign; None where it has none.
+    """
+    if not (keys := ReleaseKeys(state)).exist:
+        return None
+    if not keys.online_key.exists():
+        log.warning("not_signed bundle=%s: people sign releases here, 'headwater keys sign %s --key FILE'", path, path)
+        return None
+    release, count, needed = keys.sign(path, utc_now())
+    if count < needed:
+        log.warning("not_signed bundle=%s: %d of %d signatures, 'headwater keys sign' adds them", path, count, needed)
+    return release.version
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
@@ -183,7 +200,7 @@ def sha256_of_encoder(tensors: Tensors) -> str:
 
 
 def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportReport:
-    """The run's encoder as a bundle at ``path``.
+    """The run's encoder as a bundle at ``path``; one for release is signed where the federation has release keys.
 
     Raises:
         ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
@@ -193,7 +210,7 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
     config, hosted, task = run.context.config.export, run.context.config.hosted, run.request.task
     domains = own_domains(task, config, hosted) if config.int8 and purpose == "release" else {}
     quick = purpose == "round" and config.exporter == "auto"
-    return bundle(
+    report = bundle(
         model_from_state(run.method, task, {**run.state, **run.pooled}),
         run.method,
         task,
@@ -207,6 +224,9 @@ def export_run(run: Run, path: Path, purpose: Purpose = "release") -> ExportRepo
         own_norm=purpose == "release",
         client_ranges=run.client_ranges if purpose == "release" else {},
     )
+    if purpose == "release":
+        sign(path, run.context.state.path)
+    return report
 
 
 def releases_of(journal: Journal) -> list[Entry]:

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from edge_agent import bundle as bundles
+from edge_agent.config import credential
 from edge_agent.errors import BundleUntrusted, StateError, UsageError, cause
 from edge_agent.storage import Access, access_of, read_json, waited_lock, write_atomic, write_json
 from edge_agent.trust import (
@@ -186,6 +187,11 @@ class ReleaseKeys:
         self.root_key, self.release_key = self.folder / "root.key", self.folder / "release.key"
 
     @property
+    def online_key(self) -> Path:
+        """Where the key is with which the coordinator signs, which systemd may give it as a credential."""
+        return credential(self.release_key)
+
+    @property
     def exist(self) -> bool:
         """Whether the federation signs its releases."""
         return self._roots.exists()
@@ -236,12 +242,12 @@ class ReleaseKeys:
         Raises:
             StateError: there is no such key.
         """
-        if not self.release_key.exists():
+        if not self.online_key.exists():
             raise StateError(
                 f"{self.release_key}: it is not here, so {path.name} is not signed; 'headwater keys sign {path} --key "
                 "FILE' signs it with the key of a person"
             )
-        keys, version = [read_key(self.release_key)], self.next_version(now)
+        keys, version = [read_key(self.online_key)], self.next_version(now)
         return sign_bundle(path, self.roots(), keys, version=version, expires=now + life, again=True)
 
     def next_version(self, now: datetime) -> int:
