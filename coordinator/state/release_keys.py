@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
 from edge_agent.errors import BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import Access, access_of, read_json, waited_lock, write_atomic, write_json
+from edge_agent.storage import Access, access_of, read_json, waited_lock, write_atomic
 from edge_agent.trust import (
     ROLES,
     Envelope,
@@ -51,7 +52,7 @@ def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None) 
     """Write a private key for its owner alone, and the public one beside it in ``<path>.pub``."""
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_atomic(path, pem, access=access or Access.private())
-    write_atomic(path.with_name(f"{path.name}.pub"), public_bytes(key).hex().encode() + b"\n")
+    write_atomic(path.with_name(f"{path.name}.pub"), public_bytes(key).hex().encode() + b"\n", access=access)
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
@@ -253,13 +254,13 @@ class ReleaseKeys:
     def next_version(self, now: datetime) -> int:
         """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one."""
         path = self.folder / "version.json"
-        self._make_folder()
+        owner = self._make_folder()
         with waited_lock(self.folder):
             before = (read_json(path) or {}).get("version", 0)
             if not isinstance(before, int):
                 raise StateError(f"{path}: no version; remove it")
             version = max(int(now.timestamp()), before + 1)
-            write_json(path, {"version": version})
+            write_atomic(path, json.dumps({"version": version}).encode(), access=owner)
         return version
 
     def rotate(
@@ -309,5 +310,6 @@ class ReleaseKeys:
         return Access(owner.uid, owner.gid, 0o600)
 
     def _write(self, roots: Sequence[Envelope]) -> None:
-        write_atomic(self._roots, dump(Roots(roots=tuple(roots))))
-        write_atomic(self.root, dump(roots[-1]))
+        owner = self._make_folder()
+        write_atomic(self._roots, dump(Roots(roots=tuple(roots))), access=owner)
+        write_atomic(self.root, dump(roots[-1]), access=owner)
