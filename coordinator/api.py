@@ -329,7 +329,7 @@ def export_run(
     from export import bundle, domains_of, synthetic_inputs
 
     from .runs.calibration import own_domains
-    from .runs.release import NORM_NOTES
+    from .runs.release import NORM_NOTES, sign
     from .simulation.results import training_samples
     from .simulation.setup import planned
 
@@ -354,6 +354,7 @@ def export_run(
         int8=settings.int8,
         client_ranges=trained.client_ranges,
     )
+    sign(out, folder)
     return report, trained.record
 
 

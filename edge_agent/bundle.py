@@ -4,7 +4,7 @@ Layout: an uncompressed tar of flat regular files: ``manifest.json``, ``manifest
 their names. The manifest names every other file with its size and SHA-256; nothing is opened by ONNX Runtime before all
 of them have been checked. A reader that knows the manifest knows every tar header, every padding byte and the length of
 the whole file. It compares instead of parsing: links, paths that climb, extra members, holes and surplus bytes have no
-place to hide.
+place to hide. Only ``release.json`` may follow, the signatures; see `trust`.
 
 The **bundle id** is the SHA-256 of the manifest without its name, its time and the figures of int8, so of all that a
 device computes with: the manifest names every file with its hash. It is the id that coordinator, agents, logs and
@@ -24,6 +24,7 @@ import math
 import secrets
 import shutil
 import tarfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,12 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from . import __version__
 from .config import mistakes_of
-from .errors import BundleDamaged, BundleError, StateError, cause
+from .errors import BundleDamaged, BundleError, BundleUntrusted, StateError, cause
 from .methods.values import Grade
 from .storage import (
+    mapped,
     naming,
     read_json,
     read_tensors,
@@ -46,6 +49,22 @@ from .storage import (
     write_json,
 )
 from .task import Frozen, InputSpec, Task, Tensors, parse_json
+from .trust import MAX_BYTES as MAX_RELEASE_BYTES
+from .trust import (
+    Envelope,
+    Files,
+    Member,
+    Release,
+    Root,
+    Target,
+    TrustStore,
+    canonical,
+    check_signed,
+    followed,
+    parse,
+    read,
+    verified,
+)
 from .wire.tensors import first_non_finite
 
 SCHEMA: Literal[3] = 3
@@ -54,6 +73,9 @@ OLDEST_SCHEMA = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.sha256"
 """Member after the manifest: its SHA-256, so that a flipped bit in a free-text field is noticed as well."""
+
+RELEASE = "release.json"
+"""Last member, where the bundle is signed."""
 
 MAX_BUNDLE_BYTES = 1 << 30
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -67,6 +89,8 @@ _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _CHECKSUM_BYTES = 65
 _COPY_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 16
+_GOLDEN_INPUTS = 8
 _POINTER = "current.json"
 
 
@@ -216,6 +240,14 @@ class Manifest(Frozen):
         return hashlib.sha256(dump_manifest(unnamed)).hexdigest()
 
 
+def files_of(manifest: Manifest) -> Files:
+    """What signatures of a bundle are about."""
+    raw = dump_manifest(manifest)
+    targets = {name: Target.of(entry.size_bytes, entry.sha256) for name, entry in manifest.files.items()}
+    task = hashlib.sha256(canonical(manifest.task.model_dump(mode="json"))).hexdigest()
+    return Files(manifest.bundle_id, task, {MANIFEST: Target.of(len(raw), sha256_of(raw)), **targets})
+
+
 def variant_figures(manifest: Manifest) -> dict[str, Any]:
     """What each variant costs and how good it is, as JSON; accuracies and milliseconds None where not measured.
 
@@ -296,7 +328,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     if manifest.free_norm is not None:
         wanted.append(manifest.free_norm.probe)
     mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
-    mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM) if name in manifest.files]
+    mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in manifest.files]
     total = sum(entry.size_bytes for entry in manifest.files.values())
     if total > MAX_BUNDLE_BYTES:
         mistakes.append(f"files of {total} bytes, at most {MAX_BUNDLE_BYTES} are carried")
@@ -318,11 +350,16 @@ def _contradictions(manifest: Manifest) -> list[str]:
 
 @dataclass(frozen=True)
 class BundleFile:
-    """A verified bundle file; ``offsets`` says where each file's content begins."""
+    """A bundle file whose bytes are those of its manifest; ``offsets`` says where each file's content begins.
+
+    ``release``: its signatures as they are in the file, not verified; None where it has none.
+    """
 
     path: Path
     manifest: Manifest
     offsets: Mapping[str, int]
+    end: int
+    release: bytes | None
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """Content of one file, a megabyte at a time.
@@ -391,14 +428,45 @@ def open_bundle(path: Path) -> BundleFile:
                 for _ in _content(file, path, name, entry):
                     pass
                 before = entry.size_bytes
-            _expect(file, _padding(before) + _END, path, "the end")
+            _expect(file, _padding(before), path, "the end")
+            end = file.tell()
+            release = _read_release(file, path)
             if file.read(1):
                 raise BundleDamaged(f"{path}: bytes after the end; fetch the bundle again")
     except OSError as error:
         raise BundleDamaged(
             f"{path}: cannot be read: {cause(error)}; expected a bundle file, usually named *.hwb"
         ) from error
-    return BundleFile(path, manifest, offsets)
+    return BundleFile(path, manifest, offsets, end, release)
+
+
+def attach(path: Path, release: bytes) -> None:
+    """Give the bundle at ``path`` these signatures, in place of those that it has; its id stays.
+
+    Raises:
+        BundleDamaged: as `open_bundle`.
+    """
+    bundle = open_bundle(path)
+    content = mapped(path)[: bundle.end]
+    write_atomic(path, content, _header(RELEASE, len(release)), release, _padding(len(release)), _END)
+
+
+def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
+    """The release of the bundle at ``path``, and the root whose keys have signed it, found from a trusted root alone.
+
+    Expiry and version are not looked at: they count where a bundle is installed.
+
+    Raises:
+        BundleDamaged: as `open_bundle`.
+        BundleUntrusted: it is not signed by the keys that follow from that root.
+    """
+    check_signed(root, read(Root, root, "root"), "root", "the root")
+    opened = open_bundle(path)
+    if opened.release is None:
+        raise BundleUntrusted(f"{path}: it is not signed; 'headwater keys sign' signs it")
+    member = parse(Member, opened.release, str(path))
+    newest = read(Root, followed([root], member.roots)[-1], "root")
+    return verified(member, files_of(opened.manifest), newest), newest
 
 
 def unpack(path: Path, folder: Path) -> Manifest:
@@ -419,6 +487,8 @@ def unpack(path: Path, folder: Path) -> Manifest:
     raw = dump_manifest(bundle.manifest)
     contents: dict[str, Iterable[bytes]] = {MANIFEST: [raw], CHECKSUM: [_checksum(raw)]}
     contents |= {name: bundle.blocks(name) for name in bundle.manifest.files}
+    if bundle.release is not None:
+        contents[RELEASE] = [bundle.release]
     try:
         for name, blocks in contents.items():
             with naming(folder / name), (temporary / name).open("wb") as file:
@@ -449,8 +519,7 @@ def _checksum(raw: bytes) -> bytes:
 
 def _read_manifest(file: BinaryIO, path: Path) -> Manifest:
     header = file.read(_BLOCK)
-    digits = header[124:135]  # the size of the first member, in octal
-    size = int(digits, 8) if len(digits) == 11 and all(48 <= byte < 56 for byte in digits) else None
+    size = _size_in(header)
     if size is None or header != _header(MANIFEST, size):
         raise BundleDamaged(f"{path}: does not begin with {MANIFEST}; not a bundle, or damaged; fetch it again")
     if size > MAX_MANIFEST_BYTES:
@@ -462,6 +531,25 @@ def _read_manifest(file: BinaryIO, path: Path) -> Manifest:
     if file.read(_CHECKSUM_BYTES) != _checksum(raw):
         raise BundleDamaged(f"{path}: the manifest is not the one that its checksum names; fetch the bundle again")
     return parse_manifest(raw, str(path))
+
+
+def _read_release(file: BinaryIO, path: Path) -> bytes | None:
+    """The signatures at the end of a bundle, and the end; None where it has none."""
+    header = file.read(_BLOCK)
+    if header == _END[:_BLOCK]:
+        _expect(file, _END[_BLOCK:], path, "the end")
+        return None
+    size = _size_in(header)
+    if size is None or header != _header(RELEASE, size) or size > MAX_RELEASE_BYTES:
+        raise BundleDamaged(f"{path}: unexpected bytes before 'the end'; damaged or not written by headwater")
+    raw = file.read(size)
+    _expect(file, _padding(size) + _END, path, "the end")
+    return raw
+
+
+def _size_in(header: bytes) -> int | None:
+    digits = header[124:135]  # in octal
+    return int(digits, 8) if len(digits) == 11 and all(48 <= byte < 56 for byte in digits) else None
 
 
 def _content(file: BinaryIO, path: Path, name: str, entry: FileEntry) -> Iterator[bytes]:
@@ -517,8 +605,26 @@ class Bundle:
         return result
 
     def golden(self) -> Tensors:
-        """Raw inputs, and what the exporter computed from them; see `self_test`."""
-        return read_tensors(self.folder / self.manifest.golden)
+        """Raw inputs, and what the exporter computed from them; see `self_test`.
+
+        Raises:
+            BundleDamaged: the file is larger than these can be.
+        """
+        manifest = self.manifest
+        spec, rows = manifest.task.input, _GOLDEN_INPUTS * (4 * manifest.feature_dim * len(manifest.variants))
+        if spec.kind == "image":
+            raw = (_GOLDEN_INPUTS + 3) * math.prod(spec.shape)  # inputs, and an image of twice the size, resized
+        else:
+            raw = 4 * spec.channels * (spec.length + (_GOLDEN_INPUTS - 1) * spec.stride)
+        return self._tensors(manifest.golden, raw + rows + 8 * _GOLDEN_INPUTS * manifest.task.num_classes)
+
+    def _tensors(self, name: str, most_bytes: int) -> Tensors:
+        """Arrays of a file of at most so many bytes beside its header, which are read at once."""
+        if (size := self.manifest.files[name].size_bytes) > most_bytes + _MOST_HEADER_BYTES:
+            raise BundleDamaged(
+                f"'{name}' has {size} bytes, at most {most_bytes} are possible; export the bundle again"
+            )
+        return read_tensors(self.folder / name)
 
     def global_head(self) -> Tensors | None:
         """The shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
@@ -528,8 +634,8 @@ class Bundle:
         """
         if self.manifest.global_head is None:
             return None
-        result = read_tensors(self.folder / self.manifest.global_head)
         classes, size = self.manifest.task.num_classes, self.manifest.feature_dim
+        result = self._tensors(self.manifest.global_head, 4 * classes * (size + 1))
         shapes = {name: array.shape for name, array in result.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:
             raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")
@@ -541,7 +647,10 @@ class Bundle:
 def open_folder(folder: Path) -> Bundle:
     """The bundle unpacked in ``folder``, every file verified again: flash memory forgets.
 
+    Where the folder that it is in trusts keys, its signatures are verified again, too.
+
     Raises:
+        BundleUntrusted: it is not signed by those keys.
         BundleDamaged: a file is missing or its bytes are not what the manifest promises; all such files are named.
         BundleError: written for another schema version.
     """
@@ -557,28 +666,54 @@ def open_folder(folder: Path) -> Bundle:
     ]
     if damaged:
         raise BundleDamaged(f"{folder}: missing or damaged: {', '.join(damaged)}; install the bundle again")
+    TrustStore(folder.parent).check_loaded(_release_in(folder), files_of(manifest))
     return Bundle(folder, manifest)
 
 
-def install(path: Path, root: Path, keep: int = 2, check: Callable[[Bundle], object] | None = None) -> Bundle:
+def _release_in(folder: Path) -> bytes | None:
+    path = folder / RELEASE
+    return _read(path, MAX_RELEASE_BYTES + 1) if path.exists() else None
+
+
+def install(
+    path: Path,
+    root: Path,
+    keep: int = 2,
+    check: Callable[[Bundle], object] | None = None,
+    now: Callable[[], float] = time.time,
+) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
+
+    Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now()``, and not older than the
+    newest that was installed there.
 
     The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
 
     Raises:
         BundleDamaged: as `open_bundle`; what was current stays current.
+        BundleUntrusted: it may not be installed there.
     """
-    name = open_bundle(path).manifest.bundle_id[:24]
+    opened, store = open_bundle(path), TrustStore(root)
+    name = opened.manifest.bundle_id[:24]
+    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__)
+    if member is not None and opened.release is not None and (root / name / MANIFEST).exists():
+        raw = dump_manifest(opened.manifest)
+        if (root / name / MANIFEST).read_bytes() == raw:
+            write_atomic(root / name / RELEASE, opened.release)  # both that one and the one before are of this bundle
+        else:  # exported again: the manifest has another time, and the signatures are about that
+            name = f"{name}-{sha256_of(raw)[:8]}"
     folder = root / name
     try:
         bundle = open_folder(folder)
-    except BundleDamaged:
+    except BundleError:
         shutil.rmtree(folder, ignore_errors=True)
         unpack(path, folder)
         bundle = open_folder(folder)
     if check is not None:
         check(bundle)
+    if member is not None:
+        store.record(member)
     names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
     write_json(root / _POINTER, {"bundles": names})
     for other in root.iterdir():  # bundles before these, and what a crash left behind

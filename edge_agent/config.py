@@ -313,6 +313,20 @@ class HeadConfig(Frozen):
         return self
 
 
+class BundleConfig(Frozen):
+    """Whose bundles this device installs. An enrolled one trusts the release keys of its federation."""
+
+    trust: Path | None = Field(
+        None, description="root.json of the federation whose signed bundles are installed; no others are from then on"
+    )
+    first_use: bool = Field(False, description="trust the keys of the first signed bundle that the coordinator sends")
+    unsigned: bool | None = Field(
+        None,
+        description="install unsigned bundles as long as no keys are trusted; default: where the broker is on this "
+        "machine, or 'edge-agent run --insecure' says so",
+    )
+
+
 def default_agent_id() -> str:
     """The host name, reduced to the characters that a topic may hold."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in socket.gethostname().lower())
@@ -353,6 +367,12 @@ class AgentConfig(Frozen):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
+    bundle: BundleConfig = Field(default_factory=BundleConfig)
+
+    @property
+    def takes_unsigned(self) -> bool:
+        """Whether unsigned bundles are installed as long as no keys are trusted."""
+        return is_loopback(self.broker.host) if self.bundle.unsigned is None else self.bundle.unsigned
 
     @field_validator("broker", mode="before")
     @classmethod

@@ -4,6 +4,9 @@ Of a large encoder the device makes its own .ort file from the bundle's .onnx on
 then loads in 5 ms and 62 MB instead of 155 ms and 188 MB. It is made in a child process, whose memory goes when it
 ends, and bound to the ONNX file, the runtime's version and the processor with its extensions. A small encoder is loaded
 from its .onnx within milliseconds.
+
+A graph is read before it is loaded (`graph.check`), and runs for the first time in a child process with limits of
+memory and time, so that one that crashes or never ends does so there.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +27,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import self_test
-from .bundle import Bundle, EncoderPrecision
+from . import graph, self_test
+from .bundle import Bundle, EncoderPrecision, open_folder
 from .capabilities import processor
 from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
-from .limits import give_freed_memory_back
+from .limits import give_freed_memory_back, limit_resources
 from .own_norm import OwnNorm, changed
-from .storage import oldest_first, read_json, read_tensors, sha256_file, size_of, write_json, write_tensors
+from .storage import (
+    mapped,
+    oldest_first,
+    read_json,
+    read_record,
+    read_tensors,
+    sha256_file,
+    size_of,
+    write_json,
+    write_record,
+    write_tensors,
+)
+from .worker import answer_of_child
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +65,12 @@ _FEATURE_FILES = 15
 
 _ALL_FEATURE_FILES = 64
 """Files of features that stay in one folder, whatever encoders they are of."""
+
+TRIAL_S, TRIAL_CPU_S = 300.0, 120
+"""A trial may take so long, and so much time of a processor: eight inputs, and the start of ONNX Runtime."""
+
+_TRIAL_BYTES = 96 << 20
+"""Memory of a trial beside what the graph takes: eight inputs with their preprocessing, and ONNX Runtime's own."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -93,8 +115,9 @@ class Encoder:
         Raises:
             MissingCapability: onnxruntime is not installed.
             StateError: the bundle has no variant of that precision, or ``norm`` is for another encoder.
-            BundleDamaged: ONNX Runtime cannot load the file, its output has another size than the manifest promises, or
-                this device computes other features than the exporter.
+            BundleDamaged: the graph may not run here or did not end in its trial, ONNX Runtime cannot load the file,
+                its output has another size than the manifest promises, or this device computes other features than
+                the exporter.
         """
         variant, runtime = bundle.variant(precision), onnxruntime()
         model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256)
@@ -104,10 +127,14 @@ class Encoder:
             cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
             content = functools.partial(changed, bundle, norm.variant, norm.statistics)
             model = _Model(bundle.folder / f"{_OWN}{norm.fingerprint[:16]}.onnx", norm.fingerprint, content)
+        elif cache:
+            _try_once(bundle, precision)
+        else:
+            cost_of(bundle, precision)
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
         is_large = (bundle.folder / variant.file).stat().st_size >= _LEAST_TO_MAP
-        mapped = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
-        session = _ort_session(runtime, mapped, threads, precision) if mapped is not None else None
+        twin = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
+        session = _ort_session(runtime, twin, threads, precision) if twin is not None else None
         kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
         if session is None:
             session = _onnx_session(runtime, model, wanted, threads)
@@ -131,7 +158,7 @@ class Encoder:
     @property
     def batch_size(self) -> int:
         """Inputs that are run at once."""
-        return 1 if int(np.prod(self.input_shape)) > _LARGE_INPUT else 32
+        return batch_size(self.input_shape)
 
     def features(self, inputs: np.ndarray, progress: Progress | None = None) -> np.ndarray:
         """Features (n, d) float32 of preprocessed ``inputs`` (n, *input_shape).
@@ -163,6 +190,86 @@ class Encoder:
         if features.shape != (len(batch), self.feature_dim):
             raise BundleDamaged(f"the encoder returns {features.shape}, expected ({len(batch)}, {self.feature_dim})")
         return np.asarray(features, np.float32)
+
+
+def batch_size(shape: tuple[int, ...]) -> int:
+    """Inputs of this shape that are run at once."""
+    return 1 if int(np.prod(shape)) > _LARGE_INPUT else 32
+
+
+def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph.Cost:
+    """What the encoder takes for one batch on a device, by reading its graph.
+
+    Raises:
+        BundleDamaged: it is none that may run, or that gives features of the promised size.
+    """
+    variant, shape = bundle.variant(precision), bundle.manifest.task.input_shape
+    expected = (batch_size(shape), bundle.manifest.feature_dim)
+    cost = graph.check(mapped(bundle.folder / variant.file), [(expected[0], *shape)], where=variant.file)
+    if cost.outputs != (expected,):
+        raise BundleDamaged(
+            f"{variant.file}: results are {[list(one) for one in cost.outputs]}, the manifest promises {list(expected)}"
+        )
+    return cost
+
+
+def _try_once(bundle: Bundle, precision: EncoderPrecision) -> None:
+    """Try the encoder in a child process, unless it has passed before on this processor with this runtime.
+
+    Raises:
+        BundleDamaged: it does not run, does not end, or computes something else than the exporter did.
+    """
+    cost = cost_of(bundle, precision)
+    path, conditions = bundle.folder / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
+    passed = read_record(path, conditions).get("passed", [])
+    if precision not in passed:
+        memory = cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
+        try_out(bundle.folder, precision, memory)
+        write_record(path, conditions, {"passed": sorted({*passed, precision})})
+
+
+def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int) -> None:
+    """Run the self-test of a bundle's encoder in a child process that gets so much memory.
+
+    Raises:
+        BundleDamaged: the test fails, or the child crashes or takes longer than `TRIAL_S`.
+        StateError: no child can be started.
+    """
+    question = {"folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes}
+    where = f"trial of the {precision} encoder"
+    try:
+        result = answer_of_child(__name__, trial.__name__, question, TRIAL_S)
+    except subprocess.TimeoutExpired as error:
+        raise BundleDamaged(f"{where}: it did not end within {TRIAL_S:g} s; export it again", is_public=True) from error
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        why = f"it ended with {getattr(error, 'returncode', 'no answer')}"
+        limits = f"{memory_bytes >> 20} MiB of memory and {TRIAL_CPU_S} s of a processor are allowed"
+        raise BundleDamaged(f"{where}: {why}; {limits}; export it again", is_public=True) from error
+    except OSError as error:
+        raise StateError(f"{where}: no process can be started: {error}; free memory, then try again") from error
+    if result:
+        raise BundleDamaged(f"{where}: {result['message']}", is_public=result["is_public"])
+
+
+def trial() -> None:
+    """The child of `try_out`: its question comes as JSON on stdin, what is wrong goes to stdout."""
+    question = json.load(sys.stdin)
+    runtime, precision = onnxruntime(), question["precision"]
+    limit_resources(question["memory_bytes"], TRIAL_CPU_S)
+    result: dict[str, Any] = {}
+    try:
+        bundle = open_folder(Path(question["folder"]))
+        file = bundle.folder / bundle.variant(precision).file
+        session = _onnx_session(runtime, _Model(file, ""), ["CPUExecutionProvider"], 1)
+        shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
+        name = session.get_inputs()[0].name
+        encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
+        self_test.check(bundle, precision, encoder.features)
+    except HeadwaterError as error:
+        result = {"message": str(error)[:2000], "is_public": error.is_public}
+    except MemoryError:
+        result = {"message": "it takes more memory than it may; export a smaller encoder", "is_public": True}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def features_of(
@@ -280,12 +387,13 @@ def onnxruntime() -> ModuleType:
     return result
 
 
-def probe_session(content: bytes) -> Any:
-    """A session of a serialised model on one thread of the processor, for a few runs.
+def probe_session(content: bytes, inputs: Sequence[graph.Shape]) -> Any:
+    """A session of a serialised model on one thread of the processor, for a few runs on ``inputs`` of these shapes.
 
     Raises:
-        BundleDamaged: ONNX Runtime cannot load it.
+        BundleDamaged: the graph may not run here, or ONNX Runtime cannot load it.
     """
+    graph.check(content, inputs, where="probe")
     return _onnx_session(onnxruntime(), _Model(Path("probe"), "", lambda: content), ["CPUExecutionProvider"], 1)
 
 

@@ -12,6 +12,7 @@ HeadwaterError                  exit 1   something failed
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used
 │   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
+│   ├── BundleUntrusted         exit 4   not signed by the keys that this device trusts, expired, or older
 │   └── FingerprintMismatch     exit 4   a head belongs to another encoder
 ├── MissingCapability           exit 5   an optional package or a device feature is not there
 ├── CodecError                  exit 1   bytes from a peer or a file are not what they claim to be
@@ -117,6 +118,10 @@ class BundleError(HeadwaterError):
 
 class BundleDamaged(BundleError):
     """Bytes of a bundle are not those that its manifest promises."""
+
+
+class BundleUntrusted(BundleError):
+    """A bundle is not signed by the keys that this device trusts, has expired, or is older than what was installed."""
 
 
 class FingerprintMismatch(BundleError):

@@ -43,6 +43,7 @@ from .errors import (
 )
 from .storage import Access, write_atomic
 from .task import Frozen, parse_json
+from .trust import Envelope, TrustStore, parse
 from .wire.authentic import check_key
 from .wire.messages import Base64, Renew, Serial, printable
 from .worker import answer_of_child
@@ -389,7 +390,9 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
 
 def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     host, port = token.address
-    certificate, commands = decoded(answer, "certificate"), answer.get("commands")
+    certificate, commands, root = decoded(answer, "certificate"), answer.get("commands"), answer.get("root")
+    if isinstance(root, str):
+        TrustStore(folder.path.parent / "bundles").anchor(parse(Envelope, root.encode(), "answer"))
     if isinstance(commands, str):  # before the certificate, which ends the enrolment
         check_key(commands, token.federation, token.name)
         folder.path.mkdir(parents=True, exist_ok=True)

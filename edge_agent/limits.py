@@ -1,11 +1,13 @@
-"""Limits of this process: threads of numerical libraries, and memory that the C library keeps."""
+"""Limits of this process: threads of numerical libraries, memory that the C library keeps, memory and time in all."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 _NUMPY = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -27,6 +29,25 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
         threads = 0 if any(name in os.environ for name in (*_NUMPY, *_WITH_TORCH)) else 1
     if threads > 0:
         os.environ.update(dict.fromkeys(names, str(threads)))
+
+
+def limit_resources(memory_bytes: int, cpu_s: int) -> None:
+    """Let this process allocate so much more memory and compute for so long from now on, where the system can do that.
+
+    An allocation beyond that fails; a process that computes longer is killed by SIGXCPU.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limits = {resource.RLIMIT_CPU: math.ceil(used) + cpu_s, resource.RLIMIT_CORE: 0}
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # data and stack, in pages, is what Linux counts there; mapped files are not
+        limits[resource.RLIMIT_DATA] = int(statm.read_text().split()[5]) * resource.getpagesize() + memory_bytes
+    for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

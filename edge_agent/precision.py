@@ -154,7 +154,8 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     probe, kind = (bundle.folder / free.probe).read_bytes(), bundle.manifest.task.input.kind
 
     def run(encoder: bytes, rows: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-        session, feed = probe_session(encoder + probe), {kind: rows, "own_share": np.array(share, np.float32)}
+        feed = {kind: rows, "own_share": np.array(share, np.float32)}
+        session = probe_session(encoder + probe, [rows.shape, ()])
         try:
             statistics, features = session.run(["statistics", "own_features"], feed)
         # ONNX Runtime's exceptions have no common base besides this one.

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from edge_agent.bundle import Parity
-from edge_agent.encoder import onnxruntime
+from edge_agent.encoder import batch_size, onnxruntime
+from edge_agent.errors import BundleDamaged
+from edge_agent.graph import MOST_BYTES, OPERATORS, check
 from edge_agent.task import Task
 from edge_agent.training.loops import evaluate
 
@@ -38,15 +40,6 @@ TOLERANCE = 1e-4
 
 MAX_IR_VERSION = 10
 """The newest version that ONNX Runtime 1.18 reads, the oldest that agents may have."""
-
-_PORTABLE = """
-    Abs Add AveragePool BatchNormalization Cast Clip Concat Constant ConstantOfShape Conv ConvTranspose
-    DequantizeLinear Div Elu Erf Exp Expand Flatten Gather Gelu Gemm GlobalAveragePool GlobalMaxPool GroupNormalization
-    HardSigmoid HardSwish Identity InstanceNormalization LayerNormalization LeakyRelu Log LpNormalization MatMul Max
-    MaxPool Min Mul Neg PRelu Pad Pow QuantizeLinear ReduceL2 ReduceMax ReduceMean ReduceSum Relu Reshape Shape Sigmoid
-    Slice Softmax Softplus Split Sqrt Squeeze Sub Tanh Transpose Unsqueeze Where"""
-OPERATORS = frozenset(_PORTABLE.split())
-"""Operators without control flow, randomness or file access, which ONNX Runtime has on every processor."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +69,7 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
         ),
         "frozen": _training_remains(graph.graph),
         "self-contained": _outside_references(graph),
+        "budget": _beyond_budget(model, task),
     }
     result = [Gate("valid", passed=True, detail=f"IR {graph.ir_version}, {len(graph.graph.node)} nodes")]
     for name, complaints in checks.items():
@@ -135,6 +129,13 @@ def _training_remains(graph: Any) -> Iterator[str]:
             yield f"batch norm '{node.name}' is in training mode; call eval() on the encoder"
         if node.op_type == "Dropout":
             yield f"dropout '{node.name}' is left in the graph; call eval() on the encoder"
+
+
+def _beyond_budget(model: bytes, task: Task) -> Iterator[str]:
+    try:
+        check(model, [(batch_size(task.input_shape), *task.input_shape)], most_bytes=MOST_BYTES)
+    except BundleDamaged as error:
+        yield str(error)
 
 
 def _outside_references(graph: Any) -> Iterator[str]:

@@ -44,6 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for file in files for item in by_file[file]]
 
 
+@pytest.fixture(autouse=True)
+def _no_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders are not tried in a process of their own, which takes 0.5 s for each, but where a test asks for it."""
+    if "trials" not in request.fixturenames:
+        monkeypatch.setattr("edge_agent.encoder.try_out", lambda *_: None)
+
+
+@pytest.fixture
+def trials() -> None:
+    """Encoders are tried as on a device."""
+
+
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
     """A separate file system of 2 MiB."""

@@ -44,6 +44,7 @@ COMMANDS: dict[str, str] = {
     "methods": "List all methods, or show one of them.",
     "enroll": "Make a token by which a device gets a certificate.",
     "sign": "Answer a device's request for a certificate in a file.",
+    "keys": "Make, show and change release keys; sign bundles.",
     "agents": "List, revoke or rename enrolled agents.",
     "password": "Create an agent's password and key of its commands.",
     "doctor": "Check this machine and the way to the broker.",

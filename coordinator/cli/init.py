@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,8 @@ from ..identity.enrolment import Enrolment, identity_folder
 from ..identity.serving import BrokerFiles
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
+from ..state.release_keys import ReleaseKeys, read_public, role
+from .keys import described
 from .options import Json
 from .output import present
 
@@ -34,6 +37,18 @@ Host = Annotated[
 Federation = Annotated[str, typer.Option("--federation", help="Name of the federation, in a new configuration.")]
 BrokerPort = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the broker.")]
 EnrollPort = Annotated[int, typer.Option("--enroll-port", min=1, max=65535, help="Port on which devices enroll.")]
+
+Keys = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--release-key",
+        help="File with the public key of a person who signs releases, as 'headwater keys new' writes it; repeatable. "
+        "Default: the coordinator signs them itself, with a key that is made here.",
+    ),
+]
+Threshold = Annotated[
+    int, typer.Option("--threshold", min=1, max=16, help="How many of the release keys have to sign.")
+]
 
 NEW = """\
 # The coordinator's configuration: headwater serve --config coordinator.toml
@@ -65,9 +80,13 @@ def init(
     federation: Federation = "home",
     port: BrokerPort = 8883,
     enroll_port: EnrollPort = 8884,
+    release_key: Keys = None,
+    threshold: Threshold = 1,
     as_json: Json = False,
 ) -> None:
     """Make a federation whose devices have certificates: an authority, the broker's files, and a configuration.
+
+    It has release keys as well: enrolled devices install bundles that are signed with them, and no others.
 
     Then 'headwater serve' starts Mosquitto with TLS, and 'headwater enroll NAME' makes a token for each device. With
     --config, an existing configuration gets the section [identity].
@@ -102,11 +121,13 @@ def init(
             raise UsageError(f"{path} exists; 'headwater init --config {path}' adds certificates to it")
         path.parent.mkdir(parents=True, exist_ok=True)
         text = NEW.format(federation=json.dumps(federation)) + section
+    public = [read_public(file) for file in release_key or ()]
+    role(public or [bytes(32)], threshold)
     before = path.read_bytes() if path.exists() else None
     write_atomic(path, text.encode())
     try:
         settings = load_config(path)
-        authority = _make(settings)
+        authority = _make(settings, public, threshold)
     except BaseException:  # the file is as it was, so that the command can be repeated
         if before is None:
             path.unlink()
@@ -115,6 +136,7 @@ def init(
         raise
     lines = [
         f"federation '{settings.federation}': authority {authority.fingerprint}",
+        f"releases: {described(ReleaseKeys(settings.state))}",
         f"configuration in {path}, keys in {identity_folder(settings.state)} (back it up, show it to nobody)",
         f"devices connect to {host}, ports {port} and {enroll_port}; open both in a firewall",
         f"next: headwater serve --config {path}",
@@ -126,6 +148,7 @@ def init(
         "federation": settings.federation,
         "config": str(path),
         "authority": authority.fingerprint,
+        "release_keys": list(ReleaseKeys(settings.state).newest().roles["targets"].keyids),
         "host": host,
         "port": port,
         "enroll_port": enroll_port,
@@ -133,11 +156,13 @@ def init(
     present(result, lines, as_json=as_json)
 
 
-def _make(settings: CoordinatorConfig) -> Authority:
+def _make(settings: CoordinatorConfig, public: Sequence[bytes], threshold: int) -> Authority:
     if settings.identity is None:
         raise UsageError("the configuration has no section [identity]")
     folder, now = identity_folder(settings.state), utc_now()
     authority = Authority.create(folder, settings.federation, now)
     CommandKeys.of(settings.state, settings.federation)
+    if not (keys := ReleaseKeys(settings.state)).exist:
+        keys.create(settings.federation, now, public, threshold)
     BrokerFiles(Enrolment(settings.state, settings.federation, settings.identity)).write(now)
     return authority

@@ -50,7 +50,7 @@ def sign(
     answer = {
         "certificate": made.der,
         "authority": base64.b64encode(issuer.authority.der).decode(),
-        "commands": issuer.command_key(asked.name),
+        **issuer.secrets_for(asked.name),
     }
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (

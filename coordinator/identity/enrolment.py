@@ -22,11 +22,13 @@ from pydantic import Field
 from edge_agent.errors import EnrolmentRefused, StateError, UsageError
 from edge_agent.identity import CertificateRequest, Token, key_fingerprint, new_secret, shown, token_key
 from edge_agent.task import Frozen, parse_json
+from edge_agent.trust import dump
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
+from ..state.release_keys import ReleaseKeys
 from .authority import Authority, write_private
 from .ledger import AgentRecord, CertificateRecord, Ledger, TokenRecord
 
@@ -138,9 +140,12 @@ class Enrolment:
                 raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
             return (self._renew if request.serial else self._enroll)(record, request, key)
 
-    def command_key(self, name: str) -> str:
-        """What an agent knows the coordinator's commands by: the content of its file."""
-        return CommandKeys.of(self.folder.parent, self.federation).of_agent(name).text()
+    def secrets_for(self, name: str) -> dict[str, str]:
+        """What an agent knows the coordinator's commands and releases by: contents of its files."""
+        state = self.folder.parent
+        commands = CommandKeys.of(state, self.federation).of_agent(name).text()
+        keys = ReleaseKeys(state)
+        return {"commands": commands, **({"root": dump(keys.roots()[-1]).decode()} if keys.exist else {})}
 
     def revoke(self, name: str) -> AgentRecord:
         """Revoke all certificates of an agent, and its token.

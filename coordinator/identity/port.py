@@ -118,4 +118,4 @@ class EnrolmentPort:
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
         name = request["name"]
         log.info("certified agent=%s key=%s until=%s from=%s", name, made.key, shown(made.not_after), address)
-        return {"certificate": made.der, "commands": self.enrolment.command_key(name)}
+        return {"certificate": made.der, **self.enrolment.secrets_for(name)}

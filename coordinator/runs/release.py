@@ -22,7 +22,8 @@ from edge_agent.wire.messages import Command, Install, Report, Who
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
-from ..state.journal import Entry, Journal
+from ..state.journal import Entry, Journal, utc_now
+from ..state.release_keys import ReleaseKeys
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
 
@@ -79,7 +80,25 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         raise
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
+    if purpose == "release":
+        sign(path, run.context.state.path)
     return Released(path, exported["bundle_id"], {"path": str(path), "bytes": path.stat().st_size, **exported})
+
+
+def sign(path: Path, state: Path) -> int | None:
+    """Sign a bundle with the release key of a state folder; returns the version of its release.
+
+    None, and a warning, where the federation has release keys and people sign; None where it has none.
+    """
+    if not (keys := ReleaseKeys(state)).exist:
+        return None
+    if not keys.online_key.exists():
+        log.warning("not_signed bundle=%s: people sign releases here, 'headwater keys sign %s --key FILE'", path, path)
+        return None
+    release, count, needed = keys.sign(path, utc_now())
+    if count < needed:
+        log.warning("not_signed bundle=%s: %d of %d signatures, 'headwater keys sign' adds them", path, count, needed)
+    return release.version
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:

@@ -25,7 +25,17 @@ from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
 from ..encoder import Encoder, remove_features, trim_features
-from ..errors import BundleDamaged, BundleError, DataError, HeadwaterError, MissingCapability, StateError, cause
+from ..errors import (
+    BundleDamaged,
+    BundleError,
+    BundleUntrusted,
+    ConfigError,
+    DataError,
+    HeadwaterError,
+    MissingCapability,
+    StateError,
+    cause,
+)
 from ..heads import FitData, saved
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
@@ -41,6 +51,7 @@ from ..personalize import (
 )
 from ..precision import open_encoder
 from ..task import Task, Tensors
+from ..trust import Envelope, Member, TrustStore, followed, parse
 from ..wire.messages import Install, Job, Report
 from .health import public_text
 from .local_state import file_mark, is_settled, samples_folder
@@ -62,9 +73,11 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
     ``now``: as for `collect`.
 
     Raises:
+        BundleUntrusted: not signed by keys that this device trusts, expired, or older than one that was installed.
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
+    admit(config, path)
     old, task, collection = _old_pair(config), bundles.open_bundle(path).manifest.task, collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, now)
@@ -73,7 +86,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
     trial = _Trial(config, message.bundle_id, old, samples)
     runs, why = message.bundle_id, ""
     try:
-        bundles.install(path, config.state / "bundles", check=trial)
+        bundles.install(path, config.state / "bundles", check=trial, now=now)
     except BundleError:
         if not trial.rejection or old is None or old[0].id == message.bundle_id:
             raise
@@ -103,6 +116,45 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
     return Report(
         run=message.run, about=about, bundle_id=runs, rolled_back=why, one_class=one_class, metrics=metrics, **figures
     )
+
+
+def trust_configured(config: AgentConfig) -> TrustStore:
+    """The device's trust, with the root that its configuration names.
+
+    Raises:
+        ConfigError: that is no root, or another one is trusted already.
+    """
+    store = TrustStore(config.state / "bundles")
+    if (path := config.bundle.trust) is not None:
+        try:
+            store.anchor(parse(Envelope, path.read_bytes(), str(path)))
+        except (OSError, BundleUntrusted, StateError) as error:
+            raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
+    return store
+
+
+def admit(config: AgentConfig, path: Path) -> None:
+    """Return where the bundle at ``path`` may be installed as far as that depends on the configuration.
+
+    Raises:
+        BundleUntrusted: it is unsigned, or signed by nobody who is trusted, and the configuration does not allow that.
+    """
+    store = trust_configured(config)
+    if store.known() is not None:
+        return
+    opened = bundles.open_bundle(path)
+    if config.bundle.first_use and opened.release is not None:
+        first, *others = parse(Member, opened.release, "release").roots
+        newest = followed([first], others)[-1]
+        bundles.verify(path, newest)
+        store.anchor(newest)
+        log.warning("trusts_first_use root=%s", newest.signed["version"])
+    elif not config.takes_unsigned:
+        raise BundleUntrusted(
+            "this device trusts no release keys, and its broker is on another machine: enroll it, or set bundle.trust "
+            "to the federation's root.json, or bundle.unsigned = true",
+            is_public=True,
+        )
 
 
 def refit_current(config: AgentConfig) -> tuple[str, int]:

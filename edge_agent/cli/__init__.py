@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "add": ("collect", "add", "add labelled samples of this device, and fit its head again"),
     "classes": ("collect", "classes", "list, rename, merge or remove this device's classes"),
     "import": ("offline", "import_bundle", "install a bundle file into an agent's state folder"),
+    "verify": ("offline", "verify", "show who has signed a bundle file"),
     "rollback": ("offline", "rollback", "return to the previous bundle, or to the previous head"),
     "privacy": ("privacy", "privacy", "list what leaves this device, and what stays"),
     "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..config import AgentConfig, check_tls, load
 from ..errors import HeadwaterError, StateError
 from ..limits import limit_threads
 from ..storage import folder_lock, read_json
+from ..trust import TrustStore
 from . import output
 
 _REPORTED = (
@@ -48,7 +50,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent run``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
     parser.add_argument("--no-wait", action="store_true", help="exit with 75 when the broker does not answer")
-    parser.add_argument("--insecure", action="store_true", help="allow a broker without TLS on another machine")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow a broker without TLS on another machine, and unsigned bundles from it",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(AgentConfig, arguments.config, overrides)
     if not arguments.insecure:
         check_tls(config.broker)
+    elif config.bundle.unsigned is None:
+        config = config.model_copy(update={"bundle": config.bundle.model_copy(update={"unsigned": True})})
     limit_threads(config.training.threads)
     from ..agent import app
 
@@ -106,6 +114,7 @@ def status(arguments: argparse.Namespace) -> int:
         "state": str(config.state),
         **{key: reported.get(key) for key in _REPORTED},
         **({} if running else _AT_REST),
+        "trust": None,
         "encoder": None,
         "figures": None,
         "head": None,
@@ -123,6 +132,8 @@ def status(arguments: argparse.Namespace) -> int:
         "authenticated": config.broker.command_key_file is not None,
     }
     try:
+        trust = TrustStore(config.state / "bundles").described(time.time())
+        result["trust"] = {**trust, "unsigned": trust["root"] is None and config.takes_unsigned}
         result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("bundle", error).as_json())
@@ -203,6 +214,16 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
         if it["authenticated"]
         else "not authenticated; name the agent's key in broker.command_key_file"
+    ),
+    "trust": lambda it: (
+        f"{'unsigned bundles are installed' if it['unsigned'] else 'no bundle is installed'}: no keys are trusted"
+        if it["root"] is None
+        else f"root {it['root']} of federation '{it['federation']}'; newest release: "
+        + (
+            f"{it['release']}, {'expired' if it['expired'] else 'installable until'} {it['expires']}"
+            if it["release"]
+            else "none"
+        )
     ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
     "collected": lambda it: (

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleDamaged, DataError, UnknownName, UsageError
+from ..errors import BundleDamaged, DataError, UnknownName, UsageError, cause
 from ..storage import check_writable, folder_lock
 from . import output
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..local.choice import HeadChoice
     from ..local.confidence import Confidence
     from ..personalize import FitOptions, Result, Scores
+    from ..trust import Envelope
 
 _MOST_CLASSES = 20
 """A table of the classes is printed up to so many; JSON has all of them."""
@@ -700,10 +701,13 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
     parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
+    parser.add_argument("--root", type=Path, metavar="FILE", help="from now on, trust the keys of this root.json alone")
 
 
 def import_bundle(arguments: argparse.Namespace) -> int:
     """Install a bundle file into an agent's state folder: verified, tested on its golden inputs, then made current.
+
+    Where the device trusts keys, the bundle has to be signed by them, not expired and not older than the newest one.
 
     For devices that get their bundles on a stick. The agent must not be running; it fits its head for the bundle when
     it starts. The bundle before stays for 'edge-agent rollback'. What the coordinator released before is declined from
@@ -714,6 +718,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     """
     from ..agent.local_state import ReleaseRecord
     from ..bundle import current_id, install, variant_figures
+    from ..trust import TrustStore
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
     check_writable(arguments.state)
@@ -722,7 +727,9 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
         record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
         record.check()
-        before = current_id(root)
+        before, trust = current_id(root), TrustStore(root)
+        if arguments.root is not None:
+            trust.anchor(_root(arguments.root))
         bundle = install(arguments.bundle, root, check=check)
         declined = record.put_by_hand(bundle.id, before)
     figures = variant_figures(bundle.manifest)
@@ -734,12 +741,54 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         "classes": bundle.manifest.task.num_classes,
         "folder": str(bundle.folder),
         "self_test": not arguments.no_self_test,
+        "signed": trust.known() is not None,
         "int8_note": notes.get("int8"),
         "declines": None if declined is None else declined.source.bundle_id,
     }
     rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants))}
     shown = [*rows.items(), *output.variants(figures)]
     return output.result(arguments, {**content, "figures": figures}, lambda: output.pairs(shown))
+
+
+def _root(path: Path) -> Envelope:
+    from ..trust import Envelope, parse
+
+    try:
+        return parse(Envelope, path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {cause(error)}; expected the root.json of a federation") from error
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent verify``."""
+    parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
+    parser.add_argument("--root", type=Path, required=True, metavar="FILE", help="root.json of the federation")
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Who has signed a bundle file: nothing but the file and a root of the federation is needed, and no network.
+
+    Keys that were changed since that root are followed by the roots in the bundle. The exit code is 4 where the bundle
+    is damaged or not signed by enough of those keys. A release that has expired is still genuine, and is not installed.
+
+    Example:
+      edge-agent verify b.hwb --root root.json
+    """
+    from ..bundle import verify as verified
+    from ..trust import seconds
+
+    _check_exists(arguments.bundle, "a bundle file (*.hwb)")
+    release, root = verified(arguments.bundle, _root(arguments.root))
+    content = {
+        "bundle_id": release.bundle_id,
+        "federation": release.federation,
+        "release": release.version,
+        "expires": release.expires,
+        "expired": time.time() >= seconds(release.expires),
+        "min_agent": release.min_agent,
+        "root": root.version,
+    }
+    return output.result(arguments, content, lambda: output.pairs(content.items()))
 
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:

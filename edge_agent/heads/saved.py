@@ -200,6 +200,9 @@ def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> Saved
 def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None, name: str = CARD) -> SavedHead:
     """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
 
+    Where it was not, and the head before the last one was, it is that one: a device that was killed after it had saved
+    the head for a new bundle, and before that bundle was in use, answers with the old pair.
+
     Raises:
         StateError: no head there, or its files are damaged.
         TensorsError: the arrays are not a tensor container.
@@ -207,7 +210,14 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         UnknownName: this installation has no head of that name.
         ConfigError: its parameters are not ones of that head.
     """
-    card, arrays, norm, seen = _open(folder, fingerprints, "classes", name)
+    try:
+        card, arrays, norm, seen = _open(folder, fingerprints, "classes", name)
+    except FingerprintMismatch:
+        if name == BEFORE or not (folder / BEFORE).is_file():
+            raise
+        with contextlib.suppress(HeadwaterError):
+            return load(folder, fingerprints, BEFORE)
+        raise
     confidence = Confidence.of(_taken(arrays, _CONFIDENCE), card.feature_dim)
     learned = _taken(arrays, _LOCAL)
     head = create(card.head, card.params)

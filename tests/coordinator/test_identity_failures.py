@@ -338,7 +338,7 @@ def test_row_43_one_owner_has_no_more_agents_than_the_quota(side, device):
 
 
 def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state_folder(side, tmp_path, monkeypatch):
-    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.command_key("porch")
+    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.secrets_for("porch")
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     for name in ("ca.key", "master.key"):
@@ -347,7 +347,7 @@ def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state
         Enrolment(side.state, "home", side.config)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
     again = Enrolment(side.state, "home", side.config)
-    assert (again.authority.fingerprint, again.command_key("porch")) == (fingerprint, key)
+    assert (again.authority.fingerprint, again.secrets_for("porch")) == (fingerprint, key)
     again.token("porch", DAY)
     again.revoke("porch")  # which signs the list
     assert not (identity_folder(side.state) / "master.key").exists()

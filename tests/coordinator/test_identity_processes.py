@@ -55,6 +55,35 @@ def test_from_nothing_to_two_devices_over_tls_by_init_serve_and_one_command_for_
         assert read_key(config) == keys.of_agent(name), "each knows the coordinator's commands by a key of its own"
 
 
+@pytest.mark.slow
+def test_a_run_signs_its_release_and_an_enrolled_device_takes_it_and_no_other(fleet):
+    fleet.init().serve()
+    for number, name in enumerate(("porch", "hall", "attic")):
+        assert fleet.enroll(fleet.token(name), name, number)[0] == 0
+    file = fleet.folder / "attic.toml"
+    file.write_text(f'tier = "head"\n{file.read_text()}')
+    for name in ("porch", "hall", "attic"):
+        fleet.run(name)
+    fleet.until(lambda: fleet.online() == {"porch", "hall", "attic"}, "all are online")
+    code, _, err = fleet.call("run", "--config", fleet.config, "--method", "fedavg", "--rounds", 1, "--json")
+    assert code == 0, err
+    fleet.until(lambda: "installed bundle=" in fleet.said("attic"), "the device has installed the release")
+    code, out, _ = fleet.device("status", "--config", file, "--json")
+    trust = json.loads(out)["trust"]
+    assert (trust["root"], trust["federation"], trust["expired"]) == (1, "home", False)
+    [path] = fleet.folder.glob("state/runs/*/*.hwb")
+    root = fleet.folder / "state/identity/release/root.json"
+    code, out, err = fleet.device("verify", path, "--root", root, "--json")
+    assert code == 0, err
+    assert json.loads(out)["release"] == trust["release"]
+    fleet.stop("attic")
+    other = fleet.folder / "other.hwb"
+    code, _, err = fleet.call("export", "--config", fleet.config, "--out", other)
+    assert code == 0, err
+    assert fleet.device("import", other, "--state", fleet.folder / "attic")[0] == 0  # signed by the same key, and newer
+    assert fleet.device("import", path, "--state", fleet.folder / "attic")[0] == 4
+
+
 def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets_its_name_in_again(fleet):
     fleet.init().serve()
     for number, name in enumerate(("porch", "hall")):

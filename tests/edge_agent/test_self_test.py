@@ -236,7 +236,7 @@ def test_one_infinite_int8_feature_fails(make_bundle, tmp_path):
     [
         ("raw", np.zeros((8, 8, 8, 1), np.uint8)),
         ("raw", np.zeros((8, 8, 8, 3), np.float32)),
-        ("photo", np.zeros((4000, 4000, 3), np.uint8)),
+        ("photo", np.zeros((40, 40, 3), np.uint8)),
         ("features_fp32", np.zeros((7, 24), np.float32)),
         ("class_names", np.zeros(31, np.uint8)),
         ("logits", np.zeros((8, 9))),

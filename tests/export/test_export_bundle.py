@@ -179,9 +179,17 @@ def test_calibration_inputs_are_hashed_not_shipped(report, images):
 
 def test_the_report_lists_gates_and_times(report):
     assert all(gate.passed for gate in report.gates)
-    assert {"valid", "interface", "operators", "frozen", "self-contained", "parity", "int8", "global head"} == {
-        gate.name for gate in report.gates
-    }
+    assert {
+        "valid",
+        "interface",
+        "operators",
+        "frozen",
+        "self-contained",
+        "budget",
+        "parity",
+        "int8",
+        "global head",
+    } == {gate.name for gate in report.gates}
     assert report.int8_note == ""
     assert report.manifest.parity.int8_cosine > 0.99
     assert set(report.seconds) == {"onnx", "gates", "int8", "pack"}

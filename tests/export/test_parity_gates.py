@@ -37,7 +37,7 @@ def failed(model: bytes) -> dict[str, str]:
 
 def test_a_plain_graph_passes_every_gate():
     gates = graph_gates(graph_of(), TASK)
-    assert [gate.name for gate in gates] == ["valid", "interface", "operators", "frozen", "self-contained"]
+    assert [gate.name for gate in gates] == ["valid", "interface", "operators", "frozen", "self-contained", "budget"]
     assert all(gate.passed for gate in gates)
 
 

@@ -9,7 +9,10 @@ import sys
 import pytest
 
 FLOORS = [
-    ("L0", r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|(bundle|wire)(\..+)?)"),
+    (
+        "L0",
+        r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|graph|trust|worker|(bundle|wire)(\..+)?)",
+    ),
     ("L0", r"edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
@@ -35,8 +38,7 @@ ALSO = {
     r"edge_agent\.heads\..+": {"sklearn"},
     r"export\.(parity|quantize)": {"onnxruntime"},
     r"edge_agent\.agent(\..+)?": {"torch"},
-    r"edge_agent\.identity": {"cryptography"},
-    r"edge_agent\.secure_sum": {"cryptography"},
+    r"edge_agent\.(identity|secure_sum|trust)": {"cryptography"},
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
 

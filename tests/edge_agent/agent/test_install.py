@@ -284,6 +284,21 @@ def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bu
     assert score_by_hand(config) > 0.3
 
 
+def test_a_kill_between_the_new_head_and_its_bundle_leaves_the_old_pair(config, make_bundle, installed, monkeypatch):
+    before, name = score_by_hand(config), bundles.write_json.__name__
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    new = make_bundle("new.hwb", dim=96, seed=6)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(bundles, name, killed)  # the pointer to the bundle in use
+        install_bundle(config, order(new), new.path)
+    assert TaskRunner(config, "head").bundle_id == running(config) == installed.manifest.bundle_id
+    assert score_by_hand(config) == before
+    assert install_bundle(config, order(new), new.path).bundle_id == new.manifest.bundle_id
+
+
 def test_a_damaged_old_head_does_not_stand_in_the_way(config, make_bundle, installed):
     for path in (config.state / "head").iterdir():
         path.write_bytes(b"x")
@@ -320,7 +335,10 @@ def current_folder(config):
 
 
 BREAKS = {
-    "the head is of another encoder": lambda config, other: other.save(config.state / "head"),
+    "the heads are of another encoder": lambda config, other: (
+        other.save(config.state / "head"),
+        (config.state / "head" / "before.json").unlink(),
+    ),
     "the head is gone": lambda config, _: [path.unlink() for path in (config.state / "head").iterdir()],
     "the head is torn": lambda config, _: [path.write_bytes(b"{") for path in (config.state / "head").glob("*.json")],
     "the encoder is damaged": lambda config, _: (current_folder(config) / "encoder.onnx").write_bytes(b"x"),

@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent import encoder as encoders
+from edge_agent import graph
+from edge_agent.encoder import Encoder, onnxruntime
+from edge_agent.errors import BundleDamaged
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+SIDES = (2, 3, 8, 8)
+
+
+def model(nodes, constants=(), *, sides=("n", *SIDES[1:]), opset=17, output="features", **more):
+    values = [numpy_helper.from_array(np.asarray(value), name) for name, value in dict(constants).items()]
+    given = helper.make_tensor_value_info("image", TensorProto.FLOAT, list(sides))
+    made = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
+    body = helper.make_graph(nodes, "g", [given], [made], values)
+    return helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=8, **more)
+
+
+def node(operator, *inputs, to="features", **attributes):
+    return helper.make_node(operator, list(inputs), [to], **attributes)
+
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+WEIGHT = np.ones((6, 3, 3, 3), np.float32)
+CASES = {
+    "convolution": ([node("Conv", "image", "w", strides=[2, 1], pads=[1, 0, 2, 1], dilations=[1, 2])], {"w": WEIGHT}),
+    "same": ([node("Conv", "image", "w", auto_pad="SAME_UPPER", strides=[3, 3])], {"w": WEIGHT}),
+    "groups": ([node("Conv", "image", "w", group=3)], {"w": WEIGHT[:, :1]}),
+    "transposed": (
+        [node("ConvTranspose", "image", "w", strides=[2, 2], pads=[1, 1, 0, 0], output_padding=[1, 0])],
+        {"w": np.ones((3, 4, 3, 3), np.float32)},
+    ),
+    "pool": ([node("MaxPool", "image", kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)], {}),
+    "pool that ends in the pad": (
+        [node("AveragePool", "image", kernel_shape=[2, 2], strides=[3, 3], pads=[0, 0, 1, 1], ceil_mode=1)],
+        {},
+    ),
+    "global pool": ([node("GlobalAveragePool", "image")], {}),
+    "product": ([node("MatMul", "image", "w")], {"w": np.ones((8, 5), np.float32)}),
+    "product with a vector": ([node("MatMul", "image", "w")], {"w": np.ones(8, np.float32)}),
+    "product of the last axis": ([node("MatMul", "w", "image")], {"w": np.ones((3, 7, 8), np.float32)}),
+    "gemm": (
+        [node("Flatten", "image", to="flat"), node("Gemm", "flat", "w", "b", transB=1)],
+        {"w": np.ones((5, 192), np.float32), "b": np.ones(5, np.float32)},
+    ),
+    "flatten": ([node("Flatten", "image", axis=2)], {}),
+    "flatten from the end": ([node("Flatten", "image", axis=-1)], {}),
+    "broadcast": ([node("Add", "image", "w")], {"w": np.ones((5, 1, 1, 1, 8), np.float32)}),
+    "where": ([node("Where", "c", "image", "w")], {"c": np.ones((8, 1), bool), "w": np.ones((1,), np.float32)}),
+    "concat": ([node("Concat", "image", "image", "image", axis=-1)], {}),
+    "split": (
+        [helper.make_node("Split", ["image", "parts"], ["features", "rest"], axis=1)],
+        {"parts": ints(1, 2)},
+    ),
+    "split evenly": ([helper.make_node("Split", ["image"], ["features", "rest"], axis=3)], {}),
+    "slice": (
+        [node("Slice", "image", "from", "to", "axes", "steps")],
+        {"from": ints(-2, 7), "to": ints(1 << 62, -9), "axes": ints(1, -1), "steps": ints(1, -2)},
+    ),
+    "squeeze": (
+        [node("Unsqueeze", "image", "one", to="wide"), node("Squeeze", "wide", "two")],
+        {"one": ints(0, -1), "two": ints(-1)},
+    ),
+    "transpose": ([node("Transpose", "image", perm=[2, 0, 3, 1])], {}),
+    "transpose to the reverse": ([node("Transpose", "image")], {}),
+    "reshape": ([node("Reshape", "image", "to")], {"to": ints(0, -1, 4)}),
+    "reshape by the batch's size": (
+        [
+            node("Shape", "image", to="sides"),
+            node("Gather", "sides", "zero", to="batch", axis=0),
+            node("Unsqueeze", "batch", "axis", to="row"),
+            node("Concat", "row", "rest", to="wanted", axis=0),
+            node("Reshape", "image", "wanted"),
+        ],
+        {"zero": np.array(0, np.int64), "axis": ints(0), "rest": ints(-1)},
+    ),
+    "expand by numbers": (
+        [
+            node("Shape", "image", to="sides"),
+            node("Mul", "sides", "twice", to="double"),
+            node("Div", "double", "twice", to="half"),
+            node("Sub", "half", "none", to="wanted"),
+            node("ReduceMean", "image", to="mean", axes=[2, 3]),
+            node("Expand", "mean", "wanted"),
+        ],
+        {"twice": ints(2), "none": ints(0, 0, 0, 0)},
+    ),
+    "fill": (
+        [node("Slice", "sides", "a", "b", to="part"), node("ConstantOfShape", "part")],
+        {"sides": ints(7, 3, 5), "a": ints(1), "b": ints(3)},
+    ),
+    "pad": ([node("Pad", "image", "by")], {"by": ints(0, 0, 1, 2, 0, 0, -1, 3)}),
+    "gather": ([node("Gather", "image", "at", axis=2)], {"at": ints(1, 1, 1, 0, 5).reshape(1, 5)}),
+    "mean": ([node("ReduceMean", "image", axes=[-1, 1], keepdims=0)], {}),
+    "mean of all": ([node("ReduceMean", "image", keepdims=0)], {}),
+    "sum": ([node("ReduceSum", "image", "axes")], {"axes": ints(1)}),
+    "norm": (
+        [node("LayerNormalization", "image", "w", axis=-1)],
+        {"w": np.ones(8, np.float32)},
+    ),
+    "int8": (
+        [
+            node("QuantizeLinear", "image", "s", "z", to="q"),
+            node("DequantizeLinear", "q", "s", "z", to="d"),
+            helper.make_node("Cast", ["d"], ["f"], to=TensorProto.FLOAT),
+            node("Clip", "f"),
+        ],
+        {"s": np.float32(0.1), "z": np.uint8(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_are_those_that_onnxruntime_computes(name):
+    nodes, constants = CASES[name]
+    content = model(nodes, constants).SerializeToString()
+    session = onnxruntime().InferenceSession(content, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    expected = session.run(None, dict.fromkeys(names, np.zeros(SIDES, np.float32)))[0].shape
+    assert graph.check(content, [SIDES]).outputs == (expected,)
+
+
+def test_memory_and_work_by_hand():
+    nodes = [
+        node("Conv", "image", "w", to="maps"),  # (2, 6, 6, 6)
+        node("Relu", "maps", to="kept"),
+        node("Add", "kept", "maps", to="sum"),  # both inputs are alive
+        node("GlobalAveragePool", "sum", to="mean"),
+        node("Flatten", "mean"),
+    ]
+    cost = graph.check(model(nodes, {"w": WEIGHT}).SerializeToString(), [SIDES])
+    maps = 2 * 6 * 6 * 6
+    assert cost.memory_bytes == 4 * (WEIGHT.size + 3 * maps)
+    assert cost.work == maps * 27 + 3 * maps + 12  # convolution, three operators that look at each value, the mean
+
+
+def test_values_that_do_not_depend_on_the_input_stay():
+    """ONNX Runtime computes them when it loads the graph, and keeps them."""
+    nodes = [
+        node("ConstantOfShape", "sides", to="zeros"),
+        node("Relu", "zeros", to="folded"),
+        node("ReduceMean", "folded", to="mean", keepdims=0),
+        node("Add", "image", "mean"),
+    ]
+    cost = graph.check(model(nodes, {"sides": ints(1000)}).SerializeToString(), [SIDES])
+    assert cost.memory_bytes == 8 + 4 * (1000 + 1000 + 1) + 4 * 2 * 384
+
+
+def bomb(size=1 << 30):
+    nodes = [
+        node("ConstantOfShape", "sides", to="zeros"),
+        node("ReduceMean", "zeros", to="mean", keepdims=0),
+        node("Flatten", "image", to="flat"),
+        node("Add", "flat", "mean"),
+    ]
+    return model(nodes, {"sides": ints(size)})
+
+
+def doubling():
+    """Each step is twice as long as the one before."""
+    steps = [node("Concat", f"v{at}", f"v{at}", to=f"v{at + 1}", axis=1) for at in range(30)]
+    nodes = [node("Flatten", "image", to="v0"), *steps, node("ReduceMean", "v30", axes=[1])]
+    return model(nodes)
+
+
+def outer():
+    """Two vectors that an addition spreads to a table."""
+    nodes = [node("ConstantOfShape", "a", to="x"), node("ConstantOfShape", "b", to="y"), node("Add", "x", "y")]
+    return model(nodes, {"a": ints(1 << 15, 1), "b": ints(1, 1 << 15)})
+
+
+def loop():
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["still"])],
+        "body",
+        [
+            helper.make_tensor_value_info("at", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("still", TensorProto.BOOL, [])],
+    )
+    nodes = [helper.make_node("Loop", ["times", "yes"], [], body=body), node("Flatten", "image")]
+    return model(nodes, {"times": np.array(1 << 62, np.int64), "yes": np.array(True)})
+
+
+def branch():
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["image"], ["same"])],
+        "body",
+        [],
+        [helper.make_tensor_value_info("same", TensorProto.FLOAT, None)],
+    )
+    return model([node("If", "yes", then_branch=body, else_branch=body)], {"yes": np.array(True)})
+
+
+def outside():
+    made = model([node("Add", "image", "w")], {"w": np.zeros(8, np.float32)})
+    weight = made.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    entry = weight.external_data.add()
+    entry.key, entry.value = "location", "../../../etc/passwd"
+    return made
+
+
+def batch_of_a_billion():
+    """The shape that a graph claims for its own input is a constant of its own, too."""
+    nodes = [node("Shape", "image", to="sides"), node("ConstantOfShape", "sides")]
+    return model(nodes, sides=(1 << 30, 1, 1, 1))
+
+
+def by_the_data():
+    nodes = [
+        node("ReduceMean", "image", to="mean", keepdims=0),
+        helper.make_node("Cast", ["mean"], ["number"], to=TensorProto.INT64),
+        node("Unsqueeze", "number", "axis", to="size"),
+        node("ConstantOfShape", "size"),
+    ]
+    return model(nodes, {"axis": ints(0)})
+
+
+def heavy(times=200):
+    """Little memory, and more multiplications than a device is to do for an input."""
+    steps = [node("MatMul", f"v{at}", "w", to=f"v{at + 1}") for at in range(times)]
+    nodes = [
+        node("ReduceMean", "image", to="mean", keepdims=0),
+        node("Expand", "mean", "sides", to="v0"),
+        *steps,
+        node("ReduceMean", f"v{times}", to="one", keepdims=0),
+        node("ReduceMean", "image", to="rows", axes=[1, 2, 3], keepdims=0),
+        node("Add", "rows", "one", to="sum"),
+        node("Unsqueeze", "sum", "axis"),
+    ]
+    return model(nodes, {"sides": ints(1024, 1024), "w": np.zeros((1024, 1024), np.float32), "axis": ints(1)})
+
+
+HOSTILE = {
+    "bomb": (bomb, "4096 MiB of memory"),
+    "doubling": (doubling, "MiB of memory"),
+    "outer sum": (outer, "MiB of memory"),
+    "loop": (loop, r"'ai\.onnx\.Loop' is not one"),
+    "branch": (branch, r"'ai\.onnx\.If' is not one"),
+    "files outside": (outside, "field 13 of a tensor"),
+    "claimed batch": (batch_of_a_billion, "expected"),
+    "size by the data": (by_the_data, "depends on the data"),
+    "endless work": (heavy, "multiplications"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_graphs_are_refused_before_they_run(name):
+    make, complaint = HOSTILE[name]
+    content = make().SerializeToString()
+    begin = time.process_time()
+    with pytest.raises(BundleDamaged, match=complaint):
+        graph.check(content, [SIDES])
+    assert time.process_time() - begin < 1
+
+
+def with_field(message, number, value):
+    """A serialised message with one more field of bytes."""
+    return message + bytes([number << 3 | 2, len(value)]) + value
+
+
+def test_what_two_readers_could_understand_differently_is_refused():
+    good = model([node("Relu", "image")])
+    body = good.graph.node[0]
+    twice = with_field(body.SerializeToString(), 4, b"Loop")  # the last operator counts for protobuf
+    attribute = helper.make_attribute("alpha", 1.0)
+    attribute.i = 7
+    stated = onnx.AttributeProto(name="alpha", type=onnx.AttributeProto.INT, f=1.0)
+    for wrong in (attribute, stated):
+        changed = onnx.NodeProto()
+        changed.CopyFrom(body)
+        changed.attribute.append(wrong)
+        content = with_field(b"", 7, with_field(b"", 1, changed.SerializeToString()))
+        with pytest.raises(BundleDamaged, match="attribute of type"):
+            graph.check(content, [SIDES])
+    with pytest.raises(BundleDamaged, match="occurs twice"):
+        graph.check(with_field(b"", 7, with_field(b"", 1, twice)), [SIDES])
+    good.functions.add(name="f", domain="ai.onnx")
+    with pytest.raises(BundleDamaged, match="field 25 of a model"):
+        graph.check(good.SerializeToString(), [SIDES])
+
+
+def test_damaged_bytes_are_refused_or_read_and_never_raise_anything_else():
+    rng = np.random.default_rng(0)
+    for name in ("convolution", "slice", "reshape by the batch's size", "transposed"):
+        nodes, constants = CASES[name]
+        good = model(nodes, constants).SerializeToString()
+        for _ in range(400):
+            bad = bytearray(good)
+            for at in rng.integers(0, len(bad), rng.integers(1, 4)):
+                bad[at] = rng.integers(0, 256)
+            with contextlib.suppress(BundleDamaged):
+                graph.check(bytes(bad[: rng.integers(1, len(bad) + 1)]), [SIDES])
+
+
+def test_a_file_of_endless_small_fields_is_left_soon():
+    begin = time.process_time()
+    with pytest.raises(BundleDamaged, match="fields"):
+        graph.check(b"\x08\x07" * 5_000_000, [SIDES])
+    assert time.process_time() - begin < 3
+
+
+# --- bundles ---------------------------------------------------------------------------------------------------------
+
+
+def repacked(made, files, name="hostile.hwb"):
+    """A bundle whose manifest is right and whose files are others."""
+    opened = bundles.open_bundle(made.path)
+    fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files", "variants"})
+    fields["variants"] = {kind: variant.file for kind, variant in made.manifest.variants.items()}
+    contents = {file: opened.read(file) for file in made.manifest.files} | files
+    path = made.path.with_name(name)
+    bundles.pack(path, fields, contents)
+    return path
+
+
+OPENED = """
+import json, resource, sys, time
+from pathlib import Path
+from edge_agent import bundle, encoder
+from edge_agent.errors import BundleDamaged
+encoder.onnxruntime()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+begin = time.process_time()
+try:
+    encoder.Encoder.open(bundle.install(Path(sys.argv[1]), Path(sys.argv[2])))
+    said = "opened"
+except BundleDamaged as error:
+    said = str(error)
+children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"said": said, "MB": (after - before) / 1024, "s": time.process_time() - begin, "children": children}))
+"""
+
+
+@pytest.mark.parametrize("name", ["bomb", "loop", "files outside"])
+def test_row_39_a_bomb_a_loop_and_files_outside_cost_neither_memory_nor_time(make_bundle, tmp_path, name):
+    made = make_bundle(dim=192)
+    path = repacked(made, {"encoder.onnx": HOSTILE[name][0]().SerializeToString()})
+    assert path.stat().st_size < 16 << 10
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, path, tmp_path / "bundles"], capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout)
+    assert "refused before it is run" in result["said"]
+    assert result["MB"] < 64
+    assert result["s"] < 1
+    assert result["children"] == 0
+
+
+def test_an_encoder_is_tried_in_a_process_of_its_own_once(trials, make_bundle, tmp_path, monkeypatch):
+    made = make_bundle()
+    bundle = bundles.install(made.path, tmp_path / "bundles")
+    asked = []
+    original = encoders.answer_of_child
+    monkeypatch.setattr(encoders, "answer_of_child", lambda *given: asked.append(given) or original(*given))
+    Encoder.open(bundle)
+    Encoder.open(bundle)
+    assert len(asked) == 1
+    assert asked[0][2]["precision"] == "fp32"
+
+
+def test_an_encoder_that_computes_something_else_fails_its_trial(trials, make_bundle, tmp_path):
+    bundle = bundles.install(make_bundle(golden_error=0.5).path, tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: self-test"):
+        Encoder.open(bundle)
+    assert not (bundle.folder / "trial.json").exists()
+
+
+def test_an_encoder_that_takes_more_memory_than_it_may_fails_its_trial(trials, make_bundle, tmp_path):
+    made = make_bundle(dim=1)
+    nodes = [  # 256 MiB at once
+        node("ReduceMean", "image", to="mean", keepdims=0),
+        node("Expand", "mean", "sides", to="wide"),
+        node("Relu", "wide", to="positive"),
+        node("ReduceMean", "positive", to="one", keepdims=0),
+        node("ReduceMean", "image", to="rows", axes=[1, 2, 3], keepdims=0),
+        node("Add", "rows", "one", to="sum"),
+        node("Unsqueeze", "sum", "axis"),
+    ]
+    hungry = model(nodes, {"sides": ints(1 << 25), "axis": ints(1)}).SerializeToString()
+    bundle = bundles.install(repacked(made, {"encoder.onnx": hungry}), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match=r"trial of the fp32 encoder: (the encoder does not run|it ended)"):
+        encoders.try_out(bundle.folder, "fp32", 64 << 20)
+
+
+def test_an_encoder_that_does_not_end_is_killed(trials, make_bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "MOST_WORK", 1 << 60)
+    monkeypatch.setattr(encoders, "TRIAL_S", 4.0)
+    made = make_bundle(dim=1)
+    path = repacked(made, {"encoder.onnx": heavy(9000).SerializeToString()})
+    bundle = bundles.install(path, tmp_path / "bundles")
+    begin = time.monotonic()
+    with pytest.raises(BundleDamaged, match="did not end within 4 s"):
+        Encoder.open(bundle)
+    assert time.monotonic() - begin < 30
+
+
+def test_golden_tensors_beyond_their_size_are_not_read(make_bundle, tmp_path):
+    made = make_bundle(spoilt={"more": np.zeros(1 << 16, np.float32)})
+    bundle = bundles.install(made.path, tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="are possible"):
+        bundle.golden()
