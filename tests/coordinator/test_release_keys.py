@@ -11,6 +11,7 @@ import pytest
 from identity_harness import Fleet
 from signing import NOW
 
+from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
 from coordinator.state.release_keys import ReleaseKeys
 from edge_agent import bundle as bundles
@@ -165,29 +166,22 @@ def test_keys_are_made_once_and_damaged_ones_are_told(tmp_path):
         keys.roots()
 
 
-def test_the_bundle_of_a_run_is_signed_in_the_worker_and_that_of_a_round_is_not(tmp_path, bundle, monkeypatch):
-    import export
-
+def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bundle):
     made = bundle("made")
-    monkeypatch.setattr(export, "bundle", lambda *given, **_: shutil.copy(made, given[4]))
-    monkeypatch.setattr(export, "model_from_state", lambda *_: None)
     state = tmp_path / "state"
     ReleaseKeys(state).create("home", NOW)
-    method = SimpleNamespace(norm="global", global_head=lambda _: None)
+
+    def ask(_function, asked, *_):
+        yield
+        shutil.copy(made, asked["path"])
+        return {"bundle_id": "0" * 64}
+
     context = SimpleNamespace(
-        config=SimpleNamespace(export=SimpleNamespace(int8=False, exporter="auto"), hosted=()),
-        state=SimpleNamespace(path=state),
+        config=CoordinatorConfig(task=TASK),
+        state=SimpleNamespace(path=state, run=lambda _: SimpleNamespace(folder=tmp_path)),
+        ask=ask,
     )
-    run = SimpleNamespace(
-        id="run-0001",
-        method=method,
-        state={},
-        pooled={},
-        context=context,
-        client_ranges={},
-        request=SimpleNamespace(task=TASK, seed=0),
-    )
+    run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict)
     for purpose in ("release", "round"):
-        path = tmp_path / f"{purpose}.hwb"
-        runs_release.export_run(run, path, purpose)
-        assert (bundles.open_bundle(path).release is not None) == (purpose == "release")
+        list(runs_release.export_bundle(run, purpose, purpose))
+        assert (bundles.open_bundle(tmp_path / f"{purpose}.hwb").release is not None) == (purpose == "release")
