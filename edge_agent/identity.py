@@ -41,7 +41,7 @@ from .errors import (
     UsageError,
     cause,
 )
-from .storage import Access, write_atomic
+from .storage import IDENTITY, write_private
 from .task import Frozen, parse_json
 from .wire.authentic import check_key
 from .wire.messages import Base64, Renew, Serial, printable
@@ -188,7 +188,7 @@ class IdentityFolder:
     """Key and certificate of an agent below its state folder, readable by its user only."""
 
     def __init__(self, state: Path) -> None:
-        self.path = state / "identity"
+        self.path = state / IDENTITY
         self.file, self.ca, self._pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
         self.commands = self.path / "commands.key"
 
@@ -219,10 +219,8 @@ class IdentityFolder:
 
         key = _read_key(self._pending)
         if key is None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)
             key = ec.generate_private_key(ec.SECP256R1())
-            write_atomic(self._pending, _pem_of(key), access=Access.private())
+            write_private(self._pending, _pem_of(key))
         return key
 
     def request(self, federation: str, name: str, secret: str | None = None) -> CertificateRequest:
@@ -287,9 +285,9 @@ class IdentityFolder:
             port=port,
             authority=fingerprint(ca),
         )
-        write_atomic(self.ca, authority.public_bytes(Encoding.PEM), access=Access.private())
+        write_private(self.ca, authority.public_bytes(Encoding.PEM))
         content = identity.model_dump_json().encode() + b"\n" + _pem_of(key) + made.public_bytes(Encoding.PEM)
-        write_atomic(self.file, content, access=Access.private())
+        write_private(self.file, content)
         self._pending.unlink(missing_ok=True)
         return identity
 
@@ -392,8 +390,7 @@ def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str
     certificate, commands = decoded(answer, "certificate"), answer.get("commands")
     if isinstance(commands, str):  # before the certificate, which ends the enrolment
         check_key(commands, token.federation, token.name)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder.commands, commands.encode(), access=Access.private())
+        write_private(folder.commands, commands.encode())
     identity = folder.install(certificate, ca=ca, name=token.name, federation=token.federation, host=host, port=port)
     log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, shown(identity.not_after))
     return identity

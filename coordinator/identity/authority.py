@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from edge_agent.config import credential
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.identity import fingerprint
-from edge_agent.storage import Access, write_atomic
+from edge_agent.storage import write_private
 
 AUTHORITY_DAYS = 3653
 BACKDATED = timedelta(hours=1)
@@ -55,8 +55,6 @@ class Authority:
             .add_extension(_usage(signs_certificates=True), critical=True)
         )
         authority = cls(key, built.sign(key, hashes.SHA256()))
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
         write_private(folder / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
         write_private(folder / "ca.key", pem_of(key))
         return authority
@@ -140,11 +138,6 @@ class Authority:
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     """A private key, not encrypted: whoever reads the file has it."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads."""
-    write_atomic(path, content, access=Access.private())
 
 
 def _builder(

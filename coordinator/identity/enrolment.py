@@ -21,13 +21,14 @@ from pydantic import Field
 
 from edge_agent.errors import EnrolmentRefused, StateError, UsageError
 from edge_agent.identity import CertificateRequest, Token, key_fingerprint, new_secret, shown, token_key
+from edge_agent.storage import IDENTITY, write_private
 from edge_agent.task import Frozen, parse_json
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
-from .authority import Authority, write_private
+from .authority import Authority
 from .ledger import AgentRecord, CertificateRecord, Ledger, TokenRecord
 
 SAME_RENEWAL = 5
@@ -316,7 +317,7 @@ class Enrolment:
 
 def identity_folder(state: Path) -> Path:
     """Where a coordinator keeps its authority, certificates and ledger."""
-    return state / "identity"
+    return state / IDENTITY
 
 
 def _again(name: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import Access, waited_lock, write_atomic
+from edge_agent.storage import private_folder, waited_lock, write_private
 from edge_agent.task import Frozen, parse_json
 
 Time = Annotated[float, Field(ge=0)]
@@ -109,14 +109,13 @@ class Ledger:
     @contextlib.contextmanager
     def changing(self) -> Iterator[Ledger]:
         """Inside, nobody else changes records."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(self.folder)
         with waited_lock(self.folder):
             yield self
 
     def put(self, record: AgentRecord) -> None:
         """Write a record; inside `changing`."""
-        content = record.model_dump_json(exclude_defaults=True).encode()
-        write_atomic(self._path(record.name), content, access=Access.private())
+        write_private(self._path(record.name), record.model_dump_json(exclude_defaults=True).encode())
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(NAME_PATTERN, name):

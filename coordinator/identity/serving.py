@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_agent.config import BrokerConfig, TlsConfig
 from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
 from edge_agent.identity import CertificateRequest, shown
-from edge_agent.storage import lock_holder
+from edge_agent.storage import lock_holder, write_private
 from edge_agent.wire.messages import Renew, Renewed
 from edge_agent.wire.mqtt import MqttTransport
 
@@ -28,7 +28,7 @@ from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text
 from ..broker.access import COORDINATOR_USER, mosquitto_acl
 from ..config import IdentityConfig
 from ..state.journal import utc_now
-from .authority import Authority, pem_of, write_private
+from .authority import Authority, pem_of
 from .enrolment import Enrolment
 from .port import EnrolmentPort
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from edge_agent.config import credential
 from edge_agent.errors import StateError, cause
-from edge_agent.storage import Access, access_of, waited_lock, write_atomic
+from edge_agent.storage import IDENTITY, private_folder, waited_lock, write_private
 from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-MASTER = Path("identity") / "master.key"
+MASTER = Path(IDENTITY) / "master.key"
 """In the state folder."""
 
 MOST_AGENTS = 1 << 14
@@ -58,12 +58,10 @@ class CommandKeys:
     @staticmethod
     def _make(state: Path) -> None:
         path = state / MASTER
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.chmod(0o700)
+        private_folder(path.parent)
         with waited_lock(path.parent):  # 'headwater password' and a starting coordinator make one secret, not two
             if not path.exists():
-                owner = access_of(state)  # that of the coordinator, where root enrolls before its first start
-                write_atomic(path, secrets.token_bytes(KEY_BYTES), access=Access(owner.uid, owner.gid, 0o600))
+                write_private(path, secrets.token_bytes(KEY_BYTES))
 
     def of_agent(self, agent: str) -> AgentKey:
         """What that agent is given."""
