@@ -5,7 +5,7 @@ signature, whose public key is beside the agent's key. Both cover the whole mess
 
 A recorded command stays authentic, so each agent also asks for something new: its start is random, and a `Welcome` that
 does not name it is of an earlier start. The others count only after that welcome, from the coordinator's start that
-sent it, above its sequence number, and once. So a restarted agent refuses everything that was recorded before, and
+sent it, above its sequence number, and once; a rejection also before, where it names the agent's start. So a restarted agent refuses everything that was recorded before, and
 needs to write nothing to its disk for each message; an old image of the disk opens no gap either.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig, credential
-from ..errors import ConfigError, DuplicateId, MessageError, StateError, cause
+from ..errors import ConfigError, MessageError, StateError, cause
 from ..storage import read_json
 from ..task import Frozen, parse_json
 from .messages import Announce, Command, Name, Refused, Welcome, Who, proof_of
@@ -182,14 +182,14 @@ class Guard:
             if message.answers != self._boot or message.boot in self._before:
                 return False
         elif isinstance(message, Refused):
-            if message.error == DuplicateId.__name__ and message.whom == "":
+            if message.boot != self._coordinator and (message.whom != self._boot or message.boot in self._before):
                 return False
         elif not isinstance(message, Who) and message.boot != self._coordinator:
             return False
         numbers = self._numbers.setdefault(message.boot, _Numbers())
         self._numbers.move_to_end(message.boot)
-        if len(self._numbers) > STARTS:
-            self._numbers.popitem(last=False)
+        if len(self._numbers) > STARTS:  # those of the coordinator stay: it may have been silent while others were heard
+            del self._numbers[next(boot for boot in self._numbers if boot != self._coordinator)]
         if not numbers.accept(message.seq):
             return False
         if isinstance(message, Welcome) and message.boot != self._coordinator:
