@@ -5,8 +5,9 @@ signature, whose public key is beside the agent's key. Both cover the whole mess
 
 A recorded command stays authentic, so each agent also asks for something new: its start is random, and a `Welcome` that
 does not name it is of an earlier start. The others count only after that welcome, from the coordinator's start that
-sent it, above its sequence number, and once; a rejection also before, where it names the agent's start. So a restarted agent refuses everything that was recorded before, and
-needs to write nothing to its disk for each message; an old image of the disk opens no gap either.
+sent it, above its sequence number, and once; a rejection also before, where it names the agent's start. So a restarted
+agent refuses everything that was recorded before, and needs to write nothing to its disk for each message; an old image
+of the disk opens no gap either.
 """
 
 from __future__ import annotations
@@ -188,7 +189,9 @@ class Guard:
             return False
         numbers = self._numbers.setdefault(message.boot, _Numbers())
         self._numbers.move_to_end(message.boot)
-        if len(self._numbers) > STARTS:  # those of the coordinator stay: it may have been silent while others were heard
+        if (
+            len(self._numbers) > STARTS
+        ):  # those of the coordinator stay: it may have been silent while others were heard
             del self._numbers[next(boot for boot in self._numbers if boot != self._coordinator)]
         if not numbers.accept(message.seq):
             return False

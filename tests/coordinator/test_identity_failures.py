@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import itertools
 import json
+import os
+import resource
 import shutil
 import socket
 import ssl
 import stat
 import subprocess
 import threading
+import time
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -20,7 +26,7 @@ from identity_harness import free_ports
 from coordinator.config import IdentityConfig
 from coordinator.identity.authority import Authority
 from coordinator.identity.enrolment import Enrolment, identity_folder
-from coordinator.identity.port import EnrolmentPort
+from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
 from coordinator.identity.serving import BrokerFiles
 from coordinator.state.backup import back_up
 from coordinator.state.store import StateFolder
@@ -38,6 +44,16 @@ from edge_agent.identity import (
 )
 
 DAY = timedelta(days=1)
+
+
+def until(condition, limit_s=10.0):
+    """Wait for what another thread does."""
+    end, pause = time.monotonic() + limit_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < end
+        pause.wait(0.01)
+
+
 LIFE_S = 30 * 86_400
 
 
@@ -378,6 +394,80 @@ def test_hostile_bytes_are_refused_and_the_port_serves_on(side, device, line):
         answer = secure.recv(4096)
         assert not answer or "refused" in json.loads(answer)
     assert enroll(side.token(), device()).name == "porch"
+
+
+def test_port_listens_on_after_a_connection_could_not_be_accepted(side, device, caplog):
+    """With all files in use accept fails, and a failed accept ended the port for good, without a line in the log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.socket())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 20, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        client.connect(("127.0.0.1", side.config.enroll_port))
+        until(lambda: "enrolment_not_accepted reason=Too many open files" in caplog.text)
+    assert enroll(side.token(), device()).name == "porch"
+
+
+def test_port_listens_on_after_a_thread_could_not_be_started(side, device, monkeypatch, caplog):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.raises(BrokerAway):
+        patched.setattr(threading.Thread, "start", fail)
+        enroll(side.token(), device())
+    assert "enrolment_not_served from=127.0.0.1 reason=can't start new thread" in caplog.text
+    assert enroll(side.token(), device()).name == "porch"
+
+
+def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device, monkeypatch):
+    """Devices behind other addresses are served at once; the port stops although slots are taken."""
+    folder = device()
+    enroll(side.token(), folder)
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", side.config.enroll_port)
+        for _ in range(3 * AT_ONCE):
+            stack.enter_context(socket.create_connection(address, 5))
+        until(lambda: side.port._served == {"127.0.0.1": AT_ONCE_OF_ONE})
+        side.ahead = DAY * 20
+        connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
+        monkeypatch.setattr("edge_agent.identity.socket.create_connection", connect)
+        begin = time.monotonic()
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
+        assert time.monotonic() - begin < HANDSHAKE_S, "before the first of the stranger's connections is closed"
+
+
+def test_silent_connection_is_closed_after_the_time_for_the_handshake(side, monkeypatch):
+    monkeypatch.setattr("coordinator.identity.port.HANDSHAKE_S", 0.05)
+    with socket.create_connection(("127.0.0.1", side.config.enroll_port), 5) as silent:
+        assert silent.recv(1) == b""
+    until(lambda: not side.port._served)
+
+
+def test_port_stops_while_all_slots_are_taken(side, monkeypatch):
+    monkeypatch.setattr("coordinator.identity.port.AT_ONCE_OF_ONE", AT_ONCE)
+    with contextlib.ExitStack() as stack:
+        for _ in range(AT_ONCE):
+            stack.enter_context(socket.create_connection(("127.0.0.1", side.config.enroll_port), 5))
+        until(lambda: side.port._served == {"127.0.0.1": AT_ONCE})
+        begin = time.monotonic()
+        side.port.stop()
+        assert time.monotonic() - begin < HANDSHAKE_S / 2
+
+
+@pytest.mark.parametrize(
+    "address, origin",
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_one_peer_is_an_address_or_a_network_of_ipv6(address, origin):
+    assert _origin(address) == origin
 
 
 def test_no_tls_and_nobody_there_are_told_apart(side, device):
