@@ -146,6 +146,11 @@ def signed_bytes(federation: str, name: str, csr: str, serial: str) -> bytes:
     return f"headwater certificate request 1\n{federation}\n{name}\n{serial}\n{csr}".encode()
 
 
+def answer_bytes(federation: str, name: str, certificate: str, commands: str) -> bytes:
+    """What the authority signs of an answer, so that no part can be exchanged."""
+    return f"headwater certificate answer 1\n{federation}\n{name}\n{certificate}\n{commands}".encode()
+
+
 def fingerprint(der: bytes) -> str:
     """SHA-256 of a certificate or public key, as ssh writes it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(der).digest()).decode().rstrip("=")
@@ -387,13 +392,37 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
 
 def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     host, port = token.address
-    certificate, commands = decoded(answer, "certificate"), answer.get("commands")
-    if isinstance(commands, str):  # before the certificate, which ends the enrolment
-        check_key(commands, token.federation, token.name)
-        write_private(folder.commands, commands.encode())
+    certificate, commands = decoded(answer, "certificate"), str(answer.get("commands"))
+    _check_signature(token, ca, answer, commands)
+    check_key(commands, token.federation, token.name)
+    write_private(folder.commands, commands.encode())  # before the certificate, which ends the enrolment
     identity = folder.install(certificate, ca=ca, name=token.name, federation=token.federation, host=host, port=port)
     log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, shown(identity.not_after))
     return identity
+
+
+def _check_signature(token: Token, ca: bytes, answer: dict[str, Any], commands: str) -> None:
+    """Return where the authority has signed the whole answer: one in a file may be changed on its way.
+
+    Raises:
+        MessageError: it has not.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = x509.load_der_x509_certificate(ca).public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise InvalidSignature
+        content = answer_bytes(token.federation, token.name, str(answer["certificate"]), commands)
+        key.verify(decoded(answer, "signature"), content, ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError, MessageError) as error:
+        raise MessageError(
+            "answer: the federation's authority has not signed it as it is, for the device of this token; it was "
+            "changed on its way, or the coordinator is older than this device: get it again"
+        ) from error
 
 
 def _authority(token: Token, answer: dict[str, Any]) -> bytes:

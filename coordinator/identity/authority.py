@@ -114,6 +114,10 @@ class Authority:
             built = built.add_revoked_certificate(one)
         return built.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
+    def sign(self, content: bytes) -> bytes:
+        """An ECDSA signature (SHA-256, DER) of what is no certificate, and does not begin as one."""
+        return self._key.sign(content, ec.ECDSA(hashes.SHA256()))
+
     def _issue(
         self,
         name: str,

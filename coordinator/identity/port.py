@@ -146,7 +146,9 @@ class EnrolmentPort:
                     "time": self.enrolment.now().timestamp(),
                     "federation": self.enrolment.federation,
                 }
-            made = self.enrolment.certify(CertificateRequest.model_validate(request))
+            asked = CertificateRequest.model_validate(request)
+            made = self.enrolment.certify(asked)
+            answer = self.enrolment.answer(asked.name, made)
         except (ValidationError, ValueError, RecursionError):
             log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))
             return {"refused": "request: it is malformed; coordinator and device run different versions"}
@@ -156,9 +158,8 @@ class EnrolmentPort:
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
-        name = request["name"]
-        log.info("certified agent=%s key=%s until=%s from=%s", name, made.key, shown(made.not_after), address)
-        return {"certificate": made.der, "commands": self.enrolment.command_key(name)}
+        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, shown(made.not_after), address)
+        return dict(answer)
 
 
 def _origin(address: str) -> str:

@@ -174,6 +174,7 @@ class IdentityService:
         self._crl = (0, 0)
         self._revoked: frozenset[str] = frozenset()
         self._serials: frozenset[str] = frozenset()
+        self._generations: dict[str, int] = {}
         self._ending: list[threading.Thread] = []
         self._renew_at = self._warn_at = float("-inf")
 
@@ -205,11 +206,18 @@ class IdentityService:
     def admits(self, agent: str) -> bool:
         """Whether messages of this agent count: it is not one whose certificates are all revoked."""
         if agent in self._revoked:
-            record = self.enrolment.ledger.get(agent)
+            try:
+                record = self.enrolment.ledger.get(agent)
+            except (HeadwaterError, OSError):  # damaged: the last that is known of it counts
+                return False
             if record is None or record.is_revoked:
                 return False
             self._revoked -= {agent}  # it has got another certificate since
         return True
+
+    def generation(self, agent: str) -> int:
+        """Of the key of this agent's commands."""
+        return self._generations.get(agent, 0)
 
     def most_samples(self, agent: str) -> int | None:
         """How many samples its enrolment lets this agent declare; None: no limit."""
@@ -272,9 +280,9 @@ class IdentityService:
     def _look(self) -> list[str]:
         """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
         stamp, listed = self._stamp(), self.enrolment.revoked()
-        hit = sorted({name for serial, name in listed.serials.items() if serial not in self._serials})
-        self._serials, self._revoked = frozenset(listed.serials), frozenset(listed.agents)
-        self._crl = stamp
+        hit = sorted({one.agent for serial, one in listed.certificates.items() if serial not in self._serials})
+        self._serials, self._revoked = frozenset(listed.certificates), frozenset(listed.agents)
+        self._generations, self._crl = listed.generations, stamp
         return hit
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:

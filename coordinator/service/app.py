@@ -97,6 +97,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         broker, embedded, identity = config.broker, config.embedded, None
+        keys = CommandKeys.of(config.state, config.federation)
         if config.identity is not None:
             from ..identity.enrolment import Enrolment
             from ..identity.serving import IdentityService
@@ -104,7 +105,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
             stack.callback(identity.stop)
             identity.start(utc_now())
-            broker = identity.client()
+            broker, keys = identity.client(), CommandKeys.of(config.state, config.federation, identity.generation)
         elif broker is None:
             served = EmbeddedBroker(
                 embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
@@ -140,7 +141,7 @@ def coordinator(config: CoordinatorConfig, stop: threading.Event | None = None) 
             probe_s=probe_s,
             limits=limits,
             identity=identity,
-            keys=CommandKeys.of(config.state, config.federation),
+            keys=keys,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

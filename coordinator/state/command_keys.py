@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,13 @@ MOST_AGENTS = 1 << 14
 class CommandKeys:
     """The keys of one federation."""
 
-    def __init__(self, master: bytes, federation: str) -> None:
-        self._master, self._federation = master, federation
-        self._key_of = functools.lru_cache(MOST_AGENTS)(self._derived)
+    def __init__(self, master: bytes, federation: str, generation: Callable[[str], int] = lambda _: 0) -> None:
+        """``generation`` of an agent's key: another one is another key, so that who had one has not the next."""
+        self._master, self._federation, self._generation = master, federation, generation
+        self._derived = functools.lru_cache(MOST_AGENTS)(self._derive)
 
     @classmethod
-    def of(cls, state: Path, federation: str) -> CommandKeys:
+    def of(cls, state: Path, federation: str, generation: Callable[[str], int] = lambda _: 0) -> CommandKeys:
         """The keys of a state folder, whose secret is made where there is none; systemd may give it as a credential.
 
         Raises:
@@ -53,7 +55,7 @@ class CommandKeys:
                 f"{path}: {len(master)} bytes, expected {KEY_BYTES}; put it back from a backup, or remove it and "
                 "enroll all agents again"
             )
-        return cls(master, federation)
+        return cls(master, federation, generation)
 
     @staticmethod
     def _make(state: Path) -> None:
@@ -76,8 +78,12 @@ class CommandKeys:
         """An announcement to all agents with its proof."""
         return with_signature(self._signing_key.sign(payload), payload)
 
-    def _derived(self, agent: str) -> bytes:
-        return derive(self._master, "headwater commands", self._federation, agent)
+    def _key_of(self, agent: str) -> bytes:
+        return self._derived(agent, self._generation(agent))
+
+    def _derive(self, agent: str, generation: int) -> bytes:
+        number = (str(generation),) if generation else ()
+        return derive(self._master, "headwater commands", self._federation, agent, *number)
 
     @functools.cached_property
     def _signing_key(self) -> Ed25519PrivateKey:

@@ -25,10 +25,11 @@ from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
 from coordinator.identity.authority import Authority
-from coordinator.identity.enrolment import Enrolment, identity_folder
+from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment, identity_folder
 from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
-from coordinator.identity.serving import BrokerFiles
+from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
+from coordinator.state.command_keys import CommandKeys
 from coordinator.state.store import StateFolder
 from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
@@ -36,12 +37,15 @@ from edge_agent.identity import (
     IdentityFolder,
     Renewal,
     Token,
+    answered,
     ask,
     enroll,
     fingerprint,
     signing_request,
     token_key,
 )
+from edge_agent.storage import write_private
+from edge_agent.wire.authentic import AgentKey
 
 DAY = timedelta(days=1)
 
@@ -285,17 +289,186 @@ def test_a_renewal_needs_the_key_of_the_certificate_that_it_names(side, device):
         side.enrolment.certify(request.model_copy(update={"serial": serial}))
 
 
-def test_one_certificate_cannot_be_renewed_without_end(side, device, tmp_path):
+def test_certificate_is_renewed_from_a_quarter_of_its_life_on_and_a_lost_answer_at_any_time(side, device):
+    """800 renewals in 13 s made a record of 630 kB, which every revocation reads."""
+    folder = device()
+    first = enroll(side.token(), folder)
+    begin = first.not_before - side.now().timestamp()
+    side.ahead = timedelta(seconds=begin + (first.not_after - first.not_before) / 4 - 5)
+    request = folder.request("home", "porch")
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it can be renewed from 20.* on.*try again then"):
+        side.enrolment.certify(request)
+    side.ahead += timedelta(seconds=10)
+    made = side.enrolment.certify(request)
+    folder.install(
+        base64.b64decode(made.der),
+        ca=side.enrolment.authority.der,
+        name="porch",
+        federation="home",
+        host="localhost",
+        port=1,
+    )
+    assert side.enrolment.certify(request) == made, "the answer was lost"
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it can be renewed from"):
+        side.enrolment.certify(folder.request("home", "porch"))
+
+
+def test_an_agent_has_a_few_certificates_at_a_time(side, device, tmp_path):
     folder = device()
     enroll(side.token(), folder)
-    for number in range(6):
+    side.ahead = 20 * DAY
+    for number in range(MOST_CERTIFICATES):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(folder.path.parent, copy)
         request = IdentityFolder(copy).request("home", "porch")
-        if number < 5:
+        if number < MOST_CERTIFICATES - 1:
             side.enrolment.certify(request)
-    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was renewed 5 times already"):
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: 'porch' has 8 that hold already"):
         side.enrolment.certify(request)
+    side.ahead = 60 * DAY
+    assert side.enrolment.certify(request).renews == folder.read().serial, "they have expired"
+    for _ in range(10):
+        assert len(side.enrolment.ledger.get("porch").certificates) <= 2 * MOST_CERTIFICATES
+        side.ahead += 25 * DAY
+        IdentityFolder(copy).install(
+            base64.b64decode(side.enrolment.ledger.get("porch").certificates[-1].der),
+            ca=side.enrolment.authority.der,
+            name="porch",
+            federation="home",
+            host="localhost",
+            port=1,
+        )
+        side.enrolment.certify(IdentityFolder(copy).request("home", "porch"))
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["garden", "porch"], ids=["renamed", "enrolled again"])
+def test_what_a_token_replaces_is_revoked_whichever_write_of_the_enrolment_fails(side, device, name, monkeypatch):
+    """A full disk left the old certificate valid for good: the second try found the token used, and stopped there."""
+    folder = device()
+    old = enroll(side.token(), folder)
+    folder = folder if name == "garden" else device()
+    token = side.token(name, replaces="porch" if name == "garden" else "")
+    request = folder.request("home", name, token.secret)
+    writes = 0
+    for fails_at in range(6):
+        left = itertools.count()
+
+        def write(path, content, fails_at=fails_at, left=left):
+            if next(left) == fails_at:
+                raise FULL
+            write_private(path, content)
+
+        with monkeypatch.context() as patched:
+            for module in ("enrolment", "ledger"):
+                patched.setattr(f"coordinator.identity.{module}.write_private", write)
+            try:
+                made = side.enrolment.certify(request)
+            except OSError:
+                writes += 1
+                continue
+        break
+    assert writes == 4, "record, revoked.json, crl.pem, record"
+    assert side.revoked() == {old.serial}
+    assert side.enrolment.ledger.get(name).current() == made
+    assert side.enrolment.ledger.get(name).token.used_at is not None
+
+
+def test_after_a_revocation_or_another_enrolment_the_key_of_commands_is_another_one(side, device):
+    """The thief of a device that was revoked has its key, and could forge commands to the device that has its name."""
+    keys = [side.enrolment.command_key("porch")]
+    for revoke in (False, False, True):
+        if revoke:
+            side.enrolment.revoke("porch")
+        folder = device()
+        enroll(side.token(), folder)
+        keys.append(folder.commands.read_text())
+        assert keys[-1] == side.enrolment.command_key("porch")
+    assert keys[0] == keys[1], "as before the first enrolment"
+    assert len(set(keys)) == 3
+    assert side.enrolment.revoked().generations == {"porch": 2}
+
+
+def test_serving_coordinator_proves_its_commands_by_the_key_that_the_device_has_now(side, device):
+    service = IdentityService(side.enrolment)
+    service._look()
+    keys = CommandKeys.of(side.state, "home", service.generation)
+    for _ in range(2):
+        folder = device()
+        enroll(side.token(), folder)
+        service.tick(0.0, side.now())
+        assert keys.of_agent("porch").text() == folder.commands.read_text()
+
+
+def test_damaged_record_stops_no_other_and_nobody_who_is_revoked_gets_in_again(side, device, caplog):
+    stolen = enroll(side.token(), device())
+    side.enrolment.revoke("porch")
+    garden = enroll(side.token("garden"), device())
+    record = side.enrolment.ledger.folder / "porch.json"
+    service = IdentityService(side.enrolment)
+    service._look()
+    record.write_bytes(record.read_bytes()[:100])
+    assert not service.admits("porch")
+    BrokerFiles(side.enrolment).write(side.now())
+    assert "record_damaged agent=porch" in caplog.text
+    side.enrolment.revoke("garden")
+    assert side.revoked() == {stolen.serial, garden.serial}
+    assert set(side.enrolment.revoked().agents) == {"porch", "garden"}
+    assert side.enrolment.revoked().generations == {"porch": 1, "garden": 1}
+    with pytest.raises(
+        StateError, match=r"porch\.json: damaged .* put it back from a backup, or enroll .* another name"
+    ):
+        side.token("porch")
+    record.unlink()
+    side.token("porch")
+    BrokerFiles(side.enrolment).write(side.now())
+    assert side.revoked() == {stolen.serial, garden.serial}
+    side.ahead = 40 * DAY
+    BrokerFiles(side.enrolment).write(side.now())
+    assert side.revoked() == set(), "they have expired"
+
+
+def test_damaged_list_of_revoked_certificates_is_made_again(side, device):
+    old = enroll(side.token(), device())
+    side.enrolment.revoke("porch")
+    (side.enrolment.folder / "revoked.json").write_text("{")
+    with pytest.raises(StateError, match=r"revoked\.json: damaged; 'headwater serve' writes it again"):
+        side.enrolment.revoked()
+    BrokerFiles(side.enrolment).write(side.now())
+    assert set(side.enrolment.revoked().certificates) == {old.serial}
+
+
+def test_request_with_algorithms_that_nobody_knows_is_refused(side, device, caplog):
+    csr = base64.b64decode(device().request("home", "porch", side.token().secret).csr)
+    for known in ("2a8648ce3d030107", "2a8648ce3d0201", "2a8648ce3d040302"):  # curve, key and signature
+        oid = bytes.fromhex(known)
+        assert oid in csr
+        raw = {
+            "federation": "home",
+            "name": "porch",
+            "csr": base64.b64encode(csr.replace(oid, oid[:-1] + b"\x77")).decode(),
+            "signature": "AAAA",
+        }
+        assert side.port.answer(json.dumps(raw).encode())["refused"].startswith("request: ")
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("what", ["certificate", "commands", "signature"])
+def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, device, what):
+    token, folder = side.token(), device()
+    request = folder.request("home", "porch", token.secret)
+    answer = side.enrolment.answer("porch", side.enrolment.certify(request))
+    thief = AgentKey("home", "porch", bytes(32), bytes(32)).text()
+    changed = {"certificate": answer["authority"], "commands": thief, "signature": answer["authority"]}
+    for wrong in ({**answer, what: changed[what]}, {key: answer[key] for key in answer if key != what}):
+        with pytest.raises(MessageError, match=r"^answer: "):
+            answered(token, folder, wrong)
+        assert folder.read() is None
+        assert not folder.commands.exists()
+    assert answered(token, folder, answer).name == "porch"
+    assert folder.commands.read_text() == side.enrolment.command_key("porch")
 
 
 @pytest.mark.parametrize("name", ["coordinator", "broker"])
