@@ -37,6 +37,7 @@ from .errors import (
     HeadwaterError,
     MessageError,
     MissingCapability,
+    NotTheCoordinator,
     StateError,
     UsageError,
     cause,
@@ -61,8 +62,14 @@ MAX_LINE_BYTES = 16 * 1024
 TIMEOUT_S = 10.0
 """For connecting to the enrolment port, and for its answer."""
 
+NO_CHECK_TIME = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME."""
+
 MOST_SKEW_S = 86_400.0
 """Clocks that are further apart are named as the reason before anything else fails because of it."""
+
+MOST_TIME = 1 << 40
+"""Unix time in seconds, in some 30,000 years."""
 
 AGAIN_S = 60.0
 """Pause between two tries of a renewal."""
@@ -82,7 +89,7 @@ class Token(Frozen):
     name: Name = Field(description="the agent's id")
     authority: Fingerprint = Field(description="of the federation's certificate authority")
     secret: str = Field(pattern=r"^[A-Za-z0-9_-]{22}$", description=f"{SECRET_BYTES} random bytes")
-    expires: int = Field(ge=0, le=1 << 40, description="Unix time in seconds")
+    expires: int = Field(ge=0, le=MOST_TIME, description="Unix time in seconds")
 
     def text(self) -> str:
         """The one line that a person copies."""
@@ -447,28 +454,38 @@ def check_clock(answer: dict[str, Any], now: float) -> float:
 
     Raises:
         EnrolmentRefused: more than a day apart.
+        MessageError: the answer has no time.
     """
-    theirs = answer.get("time")
-    skew_s = now - theirs if isinstance(theirs, int | float) and not isinstance(theirs, bool) else 0.0
+    theirs: Any = answer.get("time")
+    if type(theirs) not in (int, float) or not 0 <= theirs <= MOST_TIME:
+        raise MessageError("answer: it has no time in Unix seconds; is that an enrolment port?")
+    skew_s: float = now - theirs
     if abs(skew_s) > MOST_SKEW_S:
         raise EnrolmentRefused(
-            f"clock: this device's says {shown(now)}, the coordinator's {shown(float(theirs or 0))}; certificates hold "
+            f"clock: this device's says {shown(now)}, the coordinator's {shown(theirs)}; certificates hold "
             "for certain times only: set the clock that is wrong ('timedatectl set-ntp true'), then try again"
         )
     return skew_s
 
 
-def ask(address: tuple[str, int], ca: bytes | None, request: dict[str, Any]) -> dict[str, Any]:
+def ask(
+    address: tuple[str, int], ca: bytes | None, request: dict[str, Any], *, checks_time: bool = True
+) -> dict[str, Any]:
     """One request to an enrolment port and its answer. Without ``ca`` whoever answers is believed to be a stranger.
+
+    ``checks_time=False``: certificates that hold at another time count, too; for asking which time it is.
 
     Raises:
         BrokerAway: no connection, or no answer.
-        EnrolmentRefused: the other side is not certified by ``ca``, or it refuses; the message says why.
+        NotTheCoordinator: the other side is not certified by ``ca``.
+        EnrolmentRefused: it refuses; the message says why.
         MessageError: the answer is not one.
     """
     host, port = address
     context = ssl.create_default_context(cadata=ca) if ca is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if not checks_time:
+        context.verify_flags |= NO_CHECK_TIME
     if ca is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -479,7 +496,7 @@ def ask(address: tuple[str, int], ca: bytes | None, request: dict[str, Any]) -> 
             secure.sendall(json.dumps(request).encode() + b"\n")
             line = read_line(secure)
     except ssl.SSLCertVerificationError as error:
-        raise EnrolmentRefused(
+        raise NotTheCoordinator(
             f"tls: {host}:{port} does not prove to be the coordinator ({cause(error)}); compare the clocks, and the "
             "authority that 'headwater enroll' shows there"
         ) from error
@@ -613,11 +630,19 @@ class Renewal:
 
         Raises:
             EnrolmentRefused: the coordinator refuses; the message says why, and what to do.
-            BrokerAway: no coordinator answers.
+            BrokerAway: no coordinator answers, or the clocks differ: many a device sets its own after its start.
         """
         now, ca = self._identity(), self.folder.ca_der()
-        check_clock(ask((now.host, now.port), None, {"ask": "authority"}), self._wall())
-        return self.received(decoded(ask((now.host, now.port), ca, self._request().model_dump()), "certificate"))
+        address, request = (now.host, now.port), self._request().model_dump()
+        try:
+            answer = ask(address, ca, {"ask": "authority"}, checks_time=False)
+            check_clock(answer, self._wall())
+        except (EnrolmentRefused, MessageError) as error:  # nothing is refused yet
+            raise BrokerAway(str(error)) from error
+        try:
+            return self.received(decoded(ask(address, ca, request), "certificate"))
+        except (NotTheCoordinator, MessageError) as error:
+            raise BrokerAway(str(error)) from error
 
     def received(self, certificate: bytes) -> Identity:
         """Install a new certificate (DER).

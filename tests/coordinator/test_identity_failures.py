@@ -21,10 +21,12 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
-from coordinator.identity.authority import Authority
+from coordinator.identity.authority import Authority, pem_of
 from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment, identity_folder
 from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
 from coordinator.identity.serving import BrokerFiles, IdentityService
@@ -662,6 +664,64 @@ def test_no_tls_and_nobody_there_are_told_apart(side, device):
             enroll(token, device())
         thread.join()
     side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def certificate_of_a_stranger(side, folder):
+    """A file with key and certificate of an authority that nobody here knows."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    other = Authority.create(folder, "x", side.now())
+    certificate = other.for_server(["localhost"], key.public_key(), side.now(), DAY)
+    file = folder / "stranger.pem"
+    file.write_bytes(pem_of(key) + certificate.public_bytes(Encoding.PEM))
+    return file
+
+
+@pytest.mark.parametrize(
+    "answer", [{"refused": "go away"}, {"time": 0}, {"time": 10**400}, {"time": True}, {"time": None}, {}], ids=str
+)
+def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, device, tmp_path, monkeypatch, answer):
+    """It ended with exit code 2, after which systemd does not start it again."""
+    folder = device()
+    enroll(side.token(), folder)
+    side.ahead = 40 * DAY
+    renewal = Renewal(folder.path.parent, wall=lambda: side.now().timestamp())
+    with monkeypatch.context() as patched:
+        patched.setattr(EnrolmentPort, "answer", lambda *_: answer)
+        patched.setattr(side.port, "_certificate", certificate_of_a_stranger(side, tmp_path))
+        with pytest.raises(BrokerAway, match=r"^tls: .* does not prove to be the coordinator"):
+            renewal.by_port()
+    with monkeypatch.context() as patched:
+        patched.setattr(EnrolmentPort, "answer", lambda *_: answer)
+        with pytest.raises(BrokerAway):  # proven, but no refusal of a certificate
+            renewal.by_port()
+    assert renewal.by_port().not_after > side.now().timestamp()
+
+
+def test_refusal_of_the_coordinator_itself_is_final_and_its_clock_is_not(side, device):
+    folder = device()
+    enroll(side.token(), folder)
+    side.ahead = 40 * DAY
+    with pytest.raises(BrokerAway, match=r"^clock: .*set-ntp"):
+        Renewal(folder.path.parent, wall=lambda: 0.0).by_port()
+    side.enrolment.revoke("porch")
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was revoked"):
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
+
+
+def test_time_is_asked_of_a_coordinator_whose_certificate_does_not_hold_now(side, device, tmp_path, monkeypatch):
+    """With a wrong clock here no certificate holds; then the clock is named, not the certificate."""
+    folder = device()
+    enroll(side.token(), folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    before = side.now() - 400 * DAY
+    certificate = side.enrolment.authority.for_server(["localhost"], key.public_key(), before, DAY)
+    file = tmp_path / "expired.pem"
+    file.write_bytes(pem_of(key) + certificate.public_bytes(Encoding.PEM))
+    monkeypatch.setattr(side.port, "_certificate", file)
+    with pytest.raises(BrokerAway, match=r"^clock: "):
+        Renewal(folder.path.parent, wall=lambda: before.timestamp()).by_port()
+    with pytest.raises(BrokerAway, match=r"^tls: .*expired"):
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
 
 
 def test_an_answer_with_another_certificate_is_not_installed(side, device):
