@@ -44,7 +44,7 @@ from .errors import (
 )
 from .storage import IDENTITY, write_private
 from .task import Frozen, parse_json
-from .wire.authentic import check_key
+from .wire.authentic import ENROLLED_KEY, check_key
 from .wire.messages import Base64, Renew, Serial, printable
 from .worker import answer_of_child
 
@@ -202,7 +202,7 @@ class IdentityFolder:
     def __init__(self, state: Path) -> None:
         self.path = state / IDENTITY
         self.file, self.ca, self._pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
-        self.commands = self.path / "commands.key"
+        self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
         """What the certificate says; None where there is none.

@@ -14,6 +14,7 @@ from ..config import AgentConfig, check_tls, load
 from ..errors import HeadwaterError, StateError
 from ..limits import limit_threads
 from ..storage import folder_lock, read_json
+from ..wire.authentic import key_file
 from . import output
 
 _REPORTED = (
@@ -120,7 +121,7 @@ def status(arguments: argparse.Namespace) -> int:
         "refused": 0,
         "replayed": 0,
         **(result["commands"] or {}),
-        "authenticated": config.broker.command_key_file is not None,
+        "authenticated": key_file(config) is not None,
     }
     try:
         result.update(_installed(config.state, reported, running=running))
@@ -202,7 +203,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "commands": lambda it: (
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
         if it["authenticated"]
-        else "not authenticated; name the agent's key in broker.command_key_file"
+        else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
     "collected": lambda it: (

@@ -17,18 +17,22 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig, credential
 from ..errors import ConfigError, MessageError, StateError, cause
-from ..storage import read_json
+from ..storage import IDENTITY, read_json
 from ..task import Frozen, parse_json
 from .messages import Announce, Command, Name, Refused, Welcome, Who, proof_of
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
+ENROLLED_KEY = Path(IDENTITY) / "commands.key"
+"""In the state folder of an agent that was enrolled."""
+
 REMEMBERED = 256
 """Sequence numbers of which each is accepted once; lower ones than these are refused."""
 
@@ -94,16 +98,23 @@ def check_key(text: str, federation: str, agent: str) -> None:
         raise MessageError("the key of the coordinator's commands is that of another agent", is_public=True)
 
 
+def key_file(config: AgentConfig) -> Path | None:
+    """Of an agent's key: the file that its configuration names, or that it got when it was enrolled; None: neither."""
+    if config.broker.command_key_file is not None:
+        return credential(config.broker.command_key_file)
+    path = credential(config.state / ENROLLED_KEY)
+    return path if path.exists() else None
+
+
 def read_key(config: AgentConfig) -> AgentKey | None:
-    """The key that an agent's configuration names; None where it names none.
+    """The key in that file (`key_file`); None where there is none.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or that of another agent or federation.
     """
-    if config.broker.command_key_file is None:
+    if (path := key_file(config)) is None:
         return None
-    path = credential(config.broker.command_key_file)
-    advice = "'headwater password' writes this file for each agent"
+    advice = "'headwater password', or enrolling again, writes this file for each agent"
     try:
         if (raw := read_json(path)) is None:
             raise ConfigError("broker.command_key_file", [f"{path}: no such file; {advice}"])

@@ -33,7 +33,8 @@ from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.store import StateFolder
-from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, StateError, UsageError
+from edge_agent.config import AgentConfig
+from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
     IdentityFolder,
@@ -47,7 +48,7 @@ from edge_agent.identity import (
     token_key,
 )
 from edge_agent.storage import write_private
-from edge_agent.wire.authentic import AgentKey
+from edge_agent.wire.authentic import AgentKey, read_key
 
 DAY = timedelta(days=1)
 
@@ -734,6 +735,17 @@ def test_an_answer_with_another_certificate_is_not_installed(side, device):
             wrong, ca=side.enrolment.authority.der, name="porch", federation="home", host="localhost", port=1
         )
     assert folder.read() is None
+
+
+def test_enrolled_agent_knows_commands_also_by_a_configuration_that_was_there_before(side, device):
+    """Such a file was left as it was, without the key's name, and the agent obeyed everybody."""
+    folder = device()
+    config = AgentConfig(id="porch", federation="home", state=folder.path.parent, data={"source": "none:"})
+    assert read_key(config) is None
+    enroll(side.token(), folder)
+    assert read_key(config) == CommandKeys.of(side.state, "home").of_agent("porch")
+    with pytest.raises(ConfigError, match=r"the key of agent 'porch' .*expected that of 'hall'.*enrolling again"):
+        read_key(config.model_copy(update={"id": "hall"}))
 
 
 def test_fingerprint_is_the_one_that_openssl_computes(side, tmp_path):
