@@ -27,6 +27,9 @@ from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.identity import fingerprint
 from edge_agent.storage import write_private
 
+LONGEST_NAME = 64
+"""Characters that X.509 allows; agents know an authority by its fingerprint, not by its name."""
+
 AUTHORITY_DAYS = 3653
 BACKDATED = timedelta(hours=1)
 """Certificates hold from this long ago: clocks differ."""
@@ -48,7 +51,7 @@ class Authority:
         if (folder / "ca.key").exists():
             raise UsageError(f"{folder} holds the authority of a federation already; agents depend on it, so it stays")
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = _name(f"Headwater {federation}")
+        subject = _name(f"Headwater {federation}"[:LONGEST_NAME])
         built = (
             _builder(subject, subject, key.public_key(), now, timedelta(days=AUTHORITY_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

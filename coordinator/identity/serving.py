@@ -6,6 +6,7 @@ The certificates of broker and coordinator are made from the authority at each s
 from __future__ import annotations
 
 import getpass
+import ipaddress
 import logging
 import socket
 import threading
@@ -103,9 +104,17 @@ def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
 
 
 def server_names(config: IdentityConfig) -> list[str]:
-    """Names and addresses that devices and the coordinator itself may use."""
+    """Names and addresses that devices and the coordinator itself may use, as a certificate spells them."""
     bound = [] if config.bind in {"0.0.0.0", "::", "localhost"} else [config.bind]  # noqa: S104 - compared, not bound
-    return list(dict.fromkeys([config.host, *bound, socket.gethostname(), "localhost", "127.0.0.1", "::1"]))
+    machine = [name for name in (socket.gethostname(),) if name.isascii()]  # a certificate holds no other
+    return list(dict.fromkeys(map(_canonical, [config.host, *bound, *machine, "localhost", "127.0.0.1", "::1"])))
+
+
+def _canonical(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
 
 
 def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datetime) -> bool:
