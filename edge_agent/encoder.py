@@ -30,7 +30,16 @@ from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back
 from .own_norm import OwnNorm, changed
-from .storage import oldest_first, read_json, read_tensors, sha256_file, size_of, write_json, write_tensors
+from .storage import (
+    oldest_first,
+    private_files,
+    read_json,
+    read_tensors,
+    sha256_file,
+    size_of,
+    write_json,
+    write_tensors,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +213,8 @@ def features_of(
     result[missing] = encoder.features(samples.inputs[missing], progress)
     for number in set(range(len(digests))) - set(missing):
         result[number] = stored[digests[number]]
-    write_tensors(path, {"features": result, "rows": rows})
+    with private_files():  # features are made from private samples; the folder may be one of many people
+        write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
         others = oldest_first(cache.glob(f"{family}-*.safetensors"))
     every = oldest_first(cache.glob("features-*.safetensors"))

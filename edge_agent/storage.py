@@ -438,23 +438,24 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
-    """Hold ``folder`` for one process; the lock goes with the process, also when it is killed.
+    """Hold a state folder for one process; the lock goes with the process, also when it is killed.
 
     The folder is for this user alone, and so is everything that the process writes while it holds it.
 
     Raises:
         StateError: another live process holds it.
     """
-    with private_files(), _locked(folder, owner) as held:
+    with private_files(), shared_folder_lock(folder, owner, private=True) as held:
         yield held
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, owner: str) -> Iterator[HeldLock]:
+def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> Iterator[HeldLock]:
+    """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``."""
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
                 with contextlib.suppress(PermissionError):  # somebody else's: they decide
                     folder.chmod(0o700)
             file = (folder / "lock").open("a+")
